@@ -96,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .experiment import default_out, load_experiment, prepare, read_source, run_locally
+    from .experiment import default_out, run_locally
+    from .lookup import load_experiment, read_source
+    from .preparing import prepare
     from .settings import parse_overrides
 
     if arguments.resume and arguments.out is None:
@@ -142,7 +144,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
-    from .experiment import load_experiment, who_holds_what
+    from .lookup import load_experiment
+    from .preparing import who_holds_what
     from .results.holdings import holdings_table, plot_holdings
 
     held = who_holds_what(load_experiment(arguments.experiment, arguments.overrides))
@@ -177,7 +180,7 @@ def _list(arguments: argparse.Namespace) -> int:
                 "OWNER/NAME": "any image classification data set on the Hugging Face hub",
             }
         case _:
-            from .experiment import shipped_experiments
+            from .lookup import shipped_experiments
             from .settings import read_file
 
             lines = {name: read_file(file).description for name, file in shipped_experiments().items()}
@@ -197,7 +200,9 @@ def _flwr(arguments: argparse.Namespace) -> int:
     request = FlwrRun.parse(arguments.arguments)
     run_config, federation = request.run_config, request.federation_config
     if request.project["project"]["name"] == "fedbn-flwr":
-        from .experiment import default_out, from_run_config, prepare
+        from .experiment import default_out
+        from .lookup import from_run_config
+        from .preparing import prepare
 
         defaults = request.project["tool"]["flwr"]["app"]["config"]
         for key in run_config:

@@ -1,15 +1,12 @@
-"""From settings to a finished run: model, data, clients, strategy, engine, results.
+"""From a prepared experiment to finished runs: the server's half, on any grid (ours, Flower's simulation, real nodes).
 
-The same `run_experiment` runs on any grid: ours, Flower's simulation, or real nodes. `make_client` is the
-other half, what each node does.
+The clients' half is `preparing.make_client`.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import re
-import shlex
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,22 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import draws, protocol, settings
-from .client import BNClient
-from .data import ClientBatches, DataSet, TestBatches, load, partition, share_test
-from .data.catalogue import CATALOGUE, find
+from . import protocol
+from .data import TestBatches
 from .engine import LocalGrid
-from .errors import RunFailed, SettingsError, did_you_mean
+from .errors import RunFailed, SettingsError
 from .evaluation import evaluate, reestimate
-from .models import build_model
+from .lookup import from_run_config
+from .preparing import (
+    Prepared,
+    choose_device,
+    make_client,
+    moments_of,
+    prepare,
+    rows_by_domain,
+    strategy_name,
+)
 from .results.folder import RunFolder
-from .results.holdings import Holdings
 from .results.ledger import MeteredGrid, Traffic
 from .results.progress import RunProgress
 from .results.report import write_report
@@ -43,366 +45,8 @@ from .roles import Role, roles
 from .serving import client_app
 from .settings import Experiment, Settings
 from .state import pack, unpack
-from .strategies import Wrapper, build_strategy, check, global_model, has_global_model, notes, personal, unsaved
-from .training import CosineSchedule, StepSchedule, cross_entropy
-
-# --- finding an experiment ---------------------------------------------------
-
-
-def experiments_folder() -> Path:
-    """Where the shipped experiments lie: in the package of a wheel, else in `apps/` of a checkout or bundle."""
-    here = Path(__file__).parent
-    inside = here / "apps"
-    return (inside if inside.is_dir() else here.parent / "apps") / "experiments"
-
-
-def shipped_experiments() -> dict[str, Path]:
-    return {file.stem: file for file in sorted(experiments_folder().glob("*.yaml"))}
-
-
-def read_source(source: str) -> tuple[str, Any]:
-    """Name and content of an experiment: a shipped one, a file, or YAML text."""
-    if "\n" in source or source.lstrip().startswith("{"):
-        return "experiment", settings.parse_yaml(source)
-    path = Path(source).expanduser()
-    if path.suffix not in (".yaml", ".yml"):
-        shipped = shipped_experiments()
-        if source not in shipped:
-            raise SettingsError(
-                f"there is no experiment {source!r}: neither a file ending in .yaml nor one that is shipped; "
-                f"{did_you_mean(source, shipped)}"
-            )
-        path = shipped[source]
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
-    return path.stem, settings.parse_yaml(text)
-
-
-def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
-    name, content = read_source(source)
-    return settings.read_experiment(content, overrides, name=name)
-
-
-@functools.lru_cache(maxsize=8)
-def _from_run_config(source: str, changes: str) -> Experiment:
-    return load_experiment(source, shlex.split(changes))
-
-
-def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
-    """The experiment that a Flower run is to carry out: `experiment` and `set` of its run config."""
-    return _from_run_config(str(run_config.get("experiment", "demo")), str(run_config.get("set", "")))
-
-
-def run_names(experiment: Experiment) -> list[str]:
-    """A folder's name for each run: its label, and its seed where labels repeat."""
-    labels = [re.sub(r"[^\w+.=-]+", "-", run.label).strip("-") or "run" for run in experiment.runs]
-    repeated = len(set(labels)) < len(labels)
-    names = [
-        f"{label}-seed{run.seed}" if repeated else label for label, run in zip(labels, experiment.runs, strict=True)
-    ]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise SettingsError(f"two runs are both called {twice!r}; give each a label of its own and each seed once")
-    return names
-
-
-# --- from settings to objects ------------------------------------------------
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("engine.device is 'cuda', but PyTorch finds no GPU here; use auto or cpu")
-    return torch.device(name)
-
-
-def resolve(run: Settings) -> Settings:
-    """The run with what the catalogue says of its data filled in; what the file says stays."""
-    data, entry = run.data, find(run.data.name)
-    moments = entry is not None and entry.moments is not None
-    if data.normalise == "official" and not moments:
-        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
-        raise SettingsError(
-            f"data.normalise is 'official', but {data.name!r} has no official mean and deviation; use moments or unit "
-            f"(official is known for {known})"
-        )
-    changes = {
-        "size": data.size or (entry.size if entry else None),
-        "normalise": data.normalise or ("official" if moments else "moments"),
-        "augment": data.augment if data.augment is not None else (entry.augment if entry else ()),
-    }
-    return run.model_copy(update={"data": data.model_copy(update=changes)})
-
-
-def _load_data(data: settings.Data, device: str) -> DataSet:
-    # Runs that differ in how the data is split or augmented share one copy of it.
-    split = data.partition
-    plain = data.model_copy(
-        update={
-            "partition": split if isinstance(split, settings.Natural) else settings.Iid(kind="iid"),
-            "augment": None,
-            "normalise": None,
-            "pad": 2,
-        }
-    )
-    return _loaded(plain, device)
-
-
-@functools.lru_cache(maxsize=2)
-def _loaded(data: settings.Data, device: str) -> DataSet:
-    dataset = load(
-        data.name,
-        root=data.root,
-        image=data.image,
-        label=data.label,
-        domain=data.domain,
-        domains=data.domains,
-        natural=data.partition.column if isinstance(data.partition, settings.Natural) else None,
-        train=data.train,
-        test=data.test,
-        size=data.size,
-    ).to(torch.device(device))
-    if data.classes is not None and data.classes != dataset.classes:
-        raise SettingsError(f"data.classes is {data.classes}, but {data.name!r} has {dataset.classes} classes")
-    return dataset
-
-
-@functools.lru_cache(maxsize=8)
-def _partition(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    dataset = _load_data(data, device)
-    options = data.partition.model_dump()
-    kind, column = options.pop("kind"), options.pop("column", None)
-    groups = dataset.natural if column is not None else dataset.domains
-    return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
-
-
-@functools.lru_cache(maxsize=8)
-def _own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    dataset = _load_data(data, device)
-    parts = _partition(data, clients, seed, device)
-    train, test = dataset.train.labels.cpu(), dataset.test.labels.cpu()
-    if (domains := dataset.domains) is not None and domains.test is not None:
-        # A class of one domain and that of another are two: what a client holds of each, it is tested on.
-        train, test = train + dataset.classes * domains.train, test + dataset.classes * domains.test
-    return share_test(parts, train, test, seed)
-
-
-def _rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
-    """Indices of each domain's test images, by a name that can be part of a metric's."""
-    domains = dataset.domains
-    if domains is None or domains.test is None:
-        return {}
-    rows = {name: (domains.test == number).nonzero()[:, 0] for number, name in enumerate(domains.names)}
-    return {re.sub(r"\W+", "_", name): found for name, found in rows.items() if len(found)}
-
-
-def _moments(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation by which images are normalised."""
-    if run.data.normalise == "unit":
-        return (0.0,) * dataset.channels, (1.0,) * dataset.channels
-    entry = find(run.data.name)
-    if run.data.normalise == "official" and entry is not None and entry.moments is not None:
-        if len(entry.moments[0]) != dataset.channels:
-            raise SettingsError(
-                f"data.normalise is 'official' with {len(entry.moments[0])} channels for {run.data.name!r}, but these "
-                f"images have {dataset.channels}; use moments or unit"
-            )
-        return entry.moments
-    return dataset.moments
-
-
-def make_model(run: Settings, dataset: DataSet) -> nn.Module:
-    """The run's model, its first weights a function of the seed."""
-    classes = run.model.classes or dataset.classes
-    if classes != dataset.classes:
-        raise SettingsError(f"model.classes is {classes}, but {run.data.name!r} has {dataset.classes} classes")
-    options = {"groups": run.model.groups, **run.model.brn.model_dump()}  # a norm takes its own
-    with draws.streams(draws.number(run.seed, "initial model"), torch.device("cpu")):
-        return build_model(
-            run.model.name,
-            classes,
-            run.model.norm,
-            in_channels=dataset.channels,
-            image_size=run.model.image_size or dataset.size,
-            stem=run.model.stem,
-            **options,
-        )
-
-
-def make_strategy(run: Settings) -> Strategy:
-    # Everybody trains unless the file says otherwise; whether clients evaluate is `evaluate.clients`.
-    least = 1 if run.clients == 1 else 2
-    strategy = build_strategy(
-        run.strategy,
-        seed=run.seed,
-        min_train_nodes=least,
-        min_evaluate_nodes=least,
-        min_available_nodes=run.clients,
-        node_timeout=run.engine.node_timeout,
-    )
-    check(strategy, run.rounds)
-    if run.evaluate.clients is False and not has_global_model(strategy):
-        raise SettingsError(
-            f"evaluate.clients is false, but {_strategy_name(run.strategy)} trains no global model, and only clients "
-            "can be evaluated; leave evaluate.clients out"
-        )
-    return strategy
-
-
-def learning_rate(run: Settings, server_round: int) -> float:
-    schedule = run.train.schedule
-    if schedule.kind == "cosine":
-        return CosineSchedule(run.train.lr)(server_round, run.rounds)
-    milestones = schedule.milestones if schedule.kind == "step" else ()
-    return StepSchedule(run.train.lr, milestones, schedule.gamma)(server_round, run.rounds)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """All that a run needs, made and checked before training starts."""
-
-    run: Settings
-    name: str
-    dataset: DataSet
-    model: nn.Module
-    strategy: Strategy
-    device: torch.device
-
-
-def prepare_run(run: Settings, name: str) -> Prepared:
-    run = resolve(run)
-    device = choose_device(run.engine.device)
-    strategy = make_strategy(run)
-    dataset = _load_data(run.data, str(device))
-    _partition(run.data, run.clients, run.seed, str(device))
-    _moments(run, dataset)
-    model = make_model(run, dataset).to(device)
-    _try_model(run, model, dataset, device)
-    return Prepared(run, name, dataset, model, strategy, device)
-
-
-def prepare(experiment: Experiment) -> list[Prepared]:
-    """All runs, or one error that says what is wrong with one; what is quick to check is checked first."""
-    names = run_names(experiment)
-    for run in experiment.runs:
-        make_strategy(run)
-    return [prepare_run(run, name) for run, name in zip(experiment.runs, names, strict=True)]
-
-
-def _try_model(run: Settings, model: nn.Module, dataset: DataSet, device: torch.device) -> None:
-    """One image through the model: a wrong size shows here rather than on a client."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            # Two, as static batch norm has no variance of one value.
-            logits = model(torch.zeros(2, dataset.channels, *dataset.size, device=device))
-    except (RuntimeError, ValueError) as error:
-        height, width = dataset.size
-        reason = " ".join(str(error).split())[:200]
-        raise SettingsError(
-            f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
-            f"{run.data.name!r}: {reason}"
-        ) from None
-    if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != (2, dataset.classes):
-        found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise SettingsError(
-            f"model.name={run.model.name!r} answers a batch of 2 images with {found}; expected logits of shape "
-            f"[2, {dataset.classes}], as {run.data.name!r} has {dataset.classes} classes"
-        )
-
-
-def who_holds_what(experiment: Experiment) -> list[Holdings]:
-    """The partitions of an experiment, counted: one for each that its runs use, with the first seed of each."""
-    found: dict[tuple[settings.Data, int], list[str]] = {}
-    seeds: dict[tuple[settings.Data, int], int] = {}
-    for run in map(resolve, experiment.runs):
-        # How images are normalised and augmented has no say in who holds them.
-        key = run.data.model_copy(update={"augment": None, "normalise": None, "pad": 2}), run.clients
-        seeds.setdefault(key, run.seed)
-        found.setdefault(key, []).append(run.label)
-    held = []
-    for (data, clients), labels in found.items():
-        dataset = _load_data(data, "cpu")
-        parts = _partition(data, clients, seeds[data, clients], "cpu")
-        counts = [torch.bincount(dataset.train.labels[part], minlength=dataset.classes).tolist() for part in parts]
-        options = {key: value for key, value in data.partition.model_dump().items() if value is not None}
-        words = [options.pop("kind"), *(f"{key}={value}" for key, value in options.items())]
-        title = f"{data.name}: {', '.join(words)}, clients={clients}, seed={seeds[data, clients]}"
-        if len(found) > 1:  # whose it is
-            names = list(dict.fromkeys(labels))
-            title += f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        held.append(Holdings(title, dataset.class_names, tuple(map(tuple, counts)), _names_of(data, dataset, parts)))
-    return held
-
-
-def _names_of(data: settings.Data, dataset: DataSet, parts: Sequence[Tensor]) -> tuple[str, ...]:
-    """What the clients of a split by groups are called: the group of their images."""
-    groups = {"domain": dataset.domains, "natural": dataset.natural}.get(data.partition.kind)
-    return () if groups is None else tuple(groups.names[int(groups.train[part[0]])] for part in parts)
-
-
-# --- the client's half -------------------------------------------------------
-
-
-def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
-    """The client of the node `context`, in the run that `config` names (the first, where it names none)."""
-    experiment = from_run_config(context.run_config)
-    names = run_names(experiment)
-    name = str(config.get(protocol.RUN, names[0]))
-    if name not in names:
-        raise SettingsError(f"the server asks for the run {name!r}, this client's experiment has {names}")
-    run = resolve(experiment.runs[names.index(name)])
-    torch.set_num_threads(run.engine.threads)
-    device = choose_device(run.engine.device)
-    node = context.node_config
-    client, clients = int(node.get("partition-id", -1)), int(node.get("num-partitions", run.clients))
-    if clients != run.clients or not 0 <= client < clients:
-        raise SettingsError(
-            f"this node is partition-id={node.get('partition-id')} of num-partitions={clients}, the experiment has "
-            f'clients={run.clients}; set --node-config "partition-id=... num-partitions={run.clients}"'
-        )
-    if "data" in node:  # a site that has its own: all of it is this client's
-        mine = {"name": str(node["data"]), "root": None, "domains": (), "partition": settings.Iid(kind="iid")}
-        dataset = _load_data(run.data.model_copy(update=mine), str(device))
-        indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
-    else:
-        dataset = _load_data(run.data, str(device))
-        indices = _partition(run.data, clients, run.seed, str(device))[client]
-        own = _own_test(run.data, clients, run.seed, str(device))[client]
-    test = functools.partial(TestBatches, dataset.test, _moments(run, dataset), run.evaluate.batch_size)
-    tests = {"": test(), "own": test(own)} if len(own) else {"": test()}
-    for domain, rows in _rows_by_domain(dataset).items():
-        if len(both := own[torch.isin(own, rows)]):
-            tests[f"own@{domain}"] = test(both)
-    return BNClient(
-        make_model(run, dataset),
-        ClientBatches(
-            dataset.train,
-            indices,
-            _moments(run, dataset),
-            batch_size=run.train.batch_size,
-            client=client,
-            seed=run.seed,
-            augment=run.data.augment or (),
-            pad=run.data.pad,
-        ),
-        tests,
-        lr=functools.partial(learning_rate, run),
-        epochs=run.train.epochs,
-        steps=run.train.steps,
-        momentum=run.train.momentum,
-        keep_momentum=run.train.keep_momentum,
-        weight_decay=run.train.weight_decay,
-        seed=run.seed,
-        device=device,
-        context=context,
-    )
-
-
-# --- the server's half -------------------------------------------------------
+from .strategies import Wrapper, global_model, has_global_model, notes, personal, unsaved
+from .training import cross_entropy
 
 
 class _Recorded(Wrapper):
@@ -548,15 +192,15 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
     if done and (lost := "the clients' momentum" if run.train.keep_momentum else unsaved(prepared.strategy)):
         raise SettingsError(
             f"{str(folder.path)!r} cannot be resumed: a checkpoint has the global model alone, and "
-            f"{_strategy_name(run.strategy)} also needs {lost}; begin anew with another --out"
+            f"{strategy_name(run.strategy)} also needs {lost}; begin anew with another --out"
         )
     metered = MeteredGrid(grid)
     total = Traffic()
     strategy = _Recorded(prepared.strategy, run, done)
     test_of = functools.partial(
-        TestBatches, prepared.dataset.test, _moments(run, prepared.dataset), run.evaluate.batch_size
+        TestBatches, prepared.dataset.test, moments_of(run, prepared.dataset), run.evaluate.batch_size
     )
-    test, domains = test_of(), {name: test_of(rows) for name, rows in _rows_by_domain(prepared.dataset).items()}
+    test, domains = test_of(), {name: test_of(rows) for name, rows in rows_by_domain(prepared.dataset).items()}
     initial = {
         key: value.detach().cpu().numpy().copy()
         for key, value in model.state_dict().items()
@@ -640,7 +284,7 @@ def _blank_summary(prepared: Prepared) -> dict[str, Any]:
     return {
         "name": run.name,
         "label": run.label,
-        "strategy": _strategy_name(run.strategy),
+        "strategy": strategy_name(run.strategy),
         "model": run.model.name,
         "norm": run.model.norm,
         "seed": run.seed,
@@ -655,11 +299,6 @@ def _blank_summary(prepared: Prepared) -> dict[str, Any]:
         "device": str(prepared.device),
         "accuracy_of": "the global model" if has_global_model(prepared.strategy) else "the clients' models, mean",
     }
-
-
-def _strategy_name(spec: Mapping[str, Any]) -> str:
-    base = spec.get("base")
-    return f"{spec['name']}({_strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])
 
 
 def _account(summary: dict[str, Any], total: Traffic, line: Mapping[str, Any]) -> None:

@@ -16,7 +16,8 @@ import torch
 from fedbn_flwr.data import load
 from fedbn_flwr.data.catalogue import CATALOGUE, describe, find
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment import _moments, load_experiment, prepare_run, resolve
+from fedbn_flwr.lookup import load_experiment
+from fedbn_flwr.preparing import moments_of, prepare_run, resolve
 from fedbn_flwr.settings import Settings, parse_yaml, read_experiment
 
 from .test_data import png
@@ -250,9 +251,9 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
         write(root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img")
     run = resolve(run_of(f"data: {{name: cifar10, root: {root}}}"))
     data = load("cifar10", root=str(root))
-    assert _moments(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    assert moments_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
-    assert _moments(resolve(measured), data) == data.moments
+    assert moments_of(resolve(measured), data) == data.moments
 
 
 def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fedbn_flwr import cli
 from fedbn_flwr.data import load
-from fedbn_flwr.experiment import _own_test, _rows_by_domain, resolve
+from fedbn_flwr.preparing import own_test, resolve, rows_by_domain
 from fedbn_flwr.settings import Settings, parse_yaml, read_experiment
 
 from .test_catalogue import numbered, write
@@ -70,7 +70,7 @@ def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
     text = f"{{clients: 4, data: {{name: {data}, partition: {{kind: domain}}}}}}"
     (run,) = read_experiment(parse_yaml(text)).runs
     resolved: Settings = resolve(run)
-    own = _own_test(resolved.data, 4, 0, "cpu")
+    own = own_test(resolved.data, 4, 0, "cpu")
     dataset = load(str(data))
     assert dataset.domains is not None
     assert dataset.domains.names == ("farm yard", "sea")
@@ -81,6 +81,6 @@ def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
 
 
 def test_rows_by_domain_leave_out_domains_without_test_images(data: Path) -> None:
-    rows = _rows_by_domain(load(str(data), domains=["sea", "farm yard"]))
+    rows = rows_by_domain(load(str(data), domains=["sea", "farm yard"]))
     assert {name: found.tolist() for name, found in rows.items()} == {"sea": [0, 2, 3, 4, 5], "farm_yard": [1, 6, 7]}
-    assert _rows_by_domain(load("digits")) == {}
+    assert rows_by_domain(load("digits")) == {}

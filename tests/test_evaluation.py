@@ -20,7 +20,9 @@ from fedbn_flwr import BNClient, build_model, convert_norm
 from fedbn_flwr.data import TestBatches, load, share_test
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.evaluation import evaluate, reestimate
-from fedbn_flwr.experiment import _Recorded, load_experiment, make_strategy, run_locally
+from fedbn_flwr.experiment import _Recorded, run_locally
+from fedbn_flwr.lookup import load_experiment
+from fedbn_flwr.preparing import make_strategy
 from fedbn_flwr.results.report import find_runs, group, table
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment import load_experiment, who_holds_what
+from fedbn_flwr.lookup import load_experiment
+from fedbn_flwr.preparing import who_holds_what
 from fedbn_flwr.results.holdings import Holdings, _colours, holdings_table, plot_holdings
 from fedbn_flwr.settings import parse_yaml, read_experiment
 

@@ -14,6 +14,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"apps"}),
     frozenset({"fedbn_flwr.cli"}),
     frozenset({"fedbn_flwr.experiment"}),
+    frozenset({"fedbn_flwr.preparing"}),
+    frozenset({"fedbn_flwr.lookup"}),
     frozenset({"strategies", "fedbn_flwr.strategies"}),  # the second is the first by its public name
     frozenset({"fedbn_flwr.serving"}),
     frozenset({"fedbn_flwr.client"}),

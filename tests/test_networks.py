@@ -14,9 +14,10 @@ from torch import nn
 
 from fedbn_flwr import build_model
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment import load_experiment, prepare
+from fedbn_flwr.lookup import load_experiment
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.models.build import describe
+from fedbn_flwr.preparing import prepare
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None
     unpacked = tmp_path / "unpacked"
     zipfile.ZipFile(bundle).extractall(unpacked)
     code = (
-        "import json, apps.server_app, apps.client_app, fedbn_flwr.strategies as s, fedbn_flwr.experiment as e\n"
+        "import json, apps.server_app, apps.client_app, fedbn_flwr.strategies as s, fedbn_flwr.lookup as e\n"
         "print(json.dumps([s.__file__, s.FixBN.__module__, sorted(e.shipped_experiments())]))"
     )
     printed = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(unpacked))

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import fedbn_flwr.experiment as experiment_module
+import fedbn_flwr.preparing as preparing_module
 from fedbn_flwr.data import DataSet, Images
 from fedbn_flwr.data.catalogue import find
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment import load_experiment, prepare_run, run_names, shipped_experiments
+from fedbn_flwr.lookup import load_experiment, run_names, shipped_experiments
+from fedbn_flwr.preparing import prepare_run
 from fedbn_flwr.settings import Data, Settings, merge, parse_overrides, parse_yaml, read_experiment, read_file
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "apps" / "experiments"
@@ -46,7 +47,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     return DataSet(data.name, part, part, tuple(map(str, range(classes))))
 
 
-load_data = experiment_module._load_data
+load_data = preparing_module.load_data
 
 
 def test_there_are_shipped_experiments() -> None:
@@ -56,15 +57,15 @@ def test_there_are_shipped_experiments() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXPERIMENTS)))
 def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment_module, "_load_data", stand_in)
-    experiment_module._partition.cache_clear()
+    monkeypatch.setattr(preparing_module, "load_data", stand_in)
+    preparing_module.partition_of.cache_clear()
     experiment = read_file(file)
     assert experiment.description, "fedbn list experiments shows it"
     names = run_names(experiment)
     for run, name in zip(experiment.runs, names, strict=True):
         prepared = prepare_run(run, name)
         assert prepared.name == name
-    experiment_module._partition.cache_clear()
+    preparing_module.partition_of.cache_clear()
 
 
 def test_a_shipped_experiment_is_found_by_name() -> None:
