@@ -19,10 +19,12 @@ from flwr.client import NumPyClient
 from torch import nn
 
 from . import draws, protocol
+from .aggregate import Arrays
 from .errors import MessageError
 from .evaluation import evaluate, reestimate
 from .layerwise import Exchange, LayerwiseStep
 from .models import frozen_norm
+from .packing import Block, layout
 from .roles import Role, roles
 from .state import NodeState
 from .training import (
@@ -40,7 +42,6 @@ from .training import (
 )
 
 Config = Mapping[str, Any]
-Arrays = dict[str, np.ndarray]
 Metrics = dict[str, Any]  # numbers
 
 
@@ -119,8 +120,10 @@ class BNClient(NumPyClient):
         self.seed = seed
         first = next(model.parameters(), torch.empty(0))
         self.device = torch.device(device) if device is not None else first.device
-        self.model.to(self.device)
+        if any(tensor.device != self.device for tensor in (*model.parameters(), *model.buffers())):
+            self.model.to(self.device)
         self.roles = roles(model)
+        self._own = model.state_dict()  # the tensors themselves: what is copied into them is in the model
         self.records = RecordDict() if context is None else context.state
         self.partition_id = None if context is None else context.node_config.get("partition-id")
 
@@ -166,17 +169,16 @@ class BNClient(NumPyClient):
                 adjust=adjust,
                 first_step=self._first_step(config, exchange),
             )
-        after = self._state()
         back = protocol.returned_roles(config)
-        sent = {key: value for key, value in after.items() if key in arrays or self.roles[key] in back}
+        sent = copied({key: self._own[key] for key, role in self.roles.items() if key in arrays or role in back})
         # Only now, when nothing can fail any more: a round that is replayed begins where this one began.
         state = NodeState(self.records, run)
-        state.save("local", {key: value for key, value in after.items() if key not in arrays})
+        state.save("local", copied({key: value for key, value in self._own.items() if key not in arrays}))
         more: dict[str, Arrays] = {}
         if control is not None:
             more[protocol.CONTROL_RECORD] = self._finish_control(control, named, extras, state)
         if config.get(protocol.MOMENTUM) or self.keep_momentum:
-            buffers = state.load("momentum") | _momentum_of(optimizer, named)
+            buffers = {**state.load("momentum"), **_momentum_of(optimizer, named)}
             if config.get(protocol.MOMENTUM):  # that of parameters that do not travel stays here as they do
                 more[protocol.MOMENTUM_RECORD] = {name: buffers.pop(name) for name in named if name in arrays}
             state.save("momentum", buffers)
@@ -218,13 +220,13 @@ class BNClient(NumPyClient):
     # --- by position: Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
-        state = self._state()
-        return [state[key] for key in self._sent()]
+        own = self.model.state_dict()
+        return [own[key].cpu().numpy().copy() for key in self._sent()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Any]:
         update = self.train_round(self._named(parameters), config)
         metrics = dict(update.metrics)
-        return list(update.arrays.values()), int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
+        return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
     def evaluate(self, parameters: list[np.ndarray], config: Config) -> tuple[float, int, Any]:
         metrics = self.evaluate_round(self._named(parameters), config)
@@ -279,8 +281,8 @@ class BNClient(NumPyClient):
     ) -> Arrays:
         """Keep the new c_i, and return its change."""
         before = self._own_control(extras, state)
-        new = {name: control.mean(p).cpu().numpy() for name, p in named.items()}
-        state.save("control", before | new)  # what is frozen now keeps its own
+        new = copied({name: control.mean(p) for name, p in named.items()})
+        state.save("control", {**before, **new})  # what is frozen now keeps its own
         return {name: value - before[name] if name in before else value for name, value in new.items()}
 
     def _set_momentum(
@@ -297,7 +299,7 @@ class BNClient(NumPyClient):
         if config.get(protocol.MOMENTUM):
             if not self.momentum:
                 raise MessageError("the server maintains momentum, but this client trains without (momentum is 0)")
-            buffers |= extras.get(protocol.MOMENTUM_RECORD, {})
+            buffers.update(extras.get(protocol.MOMENTUM_RECORD, {}))
         for name, parameter in named.items():
             if name in buffers:
                 optimizer.state[parameter]["momentum_buffer"] = _tensor(buffers[name], parameter)
@@ -319,13 +321,9 @@ class BNClient(NumPyClient):
             raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r} and on")
         return dict(zip(keys, parameters, strict=True))
 
-    def _state(self) -> Arrays:
-        # A copy: the arrays of a CPU tensor share its memory, and the model trains on.
-        return {key: np.array(value.detach().cpu().numpy()) for key, value in self.model.state_dict().items()}
-
     def _load(self, arrays: Arrays, run: str | None) -> None:
         """The received arrays, and for all other keys what this node last had (or was built with)."""
-        own = self.model.state_dict()
+        own = self._own
         if unknown := [key for key in arrays if key not in own]:
             raise MessageError(
                 f"the server sent {unknown[0]!r}, which this client's model does not have; its keys begin "
@@ -338,7 +336,7 @@ class BNClient(NumPyClient):
             raise MessageError(
                 f"the server did not send {lacking[0]!r} ({len(lacking)} such keys), and this node has none"
             )
-        for key, value in (kept | arrays).items():
+        for key, value in {**kept, **arrays}.items():
             target = own[key]
             if tuple(value.shape) != tuple(target.shape):
                 raise MessageError(
@@ -350,9 +348,13 @@ class BNClient(NumPyClient):
                     f"the server sent a negative variance ({key!r} has {value.min():g}). A server optimiser (FedAdam, "
                     "FedAvgM, ...) must not step statistics: wrap it as MeanStatistics(FedAdam(...))"
                 )
-            tensor = torch.from_numpy(np.asarray(value))
-            # Flower's own mean returns integer counters as floats a rounding error off.
-            target.copy_(tensor if target.is_floating_point() else tensor.double().round())
+            if not target.is_floating_point():
+                # Flower's own mean returns integer counters as floats a rounding error off.
+                value = np.rint(value)
+            if target.device.type == "cpu":
+                np.copyto(target.numpy(), value, casting="unsafe")
+            else:
+                target.copy_(torch.from_numpy(np.array(value)), non_blocking=True)
 
 
 def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:
@@ -365,10 +367,17 @@ def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:
 def _momentum_of(optimizer: torch.optim.SGD, named: Mapping[str, nn.Parameter]) -> Arrays:
     """Momentum by name; zero where a parameter had no gradient yet."""
     found = {name: optimizer.state[p].get("momentum_buffer") for name, p in named.items()}
-    return {
-        name: (torch.zeros_like(named[name]) if buffer is None else buffer).detach().cpu().numpy().copy()
-        for name, buffer in found.items()
-    }
+    return copied({name: torch.zeros_like(named[name]) if found[name] is None else found[name] for name in named})
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    """The tensors' values as they are now; those of one dtype in one copy from the device, side by side."""
+    values = [tensor.detach().reshape(-1) for tensor in tensors.values()]
+    if len({value.dtype for value in values}) != 1:
+        return {key: np.array(tensor.detach().cpu().numpy()) for key, tensor in tensors.items()}
+    flat = torch.cat(values).cpu().numpy()
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+    return Block(layout(flat.dtype.str, tuple(tensors), shapes), flat)
 
 
 def _once(action: Adjust) -> Adjust:

@@ -129,7 +129,7 @@ def _judge(
     `arrays` is what somebody outside would use, `trained` what training goes on from.
     """
     model, device = prepared.model, prepared.device
-    state = {key: torch.from_numpy(value) for key, value in unpack(arrays).items()}
+    state = {key: torch.from_numpy(value.copy()) for key, value in unpack(arrays).items()}
     model.load_state_dict(state, strict=False)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     used = "model" if all(norm.running_mean is not None for norm in norms) else "batch"
@@ -164,7 +164,7 @@ def check_nodes(grid: Grid, run: Settings, name: str) -> None:
             print(f"waiting for nodes: {len(nodes)} of {run.clients} are connected; {hint}", flush=True)
             told = now
         time.sleep(0.2)
-    content = RecordDict({"config": ConfigRecord({protocol.RUN: name})})
+    content = RecordDict({"config": ConfigRecord({protocol.RUN: name, protocol.READY: True})})
     questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
     replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
     holders: dict[int, list[int]] = {}

@@ -6,6 +6,7 @@ ignoring it would train the wrong thing. Keys are absent where the rule asks for
 | key | value | asks the client to |
 |---|---|---|
 | `fedbn.run` | text | keep its memory apart from that of other runs |
+| `fedbn.ready` | true | (with `query.partition`) also make its model and open its data, and so find what is wrong |
 | `fedbn.freeze` | roles, comma separated: `statistics`, `affine` | leave these of batch norm as they came |
 | `fedbn.return` | roles, comma separated | send these back too, besides what came |
 | `fedbn.clip` | float | clip gradients adaptively, by this factor; the last linear layer is exempt |
@@ -31,6 +32,7 @@ from .roles import Role
 
 PREFIX = "fedbn."
 RUN = "fedbn.run"
+READY = "fedbn.ready"
 FREEZE = "fedbn.freeze"
 RETURN = "fedbn.return"
 CLIP = "fedbn.clip"
@@ -40,7 +42,9 @@ COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
 COHORT_BATCH = "fedbn.cohort-batch"
-KNOWN = frozenset({RUN, FREEZE, RETURN, CLIP, CONTROL, MOMENTUM, COHORT, COHORT_BACKWARD, COHORT_STEP, COHORT_BATCH})
+KNOWN = frozenset(
+    {RUN, READY, FREEZE, RETURN, CLIP, CONTROL, MOMENTUM, COHORT, COHORT_BACKWARD, COHORT_STEP, COHORT_BATCH}
+)
 
 PROXIMAL_MU = "proximal-mu"
 ROUND = "server-round"
@@ -56,7 +60,7 @@ EXCHANGES_LEFT = "exchanges-left"  # of a layer-wise step, after the one that th
 CONTROL_RECORD = "control"
 MOMENTUM_RECORD = "momentum"
 
-PARTITION_QUERY = "query.partition"  # reply metrics: partition-id and num-examples
+PARTITION_QUERY = "query.partition"  # reply metrics: partition-id
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
 STATISTICS_QUERY = "query.statistics"  # reply arrays: statistics of the client's data under the model sent
 

@@ -17,7 +17,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from . import protocol
-from .client import Arrays, BNClient, Config, Update
+from .aggregate import Arrays
+from .client import BNClient, Config, Update
 from .errors import FedbnError, MessageError
 from .layerwise import Answer, Exchange, Pending, Session
 from .state import NodeState, pack, unpack
@@ -105,11 +106,9 @@ def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
 
 
 def _partition(make: Make, message: Message, context: Context) -> RecordDict:
-    client = make()
-    metrics = _place(context)
-    if isinstance(client, BNClient):
-        metrics[protocol.NUM_EXAMPLES] = client.num_examples
-    return RecordDict({"metrics": _numbers(metrics)})
+    if _config(message).get(protocol.READY):
+        make()  # what is wrong with a site shows before anybody trains
+    return RecordDict({"metrics": _numbers(_place(context))})
 
 
 def _place(context: Context) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def _layerwise(make: Make, message: Message, context: Context) -> RecordDict:
     state = NodeState(context.state, run)
     # What a replay needs; the batch and all draws are functions of round and client.
     images = int(told.get(protocol.COHORT_BATCH, 0))
-    state.save(f"cohort.{step}", unpack(record) | {"images": np.asarray(images)})
+    state.save(f"cohort.{step}", {**unpack(record), "images": np.asarray(images)})
     key = (context.run_id, context.node_id)
     parked = _parked.pop(key, None)
     if step and parked is not None and (parked.token, parked.step) == (token, step - 1):
@@ -209,7 +208,7 @@ def _answer(state: NodeState, step: int) -> Answer:
     if not arrays:
         raise MessageError(f"the answer to exchange {step} never came to this node")
     images = int(arrays.pop("images"))
-    return Answer({name: torch.from_numpy(array) for name, array in arrays.items()}, images)
+    return Answer({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, images)
 
 
 # --- records -----------------------------------------------------------------

@@ -6,12 +6,13 @@ carries the name of the training run it belongs to, and another run starts empty
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from .aggregate import Arrays
+from .packing import pack, unpack
+
+__all__ = ["NodeState", "pack", "unpack"]
 
 _RUN = "fedbn.run"
 _ARRAYS = "fedbn.arrays."
@@ -33,19 +34,10 @@ class NodeState:
     def load(self, name: str) -> dict[str, np.ndarray]:
         """The arrays kept under `name`; empty where there are none."""
         record = self.records.get(_ARRAYS + name)
-        return unpack(record) if isinstance(record, ArrayRecord) else {}
+        return dict(unpack(record)) if isinstance(record, ArrayRecord) else {}
 
     def save(self, name: str, arrays: Arrays) -> None:
         self.records[_ARRAYS + name] = pack(arrays)
 
     def forget(self, name: str) -> None:
         self.records.pop(_ARRAYS + name, None)
-
-
-def pack(arrays: Arrays) -> ArrayRecord:
-    # np.asarray(order="C"): Flower stores a Fortran-ordered array as such, and bytes would differ.
-    return ArrayRecord({key: Array(np.asarray(value, order="C")) for key, value in arrays.items()})
-
-
-def unpack(record: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    return {key: value.numpy() for key, value in record.items()}

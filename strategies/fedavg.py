@@ -24,9 +24,9 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import draws, protocol
-from fedbn_flwr.aggregate import fault, weighted_mean
+from fedbn_flwr.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.state import pack, unpack
+from fedbn_flwr.packing import pack, record_of, unpack
 
 from .wrapper import check, prepare
 
@@ -52,7 +52,7 @@ class FedAvg(FlowerFedAvg):
         self._sent: ArrayRecord | None = None
         self._asked = 0
         self._run: dict[str, Any] = {}  # the run's name, by which clients know which model to build
-        self._unpacked: tuple[ArrayRecord | None, dict[str, np.ndarray]] = (None, {})
+        self._unpacked: tuple[ArrayRecord | None, Arrays] = (None, {})
 
     # --- sending ---
 
@@ -162,7 +162,7 @@ class FedAvg(FlowerFedAvg):
         self.shares = {reply.metadata.src_node_id: weight for reply, weight in zip(usable, weights, strict=True)}
         mean = pack(weighted_mean((unpack(self._arrays(content)) for content in contents), weights))
         if self._global is not None:  # what did not travel stays as it is, in its place
-            mean = ArrayRecord({key: mean.get(key, value) for key, value in self._global.items()})
+            mean = record_of({key: mean.get(key, value) for key, value in self._global.items()})
         return mean, self._mean_metrics(contents, self.train_metrics_aggr_fn)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

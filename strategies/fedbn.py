@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.packing import record_of
 from fedbn_flwr.roles import Role, roles, split
 
 from .fedavg import FedAvg
@@ -49,7 +50,7 @@ class LocalNorm(FedAvg):
         return {"global_norm": self.global_norm}
 
     def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
-        return ArrayRecord(split(arrays, roles(arrays), self.at_home)[1])
+        return record_of(split(arrays, roles(arrays), self.at_home)[1])
 
     def expected(self) -> list[str]:
         if self._global is None or self.global_norm == "initial":

@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr import protocol
-from fedbn_flwr.aggregate import Array, pooled_moments, weighted_mean
+from fedbn_flwr.aggregate import Arrays, pooled_moments, weighted_mean
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.roles import Role, roles
 from fedbn_flwr.state import pack, unpack
@@ -27,8 +27,6 @@ from fedbn_flwr.state import pack, unpack
 from .fedavg import FedAvg
 from .fixbn import FixBN
 from .wrapper import refused
-
-Moments = dict[str, Array]
 
 
 class FedTAN(FedAvg):
@@ -123,7 +121,7 @@ class FedTAN(FedAvg):
         arrays = [unpack(content.array_records["arrays"]) for content in contents]
         if contents[0].config_records["config"]["what"] == "moments":
             mean, var = pooled_moments([a["mean"] for a in arrays], [a["var"] for a in arrays], weights)
-            agreed: Moments = {"mean": mean, "var": var}
+            agreed: Arrays = {"mean": mean, "var": var}
         else:
             agreed = weighted_mean(arrays, weights)
         images = int(sum(_number(each[protocol.BATCH_EXAMPLES]) for each in metrics))

@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.packing import record_of
 from fedbn_flwr.roles import Role, roles, split
 
 from .wrapper import Wrapper, check_some_left, refused
@@ -151,7 +152,7 @@ class FixBN(Wrapper):
             check_some_left(server_round, replies)
         else:
             # A mean of equal numbers may be a rounding error off; what is frozen does not move at all.
-            arrays = ArrayRecord({**arrays, **{key: self._frozen[key] for key in keys if key in arrays}})
+            arrays = record_of({**arrays, **{key: self._frozen[key] for key in keys if key in arrays}})
         return arrays, metrics
 
     def _is_steady(self, replies: Sequence[Message]) -> bool:

@@ -17,8 +17,8 @@ from flwr.serverapp import Grid
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import fault, weighted_mean
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.packing import pack, record_of, unpack
 from fedbn_flwr.roles import Role, roles
-from fedbn_flwr.state import pack, unpack
 
 from .fedavg import FedAvg
 
@@ -73,4 +73,4 @@ class HeteroBN(FedAvg):
         replies = self.screen(what, replies, len(replies), lambda content: fault(unpack(self._arrays(content)), like))
         found = [unpack(self._arrays(reply.content)) for reply in replies]
         batches = self.weights(server_round, [reply.content for reply in replies])
-        return ArrayRecord({**arrays, **pack(weighted_mean(found, batches))})
+        return record_of({**arrays, **pack(weighted_mean(found, batches))})

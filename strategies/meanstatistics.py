@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import protocol
-from fedbn_flwr.aggregate import Array, cast, fault, weighted_mean
+from fedbn_flwr.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.roles import Role, roles, split
 from fedbn_flwr.state import pack, unpack
 
@@ -33,7 +33,7 @@ class MeanStatistics(Wrapper):
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
-        self._sent: dict[str, Array] = {}
+        self._sent: Arrays = {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -58,7 +58,7 @@ class MeanStatistics(Wrapper):
             return arrays, metrics
         # In the dtypes that were sent: FedAdam returns float64 for all it steps.
         stepped = {key: cast(array.numpy(), self._sent[key].dtype) for key, array in arrays.items()}
-        return pack(stepped | weighted_mean(parts, weights)), metrics
+        return pack({**stepped, **weighted_mean(parts, weights)}), metrics
 
     def _checked(self, reply: Message) -> Message:
         if not reply.has_content():

@@ -12,7 +12,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedbn_flwr.aggregate import Array, fault
+from fedbn_flwr.aggregate import Arrays, fault
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.roles import Role, roles, split
 from fedbn_flwr.state import unpack
@@ -83,9 +83,7 @@ def without_record(replies: Iterable[Message], name: str) -> list[Message]:
     return changed
 
 
-def take_record(
-    replies: Iterable[Message], name: str, model: ArrayRecord
-) -> tuple[list[Message], dict[int, dict[str, Array]]]:
+def take_record(replies: Iterable[Message], name: str, model: ArrayRecord) -> tuple[list[Message], dict[int, Arrays]]:
     """Replies without the record `name`, and these records by node; those given keep their content.
 
     A record holds something for each parameter of `model` that trains. Which these are the server cannot know (a

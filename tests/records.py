@@ -36,7 +36,7 @@ def change_record(name: str, key: str, change: Callable[[np.ndarray], np.ndarray
     """Changes one array of a record, or takes it out."""
 
     def apply(content: RecordDict) -> None:
-        arrays = unpack(content[name])
+        arrays = dict(unpack(content[name]))
         new = change(arrays.pop(key))
         content[name] = pack(arrays if new is None else arrays | {key: new})
 

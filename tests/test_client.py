@@ -192,7 +192,19 @@ def test_evaluation_replies_with_metrics_alone(federation: Federations) -> None:
 def test_the_partition_is_told_when_asked(federation: Federations) -> None:
     fed = federation((8, 12))
     (reply,) = ask(fed.grid(), Message(RecordDict(), 2, "query.partition"))
-    assert dict(reply.content["metrics"]) == {"partition-id": 1, "num-examples": 12}
+    assert dict(reply.content["metrics"]) == {"partition-id": 1}
+
+
+def test_a_client_is_made_before_training_only_where_the_server_asks_whether_all_is_ready() -> None:
+    def make(context: Context) -> BNClient:
+        raise FileNotFoundError("/srv/data")
+
+    grid = LocalGrid(client_app(make), 1)
+    (reply,) = ask(grid, Message(RecordDict(), 1, "query.partition"))
+    assert reply.content["metrics"]["partition-id"] == 0
+    ready = RecordDict({"config": ConfigRecord({"fedbn.ready": True})})
+    (reply,) = ask(grid, Message(ready, 1, "query.partition"))
+    assert "/srv/data" in reply.error.reason
 
 
 def test_a_data_loader_serves_as_well(federation: Federations) -> None:

@@ -88,7 +88,7 @@ def test_two_rounds_equal_two_means_by_hand(federation: Federations) -> None:
     fed = federation((8, 12, 6), dtype=torch.float64)
     result = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
     after_one = copy.deepcopy(fed)
-    state = {key: torch.from_numpy(value) for key, value in mean_of(fed, [0, 1, 2]).items()}
+    state = {key: torch.from_numpy(value.copy()) for key, value in mean_of(fed, [0, 1, 2]).items()}
     after_one.model.load_state_dict(state, strict=False)
     for key, value in unpack(result.arrays).items():
         np.testing.assert_allclose(value, mean_of(after_one, [0, 1, 2])[key], rtol=1e-12, atol=1e-14)
@@ -220,7 +220,7 @@ def test_a_fraction_of_zero_asks_nobody(federation: Federations) -> None:
 
 def change_array(key: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[RecordDict], None]:
     def apply(content: RecordDict) -> None:
-        arrays = unpack(content["arrays"])
+        arrays = dict(unpack(content["arrays"]))
         new = change(arrays.pop(key))
         content["arrays"] = pack(arrays if new is None else arrays | {key: new})
 

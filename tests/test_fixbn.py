@@ -167,7 +167,7 @@ def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation:
     fed = federation((6, 6, 6), batches=1, dtype=torch.float64, lr=0.3, steps=1)
     models = run(fed, FixBN(FedAvg(), freeze_round=2), 6)
     twin = copy.deepcopy(fed.model)
-    twin.load_state_dict({key: torch.from_numpy(value) for key, value in models[2].items()}, strict=False)
+    twin.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in models[2].items()}, strict=False)
     twin.train()
     twin[1].eval()
     inputs, targets = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
@@ -283,7 +283,7 @@ def scripted(drifts: dict[int, list[float]], window: int, threshold: float, roun
     def train(message: Message, context: Context) -> Message:
         partition = int(context.node_config["partition-id"])
         config = message.content.config_records["config"]
-        arrays = unpack(message.content.array_records["arrays"])
+        arrays = dict(unpack(message.content.array_records["arrays"]))
         if partition == 0:
             asked.append(str(config.get("fedbn.freeze", "")))
         if not config.get("fedbn.freeze"):

@@ -173,7 +173,7 @@ def test_query_equals_torch_s_cumulative_statistics_over_all_batches(federation:
         np.testing.assert_allclose(found[key].numpy(), twin.state_dict()[key].numpy(), rtol=1e-13, err_msg=key)
     # And a static model with them tests as that twin does.
     static = copy.deepcopy(fed.model)
-    static.load_state_dict({key: torch.from_numpy(value) for key, value in unpack(found).items()})
+    static.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in unpack(found).items()})
     x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
     np.testing.assert_allclose(static.eval()(x).detach(), twin.eval()(x).detach(), rtol=1e-12)
 

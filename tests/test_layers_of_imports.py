@@ -27,7 +27,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"fedbn_flwr.engine"}),
     frozenset({"fedbn_flwr.results"}),
     frozenset(
-        f"fedbn_flwr.{name}" for name in ("settings", "aggregate", "roles", "state", "protocol", "draws", "errors")
+        f"fedbn_flwr.{name}"
+        for name in ("settings", "aggregate", "packing", "roles", "state", "protocol", "draws", "errors")
     ),
 )
 

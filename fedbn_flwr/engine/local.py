@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
@@ -193,13 +193,6 @@ class LocalGrid(Grid):
         self.close()
 
 
-def _copy(record: ArrayRecord | ConfigRecord | MetricRecord) -> ArrayRecord | ConfigRecord | MetricRecord:
-    """A record of its own with the same values; arrays are never changed in place, so they are shared."""
-    copied = type(record)()
-    copied.update(record)  # type: ignore[arg-type]
-    return copied
-
-
 @dataclass
 class _Nodes:
     """Nodes served by one process."""
@@ -214,7 +207,7 @@ class _Nodes:
         try:
             # The messages of a round share their content; what one client does to it must not reach the next.
             content = message.content
-            own = RecordDict({key: _copy(record) for key, record in content.items()})
+            own = RecordDict({key: record.copy() for key, record in content.items()})
             message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
             reply = self.client_app(message, self.contexts[message.metadata.dst_node_id])
         except (Exception, SystemExit) as error:

@@ -1,0 +1,207 @@
+"""Named arrays in and out of Flower's records, without copies where nobody needs them.
+
+Flower keeps an array as the bytes of a .npy file: on the way from one function to the next in the same process a
+model would be written and parsed again for every message. So what we pack stays a NumPy array until somebody asks for
+its bytes (a network, a file), and the arrays of a model lie side by side in one flat `Block`, on which a mean or a
+check is one operation instead of one per key. To Flower and to other people's code all this is an ArrayRecord.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+Values = Mapping[str, NDArray[Any]]
+_STYPE = "numpy.ndarray"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which array lies where in a flat block; made by `layout`, so that equal ones are the same object."""
+
+    dtype: np.dtype[Any]
+    shapes: dict[str, tuple[int, ...]] = field(hash=False)
+    places: dict[str, slice] = field(hash=False)
+    size: int
+    name: str  # the dtype's; NumPy spells it anew each time
+
+
+@functools.lru_cache(maxsize=256)
+def layout(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
+    places, end = {}, 0
+    for key, shape in zip(keys, shapes, strict=True):
+        places[key] = slice(end, end + math.prod(shape))
+        end = places[key].stop
+    return Layout(np.dtype(dtype), dict(zip(keys, shapes, strict=True)), places, end, str(np.dtype(dtype)))
+
+
+class Block(Mapping[str, NDArray[Any]]):
+    """Arrays of one dtype, side by side in `flat`; nobody may write to them."""
+
+    __slots__ = ("flat", "layout")
+
+    def __init__(self, where: Layout, flat: NDArray[Any]) -> None:
+        assert (flat.shape, flat.dtype) == ((where.size,), where.dtype)
+        flat.flags.writeable = False
+        self.layout = where
+        self.flat = flat
+
+    def __getitem__(self, key: str) -> NDArray[Any]:
+        return self.flat[self.layout.places[key]].reshape(self.layout.shapes[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.places)
+
+    def __len__(self) -> int:
+        return len(self.layout.places)
+
+    def __or__(self, other: Values) -> dict[str, NDArray[Any]]:
+        return {**self, **other}
+
+    def __ror__(self, other: Values) -> dict[str, NDArray[Any]]:
+        return {**other, **self}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        where = self.layout
+        return _block, (where.dtype.str, tuple(where.shapes), tuple(where.shapes.values()), self.flat)
+
+
+def _block(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], flat: NDArray[Any]) -> Block:
+    return Block(layout(dtype, keys, shapes), flat)
+
+
+class Array(FlowerArray):
+    """Flower's Array over an array that is still in memory; its bytes are made when somebody asks for them.
+
+    It bears Flower's name, since Flower writes the class's name beside the bytes.
+    """
+
+    def __init__(self, owner: Block | NDArray[Any], key: str = "") -> None:
+        if isinstance(owner, Block):
+            dtype, shape = owner.layout.name, owner.layout.shapes[key]
+        else:
+            dtype, shape = str(owner.dtype), owner.shape
+        # Not by attribute: Flower's __setattr__ is meant for few and large changes.
+        self.__dict__.update(dtype=dtype, shape=shape, stype=_STYPE, _owner=owner, _key=key, _bytes=None)
+
+    @property
+    def value(self) -> NDArray[Any]:
+        """The array itself; not to be written to."""
+        owner = self.__dict__["_owner"]
+        if owner is None:
+            return read_npy(self.__dict__["_bytes"])
+        return owner[self.__dict__["_key"]] if isinstance(owner, Block) else owner
+
+    def numpy(self) -> NDArray[Any]:
+        return self.value.copy()  # as Flower's: the caller's own
+
+    @property
+    def data(self) -> bytes:
+        if self.__dict__["_bytes"] is None:
+            buffer = io.BytesIO()
+            np.save(buffer, self.value, allow_pickle=False)
+            self.__dict__["_bytes"] = buffer.getvalue()
+        found: bytes = self.__dict__["_bytes"]
+        return found
+
+    @data.setter
+    def data(self, data: bytes) -> None:
+        self.__dict__.update(_owner=None, _bytes=data)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FlowerArray):
+            return NotImplemented
+        return (self.dtype, self.shape, self.stype, self.data) == (other.dtype, other.shape, other.stype, other.data)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        owner = self.__dict__["_owner"]
+        if owner is None:
+            return FlowerArray, (self.dtype, self.shape, self.stype, self.data)
+        return Array, (owner, self.__dict__["_key"])
+
+
+def pack(arrays: Values) -> ArrayRecord:
+    """An ArrayRecord of these arrays, which their owner may then change."""
+    if objects := [key for key, value in arrays.items() if value.dtype.hasobject]:
+        raise TypeError(f"{objects[0]!r} holds Python objects; only numbers can be sent")
+    block = arrays if isinstance(arrays, Block) else flat_block(arrays)
+    if block is None:  # of several dtypes
+        return _record({key: Array(_kept(value)) for key, value in arrays.items()})
+    return _record({key: Array(block, key) for key in block})
+
+
+def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
+    """The arrays of a record, for reading."""
+    first = next(iter(arrays.values()), None)
+    block = first.__dict__["_owner"] if isinstance(first, Array) else None
+    if isinstance(block, Block) and len(block) == len(arrays) and all(_is_of(a, block) for a in arrays.values()):
+        return block
+    return {key: value.value if isinstance(value, Array) else _read(value) for key, value in arrays.items()}
+
+
+def _is_of(array: FlowerArray, block: Block) -> bool:
+    return isinstance(array, Array) and array.__dict__["_owner"] is block
+
+
+def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
+    """An ArrayRecord of Arrays from several records; Flower's own constructor writes and copies the bytes of each."""
+    values = unpack(arrays)
+    return _record(arrays) if isinstance(values, Block) else pack(values)
+
+
+def _record(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
+    made = ArrayRecord()
+    made.__dict__["_data"].update(arrays)
+    return made
+
+
+def flat_block(values: Mapping[str, NDArray[Any]]) -> Block | None:
+    """Copies of the arrays in one block; None where they have several dtypes, or there are none."""
+    dtypes = {value.dtype for value in values.values()}
+    if len(dtypes) != 1:
+        return None
+    where = layout(dtypes.pop().str, tuple(values), tuple(value.shape for value in values.values()))
+    flat = np.empty(where.size, where.dtype)
+    for key, value in values.items():
+        flat[where.places[key]] = value.reshape(-1)
+    return Block(where, flat)
+
+
+def _kept(value: NDArray[Any]) -> NDArray[Any]:
+    """An array that nobody writes to any more, in C order."""
+    array = np.array(value, order="C") if value.flags.writeable else np.asarray(value, order="C")
+    array.flags.writeable = False
+    return array
+
+
+def _read(array: FlowerArray) -> NDArray[Any]:
+    return read_npy(array.data) if array.stype == _STYPE else array.numpy()
+
+
+def read_npy(data: bytes) -> NDArray[Any]:
+    """What the bytes of a .npy file hold, without a copy; NumPy's own reader parses the same header every time."""
+    if data[:8] == b"\x93NUMPY\x01\x00":
+        start = 10 + int.from_bytes(data[8:10], "little")
+        dtype, shape, plain = _header(data[:start])
+        if plain and (count := math.prod(shape)):
+            return np.frombuffer(data, dtype, count, start).reshape(shape)
+    return np.load(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=4096)
+def _header(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """dtype and shape that a .npy header names, and whether its data can be taken as they lie."""
+    file = io.BytesIO(head[8:])
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+    return dtype, shape, not (fortran_order or dtype.hasobject)
