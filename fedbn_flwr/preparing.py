@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,8 +298,10 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
     for domain, rows in rows_by_domain(dataset).items():
         if len(both := own[torch.isin(own, rows)]):
             tests[f"own@{domain}"] = test(both)
-    return BNClient(
-        make_model(run, dataset),
+    shelf = _shelf((run.model, run.seed, dataset.channels, dataset.size, dataset.classes), str(device))
+    model = shelf.take() or make_model(run, dataset).to(device)
+    made = BNClient(
+        model,
         ClientBatches(
             dataset.train,
             indices,
@@ -320,3 +323,37 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
         device=device,
         context=context,
     )
+    if ":" not in run.model.name:  # what a network of the user's own remembers outside its state dict is not known
+        shelf.keep(model)
+        weakref.finalize(made, shelf.give_back, model)
+    return made
+
+
+class _Shelf:
+    """Models of one kind that no client uses now: building one takes longer than many a round of training."""
+
+    def __init__(self) -> None:
+        self._idle: list[nn.Module] = []
+        self._first: list[Tensor] = []  # what such a model is built with
+
+    def take(self) -> nn.Module | None:
+        """A model as it was built, or None."""
+        if not self._idle:
+            return None
+        model = self._idle.pop()
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.state_dict().values()), self._first)
+        return model
+
+    def keep(self, model: nn.Module) -> None:
+        if not self._first:
+            self._first = [value.clone() for value in model.state_dict().values()]
+
+    def give_back(self, model: nn.Module) -> None:
+        self._idle.append(model)
+
+
+@functools.lru_cache(maxsize=4)
+def _shelf(kind: Hashable, device: str) -> _Shelf:
+    return _Shelf()

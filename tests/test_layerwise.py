@@ -112,9 +112,13 @@ def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [2, 5, 3]], ids=["equal", "unequal"])
-def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(name: str, sizes: list[int], fused: bool) -> None:
+@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
+def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(
+    name: str, sizes: list[int], fused: bool, walk: bool
+) -> None:
     model, batches, _ = clients_of(name, sizes)
-    copies, mean, _ = cohort_gradients(model, batches, [float(n) for n in sizes], fused=fused)
+    copies, mean, exchanges = cohort_gradients(model, batches, [float(n) for n in sizes], fused=fused, walk=walk)
+    assert exchanges == count_calls(model, batches[0][0]) * (2 if fused else 3)
     twin = union_twin(model, batches)
     assert worst(mean, gradients(twin)) < 1e-10
     for ours in copies:
@@ -164,9 +168,36 @@ def test_one_client_is_ordinary_batch_norm() -> None:
     assert worst(mean, gradients(union_twin(model, batches))) < 1e-12
 
 
-def test_the_model_is_as_it_was_afterwards() -> None:
+class Unused(nn.Module):
+    """Its second batch norm has no say in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+        self.aside = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[:2](x.flatten(1))
+        self.aside(hidden)
+        y: Tensor = self.layers[2](hidden)
+        return y
+
+
+@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
+def test_a_layer_without_a_say_in_the_loss_does_not_put_exchanges_out_of_step(walk: bool) -> None:
+    torch.manual_seed(0)
+    model = Unused().double()
+    batches = [(torch.randn(4, 3, 2, 2, dtype=torch.float64) + i, torch.full((4,), i)) for i in range(2)]
+    _, mean, exchanges = cohort_gradients(model, batches, [1.0, 1.0], walk=walk)
+    twin = gradients(union_twin(model, batches))
+    assert exchanges == 4
+    assert worst({key: mean[key] for key in twin}, twin) < 1e-10
+
+
+@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
+def test_the_model_is_as_it_was_afterwards(walk: bool) -> None:
     model, batches, _ = clients_of("used twice", [3, 3])
-    copies, _, _ = cohort_gradients(model, batches, [1.0, 1.0])
+    copies, _, _ = cohort_gradients(model, batches, [1.0, 1.0], walk=walk)
     for m in copies:
         assert "forward" not in m.norm.__dict__
         assert list(m.state_dict()) == list(model.state_dict())
