@@ -115,13 +115,12 @@ def _run(arguments: argparse.Namespace) -> int:
     # Nodes may run elsewhere: they get the experiment's text, not its place.
     run_config = {"experiment": json.dumps({"name": name, **content}), "set": _join(overrides)}
     if experiment.runs[0].engine.name == "ray":
-        if arguments.resume:
-            raise SettingsError("--resume works on the local engine; drop --resume or --engine ray")
         from .engine.flower import run_installed
 
         prepare(experiment)
         with _stopped_by_hand(out):
-            return run_installed(experiment.runs[0].clients, {**run_config, "out": str(out.resolve())})
+            words = {**run_config, "out": str(out.resolve()), "resume": arguments.resume}
+            return run_installed(experiment.runs[0].clients, words)
     import logging
 
     logging.getLogger("flwr").setLevel(logging.WARNING)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from .engine import LocalGrid
 from .errors import RunFailed, SettingsError
 from .evaluation import evaluate, reestimate
 from .lookup import from_run_config
+from .models.renorm import BatchRenorm
 from .preparing import (
     Prepared,
     choose_device,
@@ -37,6 +39,7 @@ from .preparing import (
     rows_by_domain,
     strategy_name,
 )
+from .results.checkpoint import Snapshot
 from .results.folder import RunFolder
 from .results.ledger import MeteredGrid, Traffic
 from .results.progress import RunProgress
@@ -45,17 +48,30 @@ from .roles import Role, roles
 from .serving import client_app
 from .settings import Experiment, Settings
 from .state import pack, unpack
-from .strategies import Wrapper, global_model, has_global_model, notes, personal, unsaved
+from .strategies import (
+    CannotSave,
+    Wrapper,
+    global_model,
+    has_global_model,
+    kept_by_clients,
+    notes,
+    personal,
+    restore,
+    state,
+)
 from .training import cross_entropy
 
 
 class _Recorded(Wrapper):
     """A run's strategy as Flower's loop sees it: notes the clients' metrics, and begins where a run was stopped."""
 
-    def __init__(self, strategy: Strategy, run: Settings, done: int) -> None:
+    def __init__(self, strategy: Strategy, run: Settings, before: Snapshot | None = None) -> None:
         super().__init__(strategy)
         self.run = run
-        self.done = done  # rounds of an earlier session; Flower counts from 1 again
+        self.before = before  # of an earlier session
+        self.done = 0 if before is None else before.round  # Flower counts from 1 again
+        self.trained = {} if before is None else dict(before.trained)  # partition -> its last round
+        self.kept_round = self.done  # to which the server may come back
         self.asks_clients = personal(strategy) if run.evaluate.clients is None else run.evaluate.clients
         self.metrics: dict[str, Any] = {}
 
@@ -64,6 +80,8 @@ class _Recorded(Wrapper):
 
     def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().prepare(self.run.rounds, arrays)
+        if self.before is not None and self.before.strategy is not None:
+            restore(self.strategy, self.before.strategy)
 
     def check(self, num_rounds: int) -> None:
         super().check(self.run.rounds)
@@ -72,11 +90,14 @@ class _Recorded(Wrapper):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self.metrics = {}
+        config[protocol.KEPT_ROUND] = self.kept_round
         return super().configure_train(server_round + self.done, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        replies = list(replies)
+        self.trained |= dict.fromkeys(_partitions(replies), server_round + self.done)
         arrays, metrics = super().aggregate_train(server_round + self.done, replies)
         self.metrics |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
         return arrays, metrics
@@ -97,6 +118,14 @@ class _Recorded(Wrapper):
         metrics = MetricRecord({**shared, **_own_figures(replies)})
         self.metrics |= {f"clients_{key.replace('-', '_')}": value for key, value in metrics.items()}
         return metrics
+
+
+def _partitions(replies: Iterable[Message]) -> Iterator[int]:
+    """Of the clients that trained, as far as they tell."""
+    for reply in replies:
+        for metrics in reply.content.metric_records.values() if reply.has_content() else ():
+            if isinstance(partition := metrics.get(protocol.PARTITION), int):
+                yield partition
 
 
 def _own_figures(replies: Sequence[Message]) -> dict[str, float]:
@@ -146,8 +175,11 @@ def _judge(
     return {key.replace("-", "_"): value for key, value in figures.items()}, used
 
 
-def check_nodes(grid: Grid, run: Settings, name: str) -> None:
-    """Every partition is held by one node, or the run does not begin."""
+def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[int, int]:
+    """Every partition is held by one node, or the run does not begin; `config` names the run, and its last round.
+
+    Returns, for each partition whose node has a folder for its memory, the round that this is of.
+    """
     deadline = time.monotonic() + run.engine.node_timeout
     told = 0.0
     while len(nodes := list(grid.get_node_ids())) < run.clients:
@@ -164,18 +196,22 @@ def check_nodes(grid: Grid, run: Settings, name: str) -> None:
             print(f"waiting for nodes: {len(nodes)} of {run.clients} are connected; {hint}", flush=True)
             told = now
         time.sleep(0.2)
-    content = RecordDict({"config": ConfigRecord({protocol.RUN: name, protocol.READY: True})})
+    content = RecordDict({"config": ConfigRecord({**config, protocol.READY: True})})
     questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
     replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
     holders: dict[int, list[int]] = {}
+    folders: dict[int, int] = {}
     problems = []
     for reply in replies:
         node = reply.metadata.src_node_id
         if reply.has_error():
             problems.append(f"node {node}: {reply.error.reason}")
             continue
-        partition_id = next(iter(reply.content.metric_records.values()), MetricRecord()).get(protocol.PARTITION, -1)
-        holders.setdefault(int(partition_id), []).append(node)  # type: ignore[arg-type]
+        answer = next(iter(reply.content.metric_records.values()), MetricRecord())
+        partition_id = int(answer.get(protocol.PARTITION, -1))  # type: ignore[arg-type]
+        holders.setdefault(partition_id, []).append(node)
+        if protocol.STATE_ROUND in answer:
+            folders[partition_id] = int(answer[protocol.STATE_ROUND])  # type: ignore[arg-type]
     if (silent := len(nodes) - len(replies)) > 0:
         problems.append(f"{silent} nodes did not answer within {run.engine.timeout:g} s")
     for partition_id in range(run.clients):
@@ -184,19 +220,55 @@ def check_nodes(grid: Grid, run: Settings, name: str) -> None:
     if problems:
         listed = "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems))
         raise RunFailed(f"the run cannot begin:{listed}")
+    return folders
+
+
+def _needed_of_clients(prepared: Prepared) -> str | None:
+    """What clients keep of their own from round to round and training depends on, in words."""
+    if prepared.run.train.keep_momentum:
+        return "their momentum"
+    norms = [module for module in prepared.model.modules() if isinstance(module, _BatchNorm)]
+    if any(isinstance(norm, BatchRenorm) or norm.momentum is None for norm in norms):
+        return "their counters of batches"
+    return kept_by_clients(prepared.strategy)
+
+
+def _bring_back_clients(
+    prepared: Prepared, grid: Grid, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
+) -> None:
+    """What the clients remembered, from the checkpoint or from their own disks; or an error where it is lost."""
+    saved = folder.checkpoint.clients()
+    if isinstance(grid, LocalGrid) and saved is not None:
+        for node, records in saved:
+            grid.write_state(node, records)
+        return
+    if (needed := _needed_of_clients(prepared)) is None:
+        return
+    lost = [f"client {who} has none" for who in trained if who not in folders]
+    lost += [
+        f"client {who} has that of round {folders[who]}, and trained in round {last}"
+        for who, last in trained.items()
+        if who in folders and folders[who] < last
+    ]
+    if lost:
+        more = f" (and {len(lost) - 3} more)" if len(lost) > 3 else ""
+        raise SettingsError(
+            f"{str(folder.path)!r} cannot be resumed here: {strategy_name(prepared.run.strategy)} needs what its "
+            f"clients keep of their own ({needed}), and {'; '.join(sorted(lost)[:3])}{more}. Resume it on the local "
+            "engine if it began there, or give each node a folder before a run begins: --node-config "
+            "\"state='/srv/fedbn-state'\""
+        )
 
 
 def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProgress, done: int) -> dict[str, Any]:
     """Train one run to its end and return its summary."""
     run, model = prepared.run, prepared.model
-    if done and (lost := "the clients' momentum" if run.train.keep_momentum else unsaved(prepared.strategy)):
-        raise SettingsError(
-            f"{str(folder.path)!r} cannot be resumed: a checkpoint has the global model alone, and "
-            f"{strategy_name(run.strategy)} also needs {lost}; begin anew with another --out"
-        )
+    before = folder.checkpoint.read() if done else None
+    if before is not None and before.strategy is None:
+        raise SettingsError(f"{str(folder.path)!r} cannot be resumed: {before.unsaved}")
     metered = MeteredGrid(grid)
     total = Traffic()
-    strategy = _Recorded(prepared.strategy, run, done)
+    strategy = _Recorded(prepared.strategy, run, before)
     test_of = functools.partial(
         TestBatches, prepared.dataset.test, moments_of(run, prepared.dataset), run.evaluate.batch_size
     )
@@ -206,20 +278,22 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
         for key, value in model.state_dict().items()
         if roles(model)[key] is not Role.COUNTER
     }
-    arrays = pack(initial)
-    if done:
-        arrays = pack(folder.read_checkpoint(done))
+    arrays = pack(initial) if before is None else before.model.array_records["arrays"]
+    identity = {protocol.RUN: prepared.name, protocol.TOKEN: secrets.token_hex(16) if before is None else before.token}
     summary = _blank_summary(prepared)
+    if "evaluated_with" in (earlier := folder.summary()) and done:
+        summary["evaluated_with"] = earlier["evaluated_with"]
     for line in folder.history():
         _account(summary, total, line)
-    checkpoint_every = max(1, run.rounds // 20)
+    checkpoint_every = run.engine.checkpoint_every or max(1, run.rounds // 20)
     began = mark = time.monotonic()
     spent = summary["seconds"]
     latest = done
-    before = outside = arrays  # what training goes on from, and what somebody outside would use
+    outside = arrays  # the model that somebody outside would use; training goes on from another with some rules
+    after: Snapshot | None = None  # of the last whole round
 
     def record(flower_round: int, current: ArrayRecord) -> MetricRecord | None:
-        nonlocal mark, latest, before, outside
+        nonlocal mark, latest, outside, after
         if flower_round == 0:
             return None  # Flower evaluates before the first round as well; a history has one line per round
         server_round = flower_round + done
@@ -239,31 +313,40 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
             **vars(metered.take()),
             "seconds": now - mark,
         }
-        mark, latest, before = now, server_round, current
+        mark, latest = now, server_round
         folder.add_round(line)
         _account(summary, total, line)
         summary.update(seconds=spent + now - began, **notes(strategy))
         folder.write_summary(summary)
-        if server_round % checkpoint_every == 0:
-            folder.write_checkpoint(server_round, unpack(current))
         progress.end_round(line, run.rounds)
+        after = _snapshot(strategy, server_round, current, identity[protocol.TOKEN])
+        if server_round % checkpoint_every == 0 or server_round == run.rounds or progress.stops:
+            save(after)
         if server_round < run.rounds:
             progress.check_stop()
         return None
 
+    def save(snapshot: Snapshot) -> None:
+        """With the clients' memories where they can be read, which is between rounds."""
+        folder.write_model(unpack(outside))
+        folder.write_checkpoint(snapshot, _memories(grid) if isinstance(grid, LocalGrid) else None)
+        strategy.kept_round = snapshot.round
+
     try:
-        check_nodes(metered, run, prepared.name)
-        config = ConfigRecord({protocol.RUN: prepared.name})
+        folders = check_nodes(metered, run, {**identity, protocol.ROUND: done})
+        if before is not None:
+            _bring_back_clients(prepared, grid, folder, before.trained, folders)
+            metered.take()  # a run that goes on has asked them before
         strategy.start(
             metered,
             arrays,
             num_rounds=run.rounds - done,
             timeout=run.engine.timeout,
-            train_config=config,
-            evaluate_config=ConfigRecord({protocol.RUN: prepared.name}),
+            train_config=ConfigRecord(dict(identity)),
+            evaluate_config=ConfigRecord(dict(identity)),
             evaluate_fn=record,
         )
-        summary["status"] = "finished"
+        summary.update(notes(strategy), status="finished")
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         summary["status"] = "interrupted" if interrupted else "failed"
@@ -273,10 +356,25 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
     finally:
         summary.update(seconds=spent + time.monotonic() - began)
         folder.write_summary(summary)
-        if latest:
-            folder.write_checkpoint(latest, unpack(before))
+        if latest > done:
             folder.write_model(unpack(outside))
+        if after is not None and not isinstance(grid, LocalGrid):
+            save(after)  # nodes know what they remembered then; those of the local engine are in the middle of a round
     return summary
+
+
+def _snapshot(strategy: _Recorded, server_round: int, arrays: ArrayRecord, token: str) -> Snapshot:
+    memory: RecordDict | None = None
+    unsaved = None
+    try:
+        memory = state(strategy.strategy)
+    except CannotSave as error:
+        unsaved = str(error)
+    return Snapshot(server_round, token, RecordDict({"arrays": arrays}), memory, unsaved, dict(strategy.trained))
+
+
+def _memories(grid: LocalGrid) -> Iterator[tuple[int, RecordDict]]:
+    return ((node, grid.read_state(node)) for node in grid.get_node_ids())
 
 
 def _blank_summary(prepared: Prepared) -> dict[str, Any]:
@@ -400,10 +498,13 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
         raise SettingsError(f"the runs have {sorted(counts)} clients; under Flower's runtimes all must have as many")
     if hasattr(grid, "pull_interval"):
         grid.pull_interval = 0.02  # Flower's simulation looks for replies ten times a second by default
+    resume = bool(run_config.get("resume"))
+    if resume and not run_config.get("out"):
+        raise SettingsError("resume is true, but out is empty; give the folder of the runs to continue")
     out = Path(str(run_config.get("out") or "") or default_out(experiment)).resolve()
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:
         yield grid
 
-    return run_experiment(experiment, make_grid, out, plain=True)
+    return run_experiment(experiment, make_grid, out, resume=resume, plain=True)

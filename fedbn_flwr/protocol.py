@@ -7,6 +7,8 @@ ignoring it would train the wrong thing. Keys are absent where the rule asks for
 |---|---|---|
 | `fedbn.run` | text | keep its memory apart from that of other runs |
 | `fedbn.ready` | true | (with `query.partition`) also make its model and open its data, and so find what is wrong |
+| `fedbn.run-token` | 32 hexadecimal digits | do so by this too: drawn for a run, and the same when it is resumed |
+| `fedbn.kept-round` | int | where it has a folder for its memory, keep there what it remembered after that round |
 | `fedbn.freeze` | roles, comma separated: `statistics`, `affine` | leave these of batch norm as they came |
 | `fedbn.return` | roles, comma separated | send these back too, besides what came |
 | `fedbn.clip` | float | clip gradients adaptively, by this factor; the last linear layer is exempt |
@@ -33,6 +35,9 @@ from .roles import Role
 PREFIX = "fedbn."
 RUN = "fedbn.run"
 READY = "fedbn.ready"
+TOKEN = "fedbn.run-token"
+KEPT_ROUND = "fedbn.kept-round"
+OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # which run it is; they change nothing in how a round is trained
 FREEZE = "fedbn.freeze"
 RETURN = "fedbn.return"
 CLIP = "fedbn.clip"
@@ -42,9 +47,7 @@ COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
 COHORT_BATCH = "fedbn.cohort-batch"
-KNOWN = frozenset(
-    {RUN, READY, FREEZE, RETURN, CLIP, CONTROL, MOMENTUM, COHORT, COHORT_BACKWARD, COHORT_STEP, COHORT_BATCH}
-)
+KNOWN = OF_RUN | {READY, FREEZE, RETURN, CLIP, CONTROL, MOMENTUM, COHORT, COHORT_BACKWARD, COHORT_STEP, COHORT_BATCH}
 
 PROXIMAL_MU = "proximal-mu"
 ROUND = "server-round"
@@ -53,6 +56,7 @@ ROUND = "server-round"
 PARTITION = "partition-id"
 NUM_EXAMPLES = "num-examples"
 TRAIN_LOSS = "train-loss"
+STATE_ROUND = "state-round"  # of the memory in a node's folder, see fedbn_flwr.statefolder
 BATCH_EXAMPLES = "batch-examples"  # images in the round's first batch
 EXCHANGES_LEFT = "exchanges-left"  # of a layer-wise step, after the one that the reply carries
 
@@ -60,7 +64,8 @@ EXCHANGES_LEFT = "exchanges-left"  # of a layer-wise step, after the one that th
 CONTROL_RECORD = "control"
 MOMENTUM_RECORD = "momentum"
 
-PARTITION_QUERY = "query.partition"  # reply metrics: partition-id
+# Reply metrics: partition-id, and state-round where the node has a folder for its memory.
+PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
 STATISTICS_QUERY = "query.statistics"  # reply arrays: statistics of the client's data under the model sent
 
@@ -79,7 +84,8 @@ def check_known(config: Mapping[str, Any], known: frozenset[str] = KNOWN) -> Non
 
 def run_of(config: Mapping[str, Any]) -> str | None:
     """The training run that a message belongs to; None where the server does not name any."""
-    return str(config[RUN]) if RUN in config else None
+    words = [str(config[key]) for key in (RUN, TOKEN) if key in config]
+    return " ".join(words) or None
 
 
 def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:

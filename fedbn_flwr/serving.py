@@ -22,6 +22,7 @@ from .client import BNClient, Config, Update
 from .errors import FedbnError, MessageError
 from .layerwise import Answer, Exchange, Pending, Session
 from .state import NodeState, pack, unpack
+from .statefolder import remembered, return_to
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
 Make = Callable[[], NumPyClient]
@@ -48,7 +49,8 @@ def client_app(make_client: MakeClient) -> ClientApp:
             return make_client(context, _config(message))  # type: ignore[call-arg]
 
         try:
-            return Message(handle(make, message, context), reply_to=message)
+            with remembered(message, _config(message), context):
+                return Message(handle(make, message, context), reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would take Flower's process along
             who = context.node_config.get("partition-id", f"node {context.node_id}")
             raise ClientFailed(f"client {who} could not {what}: {type(error).__name__}: {error}") from error
@@ -87,7 +89,7 @@ def _train(make: Make, message: Message, context: Context) -> RecordDict:
     if isinstance(client, BNClient):
         return _reply(client.train_round(unpack(record), config, _extras(message, record)))
     # NumPyClient knows positions, not names: the reply takes the names of the message.
-    protocol.check_known(config, frozenset({protocol.RUN}))
+    protocol.check_known(config, protocol.OF_RUN)
     values, num_examples, extra = client.fit([a.numpy() for a in record.values()], _plain(config))
     if len(values) != len(record):
         raise MessageError(f"fit() returned {len(values)} arrays for the {len(record)} it was given")
@@ -106,9 +108,10 @@ def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
 
 
 def _partition(make: Make, message: Message, context: Context) -> RecordDict:
-    if _config(message).get(protocol.READY):
+    config = _config(message)
+    if config.get(protocol.READY):
         make()  # what is wrong with a site shows before anybody trains
-    return RecordDict({"metrics": _numbers(_place(context))})
+    return RecordDict({"metrics": _numbers(_place(context) | return_to(config, context))})
 
 
 def _place(context: Context) -> dict[str, Any]:

@@ -10,16 +10,17 @@ from .fixbn import FixBN
 from .globalmomentum import GlobalMomentum
 from .heterobn import HeteroBN
 from .meanstatistics import MeanStatistics
+from .memory import CannotSave, restore, state
 from .registry import STRATEGIES, build_strategy, describe_strategies
 from .scaffold import Scaffold
 from .silobn import SiloBN
 from .standalone import Standalone
-from .wrapper import Wrapper, check, global_model, has_global_model, notes, personal, prepare, unsaved
+from .wrapper import Wrapper, check, global_model, has_global_model, kept_by_clients, notes, personal, prepare
 
 __all__ = [
     "FedAvg", "FedAvgGlobalStats", "FedBN", "FedBS", "FedProx", "FedTAN", "FedTANII", "FedWon", "FixBN",
     "GlobalMomentum", "HeteroBN",
     "MeanStatistics", "Scaffold", "SiloBN", "Standalone",
-    "STRATEGIES", "Wrapper", "build_strategy", "check", "describe_strategies", "global_model", "has_global_model",
-    "notes", "personal", "prepare", "unsaved",
+    "STRATEGIES", "CannotSave", "Wrapper", "build_strategy", "check", "describe_strategies", "global_model",
+    "has_global_model", "kept_by_clients", "notes", "personal", "prepare", "restore", "state",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ from fedbn_flwr.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.packing import pack, record_of, unpack
 
+from .memory import numbers
 from .wrapper import check, prepare
 
 
@@ -51,7 +52,7 @@ class FedAvg(FlowerFedAvg):
         self._global: ArrayRecord | None = None  # the model of this round, and the part that was sent
         self._sent: ArrayRecord | None = None
         self._asked = 0
-        self._run: dict[str, Any] = {}  # the run's name, by which clients know which model to build
+        self._run: dict[str, Any] = {}  # which run it is, and so which model clients build
         self._unpacked: tuple[ArrayRecord | None, Arrays] = (None, {})
 
     # --- sending ---
@@ -61,7 +62,7 @@ class FedAvg(FlowerFedAvg):
     ) -> Iterable[Message]:
         if self.fraction_train == 0.0:
             return []
-        self._run = {protocol.RUN: config[protocol.RUN]} if protocol.RUN in config else {}
+        self._run = {key: config[key] for key in protocol.OF_RUN if key in config}
         nodes = self._choose(grid, server_round, self.fraction_train, self.min_train_nodes, "train")
         self._global, self._sent, self._asked = arrays, self.outgoing(arrays), len(nodes)
         return self._messages(server_round, self._sent, config, nodes, MessageType.TRAIN)
@@ -267,6 +268,15 @@ class FedAvg(FlowerFedAvg):
 
     def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
         self._partitions.clear()
+
+    def state(self) -> RecordDict:
+        """What the rule remembers from round to round; one with a memory of its own adds it."""
+        nodes = ConfigRecord({"nodes": list(self._partitions), "partitions": list(self._partitions.values())})
+        return RecordDict({"partitions": nodes})
+
+    def restore(self, records: RecordDict) -> None:
+        told = numbers(records, "partitions")
+        self._partitions.update(zip(told.get("nodes", []), told.get("partitions", []), strict=True))
 
     def start(
         self,

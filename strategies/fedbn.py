@@ -37,7 +37,7 @@ class LocalNorm(FedAvg):
     """
 
     personal = True
-    unsaved = "the clients' own batch norm"
+    kept_by_clients = "their own batch norm"
     at_home: frozenset[Role]  # the roles that stay on the client
 
     def __init__(self, *args: Any, global_norm: Literal["average", "initial"] = "average", **kwargs: Any) -> None:

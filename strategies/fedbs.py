@@ -27,6 +27,7 @@ from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
 
 from .fedavg import FedAvg
+from .memory import numbers
 
 
 class FedBS(FedAvg):
@@ -43,8 +44,6 @@ class FedBS(FedAvg):
 
     The other arguments are FedAvg's; `weighted_by_key` has no effect but on the mean of metrics.
     """
-
-    unsaved = "the rounds its losses were alike"
 
     def __init__(
         self, *args: Any, epsilon: float = 0.1, patience: int = 5, proximal_mu: float = 0.01, **kwargs: Any
@@ -65,6 +64,15 @@ class FedBS(FedAvg):
     def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().prepare(num_rounds, arrays)
         self._alike, self._switch_round = 0, None
+
+    def state(self) -> RecordDict:
+        switch = {} if self._switch_round is None else {"switch-round": self._switch_round}
+        return RecordDict({**super().state(), "fedbs": ConfigRecord({"alike": self._alike, **switch})})
+
+    def restore(self, records: RecordDict) -> None:
+        super().restore(records)
+        told = numbers(records, "fedbs")
+        self._alike, self._switch_round = told["alike"], told.get("switch-round")
 
     def notes(self) -> dict[str, Any]:
         """`switch_round` is the first round of FedProx, or None."""

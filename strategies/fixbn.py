@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -22,7 +22,9 @@ from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.packing import record_of
 from fedbn_flwr.roles import Role, roles, split
+from fedbn_flwr.state import pack, unpack
 
+from .memory import inside, numbers
 from .wrapper import Wrapper, check_some_left, refused
 
 
@@ -86,7 +88,7 @@ class FixBN(Wrapper):
         self._last_free: int | None = freeze_round if isinstance(freeze_round, int) else None
         self._frozen: ArrayRecord | None = None  # the model of a frozen round
         self._sent: set[str] = set()  # the keys of it that clients were sent
-        self._drifts: dict[int, _Drift] = {}  # of each client, with "auto"
+        self._drifts: dict[str, _Drift] = {}  # of each client, with "auto"
 
     def check(self, num_rounds: int) -> None:
         super().check(num_rounds)
@@ -100,6 +102,7 @@ class FixBN(Wrapper):
         super().prepare(num_rounds, arrays)
         if self.freeze_round == "auto":
             self._last_free = num_rounds  # until it is decided
+            self._drifts.clear()
         elif isinstance(self.freeze_round, float):
             self._last_free = int(self.freeze_round * num_rounds + 1e-9)  # 0.29 * 100 is 28.999999999999996
         freezes = self.freeze_round == "auto" or (self._last_free is not None and self._last_free < num_rounds)
@@ -109,9 +112,23 @@ class FixBN(Wrapper):
                 "strategy, or a model with model.norm=bn"
             )
 
-    @property
-    def unsaved(self) -> str | None:
-        return "the statistics of the last rounds" if self.freeze_round == "auto" else super().unsaved
+    def state(self) -> RecordDict:
+        """With "auto", the round that it decided and each client's last rounds; else the arguments say it all."""
+        records = super().state()
+        if self.freeze_round == "auto" and self._last_free is not None:
+            records["fixbn"] = ConfigRecord({"last-free": self._last_free})
+            for who, drift in self._drifts.items():
+                last = {} if drift.last is None else {"last": drift.last}
+                records[f"drift/{who}"] = pack({"changes": np.array(drift.changes, np.float64), **last})
+        return records
+
+    def restore(self, records: RecordDict) -> None:
+        super().restore(records)
+        if self.freeze_round == "auto":
+            self._last_free = numbers(records, "fixbn")["last-free"]
+            for who, record in inside("drift", records).array_records.items():
+                arrays = unpack(record)
+                self._drifts[who] = _Drift(deque(arrays["changes"].tolist(), self.window), arrays.get("last"))
 
     def notes(self) -> dict[str, Any]:
         return super().notes() | {"freeze_round": self._last_free, "frozen": sorted(self.freeze)}
@@ -166,7 +183,7 @@ class FixBN(Wrapper):
             if not statistics:
                 raise SettingsError("freeze_round is 'auto', but the clients send no statistics to decide by")
             vector = np.concatenate([array.numpy().ravel().astype(np.float64) for array in statistics.values()])
-            drift = self._drifts.setdefault(reply.metadata.src_node_id, _Drift(deque(maxlen=self.window)))
+            drift = self._drifts.setdefault(_who(reply), _Drift(deque(maxlen=self.window)))
             drift.add(vector)
             steady.append(len(drift.changes) == self.window and float(np.var(drift.changes)) < self.threshold)
         return bool(steady) and all(steady)
@@ -193,6 +210,14 @@ class FixBN(Wrapper):
                         "norms in eval mode in such rounds",
                     )
         return reply
+
+
+def _who(reply: Message) -> str:
+    """A client's name, by its partition where it tells one: node ids are new when a run goes on elsewhere."""
+    for metrics in reply.content.metric_records.values():
+        if isinstance(partition := metrics.get(protocol.PARTITION), int):
+            return f"partition {partition}"
+    return f"node {reply.metadata.src_node_id}"
 
 
 @dataclass

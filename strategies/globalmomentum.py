@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -27,8 +27,6 @@ from .wrapper import Wrapper, shares, take_record, with_record
 class GlobalMomentum(Wrapper):
     """Average the clients' momentum as the model is, around any of our strategies."""
 
-    unsaved = "the momentum"
-
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         if shares(strategy) is None:
@@ -42,6 +40,13 @@ class GlobalMomentum(Wrapper):
     def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().prepare(num_rounds, arrays)
         self._momentum = None
+
+    def state(self) -> RecordDict:
+        return RecordDict({**super().state(), **({} if self._momentum is None else {"momentum": self._momentum})})
+
+    def restore(self, records: RecordDict) -> None:
+        super().restore(records)
+        self._momentum = records.array_records.get("momentum")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -52,7 +52,8 @@ class MeanStatistics(Wrapper):
         parts = [{key: _record(reply)[key].numpy() for key in of_norms} for reply in usable]
         weights = [float(_metrics(reply)[protocol.NUM_EXAMPLES]) for reply in usable]  # type: ignore[arg-type]
         # Only now: FedMedian and FedTrimmedAvg empty the replies that they read.
-        arrays, metrics = super().aggregate_train(server_round, replies)
+        failed = [reply for reply in replies if not reply.has_content()]
+        arrays, metrics = super().aggregate_train(server_round, [*usable, *failed])
         if arrays is None:
             check_some_left(server_round, replies)
             return arrays, metrics

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import Array, weighted_mean
-from fedbn_flwr.state import pack
+from fedbn_flwr.state import pack, unpack
 
 from .fedavg import FedAvg
 from .wrapper import take_record, with_record
@@ -30,13 +30,21 @@ from .wrapper import take_record, with_record
 class Scaffold(FedAvg):
     """FedAvg whose clients correct their gradients by control variates; the arguments are FedAvg's."""
 
-    unsaved = "the control variates"
+    kept_by_clients = "their control variates"
     _control: dict[str, Array] | None = None  # c; none before the first round, which is to say zero
     _clients = 0  # N
 
     def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().prepare(num_rounds, arrays)
         self._control = None
+
+    def state(self) -> RecordDict:
+        control = {} if self._control is None else {"control": pack(self._control)}
+        return RecordDict({**super().state(), **control})
+
+    def restore(self, records: RecordDict) -> None:
+        super().restore(records)
+        self._control = dict(unpack(records.array_records["control"])) if "control" in records else None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

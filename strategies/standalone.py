@@ -16,7 +16,7 @@ class Standalone(FedAvg):
     """FedAvg that shares nothing; the arguments are FedAvg's."""
 
     personal = True
-    unsaved = "the clients' models"
+    kept_by_clients = "their models"
     has_global_model = False
 
     def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:

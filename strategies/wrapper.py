@@ -17,6 +17,8 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.roles import Role, roles, split
 from fedbn_flwr.state import unpack
 
+from .memory import inside, nested, restore, state
+
 
 def check(strategy: Strategy, num_rounds: int) -> None:
     """Raise SettingsError where a rule cannot do what it was told in so many rounds."""
@@ -53,9 +55,9 @@ def personal(strategy: Strategy) -> bool:
     return bool(getattr(strategy, "personal", False))
 
 
-def unsaved(strategy: Strategy) -> str | None:
-    """What a rule remembers beside the global model, in words; a run that was stopped has lost it."""
-    found = getattr(strategy, "unsaved", None)
+def kept_by_clients(strategy: Strategy) -> str | None:
+    """What a rule's clients keep of their own from round to round, in words; None where training needs nothing."""
+    found = getattr(strategy, "kept_by_clients", None)
     return None if found is None else str(found)
 
 
@@ -160,8 +162,8 @@ class Wrapper(Strategy):
         return personal(self.strategy)
 
     @property
-    def unsaved(self) -> str | None:
-        return unsaved(self.strategy)
+    def kept_by_clients(self) -> str | None:
+        return kept_by_clients(self.strategy)
 
     @property
     def has_global_model(self) -> bool:
@@ -172,6 +174,13 @@ class Wrapper(Strategy):
 
     def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
         prepare(self.strategy, num_rounds, arrays)
+
+    def state(self) -> RecordDict:
+        """What this and the strategy inside remember; a rule with a memory of its own adds it."""
+        return RecordDict(nested("base", state(self.strategy)))
+
+    def restore(self, records: RecordDict) -> None:
+        restore(self.strategy, inside("base", records))
 
     def global_model(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
         return global_model(self.strategy, server_round, arrays, grid)

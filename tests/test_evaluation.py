@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +224,7 @@ def test_a_client_without_own_test_images_is_left_out_of_their_mean_alone() -> N
         for each in told
     ]
     (run,) = load_experiment("{evaluate: {clients: true}}").runs
-    recorded = _Recorded(FedAvg(), run, done=0)
+    recorded = _Recorded(FedAvg(), run)
     recorded.aggregate_evaluate(1, replies)
     assert recorded.metrics["clients_own_accuracy"] == pytest.approx(0.6, rel=1e-15)
     assert recorded.metrics["clients_accuracy"] == pytest.approx(0.1, rel=1e-15)
@@ -295,27 +294,6 @@ def test_standalone_without_clients_evaluation_is_refused() -> None:
     (run,) = load_experiment("strategy: {name: Standalone}\nevaluate: {clients: false}").runs
     with pytest.raises(SettingsError, match=r"evaluate\.clients is false, but Standalone trains no global model"):
         make_strategy(run)
-
-
-@pytest.mark.parametrize(
-    ("rule", "lost"),
-    [
-        ("{name: FedBN}", "FedBN also needs the clients' own batch norm"),
-        ("{name: Scaffold}", "Scaffold also needs the control variates"),
-        ("{name: FixBN, base: {name: FedBS}}", r"FixBN\(FedBS\) also needs the rounds its losses were alike"),
-        ("{name: FixBN, freeze_round: auto}", "FixBN also needs the statistics of the last rounds"),
-    ],
-)
-def test_a_rule_that_remembers_more_than_the_model_is_not_resumed(tmp_path: Path, rule: str, lost: str) -> None:
-    text = RUNS[: RUNS.index("runs:")] + f"strategy: {rule}\n"
-    make: Callable[..., Any] = lambda resume: run_locally(  # noqa: E731
-        load_experiment(text), {"experiment": text}, tmp_path / "out", resume=resume
-    )
-    make(False)
-    (file,) = (tmp_path / "out").glob("*/summary.json")
-    file.write_text(json.dumps(summary(file.parent) | {"status": "interrupted"}))
-    with pytest.raises(SettingsError, match=lost):
-        make(True)
 
 
 def test_each_strategy_s_clients_are_evaluated_by_default_where_it_says_so() -> None:

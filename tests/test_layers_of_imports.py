@@ -26,9 +26,20 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"fedbn_flwr.data"}),
     frozenset({"fedbn_flwr.engine"}),
     frozenset({"fedbn_flwr.results"}),
+    frozenset({"fedbn_flwr.statefolder"}),
     frozenset(
         f"fedbn_flwr.{name}"
-        for name in ("settings", "aggregate", "packing", "roles", "state", "protocol", "draws", "errors")
+        for name in (
+            "settings",
+            "aggregate",
+            "packing",
+            "roles",
+            "state",
+            "protocol",
+            "draws",
+            "errors",
+            "recordfile",
+        )
     ),
 )
 

@@ -99,6 +99,7 @@ clientapp = "apps.client_app:app"
 experiment = "demo"
 set = ""
 out = ""
+resume = false
 """,
         encoding="utf-8",
     )

@@ -179,6 +179,20 @@ class LocalGrid(Grid):
                 self._replies[message_id] = reply
             worker.send_next()
 
+    # --- the nodes' memory, between rounds ---
+
+    def read_state(self, node: int) -> RecordDict:
+        """What a node remembers (its `Context.state`), from wherever it is served; no message may be under way."""
+        return self._ask_for_state(_State(node, None))
+
+    def write_state(self, node: int, records: RecordDict) -> None:
+        """Make a node remember `records` and nothing else."""
+        self._ask_for_state(_State(node, records))
+
+    def _ask_for_state(self, question: _State) -> RecordDict:
+        worker = self._worker_of.get(question.node)
+        return self._here.state(question) if worker is None else worker.ask(question)
+
     def close(self) -> None:
         """End the worker processes; a grid without any needs no closing."""
         for worker in self._workers:
@@ -191,6 +205,14 @@ class LocalGrid(Grid):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@dataclass(frozen=True)
+class _State:
+    """A question to a worker: what a node remembers; with `records`, these from now on."""
+
+    node: int
+    records: RecordDict | None
 
 
 @dataclass
@@ -220,6 +242,13 @@ class _Nodes:
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # type: ignore[unreachable]
             reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"
         return Message(Error(code, reason), reply_to=message)
+
+    def state(self, question: _State) -> RecordDict:
+        context = self.contexts[question.node]
+        if question.records is None:
+            return context.state
+        context.state = question.records
+        return RecordDict()
 
     def _limit_threads(self) -> None:
         if self.threads is not None and "torch" in sys.modules:
@@ -265,6 +294,21 @@ class _Worker:
             reason = f"the client's process died ({how}); its nodes start without their memory"
             return Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
 
+    def ask(self, question: _State) -> RecordDict:
+        if self.current is not None or self.queue:
+            raise RuntimeError(f"node {question.node} is at work; its memory can be read and set between rounds only")
+        if self.process is None:
+            self._start()
+        try:
+            self.connection.send(question)
+            answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self.close()
+            reason = f"the process that serves node {question.node} died, and with it its nodes' memory"
+            raise RuntimeError(reason) from error
+        assert isinstance(answer, RecordDict)
+        return answer
+
     def _start(self) -> None:
         fork = multiprocessing.get_context("fork")
         self.connection, other = fork.Pipe()
@@ -288,6 +332,7 @@ def _serve(nodes: _Nodes, connection: Connection, parents: Connection) -> None:
     parents.close()
     # Ctrl-C reaches every process of a terminal; when to end is the parent's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end, or is gone
         while (message := connection.recv()) is not None:
-            connection.send(nodes.answer(message))
+            connection.send(nodes.state(message) if isinstance(message, _State) else nodes.answer(message))

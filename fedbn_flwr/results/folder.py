@@ -5,7 +5,7 @@ environment.json    commit, versions, hardware, command
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model
-checkpoint/         the global model and round from which to resume
+checkpoint/         all that it takes to resume, see checkpoint.py
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from flwr.app import RecordDict
 
 from .. import __version__
 from ..aggregate import Arrays
 from ..errors import SettingsError
+from .checkpoint import CheckpointFolder, Snapshot
 
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 
@@ -43,23 +45,29 @@ class RunFolder:
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
-        if different := sorted(key for key in {*found, *config} if found.get(key) != config.get(key)):
+        before, now = _deciding(found), _deciding(config)
+        if different := sorted(key for key in {*before, *now} if before.get(key) != now.get(key)):
             key = different[0]
             raise SettingsError(
-                f"{str(self.path)!r} cannot be resumed with other settings: {key} was {found.get(key)!r} and is "
-                f"{config.get(key)!r}"
+                f"{str(self.path)!r} cannot be resumed with other settings: {key} was {before.get(key)!r} and is "
+                f"{now.get(key)!r}"
             )
 
     def begin(self, config: Mapping[str, Any]) -> int:
         """Make the folder ready; returns the round after which to go on, 0 for a new run."""
-        done = self._last_checkpoint()
+        done = self.checkpoint.round()
+        kept = [line for line in self.history() if line["round"] <= done]
+        if (rounds := [line["round"] for line in kept]) != list(range(1, done + 1)):
+            raise SettingsError(
+                f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, and history.jsonl has the "
+                f"rounds {rounds}; restore the folder from a copy, or begin anew with another --out"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"cannot make the run folder {str(self.path)!r}: {error.strerror}") from None
         self._write("config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
         self._write("environment.json", json.dumps(environment(), indent=2) + "\n")
-        kept = [line for line in self.history() if line["round"] <= done]
         self._write("history.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
         return done
 
@@ -80,8 +88,9 @@ class RunFolder:
         file = self.path / "history.jsonl"
         if not file.exists():
             return []
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
+        # A line without its end is one that a crash cut off.
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.strip() and line.endswith("\n")]
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         self._write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
@@ -96,27 +105,14 @@ class RunFolder:
     def write_model(self, arrays: Arrays) -> None:
         self._write_arrays(self.path / "model.safetensors", arrays)
 
-    # --- checkpoints ---
+    @property
+    def checkpoint(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoint")
 
-    def write_checkpoint(self, server_round: int, arrays: Arrays) -> None:
-        """The model first, then the round it belongs to: a crash between the two leaves the older pair."""
-        folder = self.path / "checkpoint"
-        folder.mkdir(exist_ok=True)
-        self._write_arrays(folder / f"round-{server_round}.safetensors", arrays)
-        self._write("checkpoint/state.json", json.dumps({"round": server_round}) + "\n")
-        for old in folder.glob("round-*.safetensors"):
-            if old.name != f"round-{server_round}.safetensors":
-                old.unlink()
-
-    def _last_checkpoint(self) -> int:
-        file = self.path / "checkpoint" / "state.json"
-        return int(json.loads(file.read_text(encoding="utf-8"))["round"]) if file.exists() else 0
-
-    def read_checkpoint(self, server_round: int) -> dict[str, np.ndarray]:
-        from safetensors.numpy import load_file
-
-        found: dict[str, np.ndarray] = load_file(self.path / "checkpoint" / f"round-{server_round}.safetensors")
-        return found
+    def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> None:
+        with (self.path / "history.jsonl").open("rb") as history:
+            os.fsync(history.fileno())  # the checkpoint counts on its lines
+        self.checkpoint.write(snapshot, clients)
 
     # --- writing ---
 
@@ -135,6 +131,16 @@ class RunFolder:
             temporary,
         )
         os.replace(temporary, file)
+
+
+# What a run may be resumed with differently: none of it decides a number.
+_FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
+
+
+def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide a run's numbers."""
+    engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
+    return {**config, "engine": engine}
 
 
 def mark_interrupted(out: Path) -> None:

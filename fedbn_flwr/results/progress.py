@@ -1,6 +1,7 @@
 """How a run is followed, a bar with the time left on a terminal and plain lines elsewhere; and how it is stopped.
 
-The first Ctrl-C asks the run to stop after its round, so that what it leaves is whole; the second stops it at once.
+The first Ctrl-C asks the run to stop after its round, so that nothing is lost; the second, and SIGTERM, stop it at
+once, and what followed the last checkpoint is to be done again.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ class RunProgress:
         self._task: TaskID | None = None
         self._label = ""
         self._stop_asked = False
-        self._handler: Any = None
+        self._handlers: dict[signal.Signals, Any] = {}  # those that were there before
 
     def __enter__(self) -> RunProgress:
         # Python's own handler raises wherever the program is, and in a destructor that is printed and forgotten.
         # Under Flower this is not the main thread, and a shell's background job is not to hear Ctrl-C at all.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._handler = signal.signal(signal.SIGINT, self._interrupt)
+            self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Flower has one of its own
+            self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
         if not self._plain:
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -56,14 +59,23 @@ class RunProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if self._stop_asked:
             raise KeyboardInterrupt
         self._stop_asked = True
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        """At once: whoever sends it may not wait, and may have sent it to the worker processes as well."""
+        raise KeyboardInterrupt
+
+    @property
+    def stops(self) -> bool:
+        """Whether this round is to be the last."""
+        return self._stop_asked
 
     def check_stop(self) -> None:
         """Between rounds: raise KeyboardInterrupt where somebody asked to stop."""
