@@ -45,12 +45,12 @@ def remembered(message: Message, config: Mapping[str, Any], context: Context) ->
 
 
 def return_to(config: Mapping[str, Any], context: Context) -> dict[str, int]:
-    """The run goes on after `server-round`: forget what came later, and tell which round the folder has."""
+    """Where the run goes on after `server-round`: forget what came later, and tell which round the folder has."""
     folder = StateFolder.of(config, context)
-    if folder is None:
+    if folder is None or protocol.ROUND not in config:  # somebody asks for the partition alone
         return {}
     folder.check()
-    return {protocol.STATE_ROUND: folder.forget_after(int(config.get(protocol.ROUND, 0)))}
+    return {protocol.STATE_ROUND: folder.forget_after(int(config[protocol.ROUND]))}
 
 
 class StateFolder:

