@@ -281,6 +281,17 @@ def test_what_cannot_be_saved_is_refused_by_name() -> None:
         state(FixBN(MeanStatistics(strategy), freeze_round=1))
 
 
+def test_the_rule_in_the_documentation_comes_back() -> None:
+    blocks = (ROOT / "docs" / "plugin.md").read_text().split("```python\n")
+    (code,) = [block.split("```")[0] for block in blocks if "class Patient" in block]
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    before, after = GlobalMomentum(scope["Patient"]()), GlobalMomentum(scope["Patient"]())
+    before.strategy.waited = 3  # type: ignore[attr-defined]
+    restore(after, parse(dump(state(before))))
+    assert after.strategy.waited == 3  # type: ignore[attr-defined]
+
+
 def test_a_rule_within_rules_keeps_its_own() -> None:
     make = lambda: FixBN(GlobalMomentum(FixBN(FedBS(patience=3), freeze_round="auto")), freeze_round="auto")  # noqa: E731
     before, after = make(), make()
@@ -330,10 +341,11 @@ OPTIMISERS: dict[str, Callable[[], Strategy]] = {
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
 CASES |= dict.fromkeys(OPTIMISERS, "")
+SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 
 
 def overrides(case: str) -> list[str]:
-    return [line.replace(": ", "=", 1) for line in CASES[case].splitlines()]
+    return [line.replace(": ", "=", 1) for line in (CASES | SHORT)[case].splitlines()]
 
 
 class Stopping(RunProgress):
