@@ -52,6 +52,7 @@ class MeanStatistics(Wrapper):
         parts = [{key: _record(reply)[key].numpy() for key in of_norms} for reply in usable]
         weights = [float(_metrics(reply)[protocol.NUM_EXAMPLES]) for reply in usable]  # type: ignore[arg-type]
         # Only now: FedMedian and FedTrimmedAvg empty the replies that they read.
+        # In order, as their sums are: Flower asks clients in a random one.
         failed = [reply for reply in replies if not reply.has_content()]
         arrays, metrics = super().aggregate_train(server_round, [*usable, *failed])
         if arrays is None:

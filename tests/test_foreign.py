@@ -101,8 +101,10 @@ def test_mean_statistics_averages_statistics_and_leaves_the_rest_to_the_optimise
     for server_round in range(1, 5):
         bare.configure_train(server_round, arrays, ConfigRecord(), grid)
         replies = replies_of(grid, wrapped, server_round, arrays)
+        # Flower asks clients in a random order; the wrapper passes on their replies in that of partitions.
+        replies.sort(key=lambda reply: reply.content["metrics"]["partition-id"])
         theirs, _ = bare.aggregate_train(server_round, copy.deepcopy(replies))
-        ours, _ = wrapped.aggregate_train(server_round, replies)
+        ours, _ = wrapped.aggregate_train(server_round, replies[::-1])
         assert ours is not None
         assert theirs is not None
         found, expected = unpack(ours), unpack(theirs)
