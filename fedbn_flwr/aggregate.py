@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
 # processor's cache while all of them are added to it.
 _REPLIES = 8
 _PIECE = 16384
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
@@ -59,7 +62,7 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
         parts = [(_parts(reply, block), share) for reply, share in some]
         start = _parts(first, block)
         for key, total in sums.items():
-            _add(total, [(part[key], share) for part, share in parts], start[key])
+            _add_in_threads(total, [(part[key], share) for part, share in parts], start[key])
     start = _parts(first, block)
     if block is not None:
         return Block(block, _mean(sums[""], start[""]))
@@ -71,6 +74,22 @@ def _parts(reply: Arrays, block: Layout | None) -> dict[str, Array]:
         assert isinstance(reply, Block)
         return {"": reply.flat}
     return {key: value.reshape(-1) for key, value in reply.items()}
+
+
+def _add_in_threads(total: Array, values: Sequence[tuple[Array, float]], start: Array) -> None:
+    """A large sum by several threads, a stretch of elements each: the numbers do not depend on how many."""
+    threads = min(_THREADS, total.size // (8 * _PIECE))
+    if threads < 2:
+        _add(total, values, start)
+        return
+    ends = [total.size * k // threads for k in range(threads + 1)]
+    stretches = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [
+            pool.submit(_add, total[part], [(value[part], share) for value, share in values], start[part])
+            for part in stretches
+        ]:
+            done.result()
 
 
 def _add(total: Array, values: Sequence[tuple[Array, float]], start: Array) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import FedbnError, SettingsError
+from .errors import FedbnError, SettingsError, did_you_mean
+
+BENCHMARKS = ("overhead", "exchange", "fedtan", "round", "scale", "start")  # those of bench.py, which imports torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +81,23 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("what", choices=("strategies", "models", "norms", "datasets", "experiments"))
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=_list)
+
+    bench = commands.add_parser(
+        "bench",
+        help="what federated training costs beside a bare PyTorch loop",
+        description=(
+            "Measure the engine against a bare PyTorch loop that does the same steps, in the same run. Each figure is "
+            "the median of its repetitions, with the smallest and the largest. Minutes on a CPU; let nothing else run."
+        ),
+        epilog="Example: fedbn bench overhead exchange --json > bench.json",
+    )
+    bench.add_argument("names", nargs="*", metavar="WHAT", help=f"any of {', '.join(BENCHMARKS)} (default: all)")
+    bench.add_argument("--json", action="store_true", help="as JSON, with the machine and the versions")
+    bench.add_argument("--repeats", type=int, default=5, metavar="N", help="repetitions of each measurement (5)")
+    bench.add_argument("--steps", type=int, default=100, metavar="N", help="steps of a client in a round (100)")
+    bench.add_argument("--workers", type=int, metavar="N", help="worker processes (one for each core)")
+    bench.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
+    bench.set_defaults(command=_bench)
 
     flwr = commands.add_parser(
         "flwr",
@@ -192,9 +211,23 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(arguments: argparse.Namespace) -> None:
+    for name in arguments.names:
+        if name not in BENCHMARKS:
+            raise SettingsError(f"there is no benchmark {name!r}; {did_you_mean(name, BENCHMARKS)}")
+    for name in ("repeats", "steps", "workers"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise SettingsError(f"--{name} is {value}; expected 1 or more")
+    from .bench import Options, run
+    from .preparing import choose_device
+
+    workers = arguments.workers or os.cpu_count() or 1
+    options = Options(arguments.repeats, arguments.steps, choose_device(arguments.device), workers)
+    run(arguments.names, options, as_json=arguments.json)
+
+
 def _flwr(arguments: argparse.Namespace) -> int:
     from .engine.flower import FlwrRun, federation_config, run_app
-    from .errors import did_you_mean
 
     request = FlwrRun.parse(arguments.arguments)
     run_config, federation = request.run_config, request.federation_config

@@ -24,8 +24,8 @@ from .errors import MessageError
 from .evaluation import evaluate, reestimate
 from .layerwise import Exchange, LayerwiseStep
 from .models import frozen_norm
-from .packing import Block, layout
-from .roles import Role, roles
+from .parts import Parts, copied
+from .roles import Role
 from .state import NodeState
 from .training import (
     AdaptiveClip,
@@ -60,7 +60,7 @@ class BNClient(NumPyClient):
     Parameters
     ----------
     model
-        Any module. Its batch norms are found by type.
+        Any module. Its batch norms are found by type. (Or the Parts of one, for a model that serves many clients.)
     train_data, eval_data
         Iterables of (inputs, targets), such as a DataLoader; or, for data whose order is a function of the
         round, an object with `num_examples` and `epoch(server_round, epoch)`. `eval_data` may be several sets
@@ -90,7 +90,7 @@ class BNClient(NumPyClient):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Parts,
         train_data: Epochs | Iterable[Batch],
         eval_data: Iterable[Batch] | Mapping[str, Iterable[Batch]] | None = None,
         *,
@@ -107,7 +107,6 @@ class BNClient(NumPyClient):
     ) -> None:
         if epochs is not None and steps is not None:
             raise ValueError(f"give epochs ({epochs}) or steps ({steps}), not both")
-        self.model = model
         self.train_data = train_data
         self.eval_data = eval_data
         self.lr = lr
@@ -118,14 +117,21 @@ class BNClient(NumPyClient):
         self.keep_momentum = keep_momentum
         self.loss = loss
         self.seed = seed
-        first = next(model.parameters(), torch.empty(0))
-        self.device = torch.device(device) if device is not None else first.device
-        if any(tensor.device != self.device for tensor in (*model.parameters(), *model.buffers())):
-            self.model.to(self.device)
-        self.roles = roles(model)
-        self._own = model.state_dict()  # the tensors themselves: what is copied into them is in the model
+        self._parts = model if isinstance(model, Parts) else Parts(model, device)
         self.records = RecordDict() if context is None else context.state
         self.partition_id = None if context is None else context.node_config.get("partition-id")
+
+    @property
+    def model(self) -> nn.Module:
+        return self._parts.model
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.device
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        return self._parts.roles
 
     # --- by name: what client_app calls ---
 
@@ -148,7 +154,7 @@ class BNClient(NumPyClient):
         lr = self.lr(server_round) if callable(self.lr) else self.lr
         seed = draws.number(self.seed, "model", server_round, int(self.partition_id or 0))
         with draws.streams(seed, self.device), frozen_norm(self.model, protocol.frozen_roles(config)):
-            named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            named = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
             optimizer = torch.optim.SGD(named.values(), lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
             adjust: list[Adjust] = []
             control = self._control(named, config, extras, run)
@@ -170,10 +176,10 @@ class BNClient(NumPyClient):
                 first_step=self._first_step(config, exchange),
             )
         back = protocol.returned_roles(config)
-        sent = copied({key: self._own[key] for key, role in self.roles.items() if key in arrays or role in back})
+        sent = self._parts.taken(key for key, role in self.roles.items() if key in arrays or role in back)
         # Only now, when nothing can fail any more: a round that is replayed begins where this one began.
         state = NodeState(self.records, run)
-        state.save("local", copied({key: value for key, value in self._own.items() if key not in arrays}))
+        state.save("local", self._parts.taken(key for key in self.roles if key not in arrays))
         more: dict[str, Arrays] = {}
         if control is not None:
             more[protocol.CONTROL_RECORD] = self._finish_control(control, named, extras, state)
@@ -220,8 +226,8 @@ class BNClient(NumPyClient):
     # --- by position: Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
-        own = self.model.state_dict()
-        return [own[key].cpu().numpy().copy() for key in self._sent()]
+        taken = self._parts.taken(self._sent())
+        return [value.copy() for value in taken.values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Any]:
         update = self.train_round(self._named(parameters), config)
@@ -323,7 +329,9 @@ class BNClient(NumPyClient):
 
     def _load(self, arrays: Arrays, run: str | None) -> None:
         """The received arrays, and for all other keys what this node last had (or was built with)."""
-        own = self._own
+        if not self._parts.are_current():
+            self._parts = Parts(self.model, self.device)
+        own = self._parts.tensors
         if unknown := [key for key in arrays if key not in own]:
             raise MessageError(
                 f"the server sent {unknown[0]!r}, which this client's model does not have; its keys begin "
@@ -336,11 +344,11 @@ class BNClient(NumPyClient):
             raise MessageError(
                 f"the server did not send {lacking[0]!r} ({len(lacking)} such keys), and this node has none"
             )
-        for key, value in {**kept, **arrays}.items():
-            target = own[key]
-            if tuple(value.shape) != tuple(target.shape):
+        values = {**kept, **arrays}
+        for key, value in values.items():
+            if value.shape != own[key].shape:
                 raise MessageError(
-                    f"{key!r} has shape {tuple(value.shape)} in the message and {tuple(target.shape)} in this "
+                    f"{key!r} has shape {tuple(value.shape)} in the message and {tuple(own[key].shape)} in this "
                     "client's model"
                 )
             if key.endswith("running_var") and value.size and value.min() < 0:
@@ -348,13 +356,7 @@ class BNClient(NumPyClient):
                     f"the server sent a negative variance ({key!r} has {value.min():g}). A server optimiser (FedAdam, "
                     "FedAvgM, ...) must not step statistics: wrap it as MeanStatistics(FedAdam(...))"
                 )
-            if not target.is_floating_point():
-                # Flower's own mean returns integer counters as floats a rounding error off.
-                value = np.rint(value)
-            if target.device.type == "cpu":
-                np.copyto(target.numpy(), value, casting="unsafe")
-            else:
-                target.copy_(torch.from_numpy(np.array(value)), non_blocking=True)
+        self._parts.load(values)
 
 
 def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:
@@ -368,16 +370,6 @@ def _momentum_of(optimizer: torch.optim.SGD, named: Mapping[str, nn.Parameter]) 
     """Momentum by name; zero where a parameter had no gradient yet."""
     found = {name: optimizer.state[p].get("momentum_buffer") for name, p in named.items()}
     return copied({name: torch.zeros_like(named[name]) if found[name] is None else found[name] for name in named})
-
-
-def copied(tensors: Mapping[str, torch.Tensor]) -> Arrays:
-    """The tensors' values as they are now; those of one dtype in one copy from the device, side by side."""
-    values = [tensor.detach().reshape(-1) for tensor in tensors.values()]
-    if len({value.dtype for value in values}) != 1:
-        return {key: np.array(tensor.detach().cpu().numpy()) for key, tensor in tensors.items()}
-    flat = torch.cat(values).cpu().numpy()
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
-    return Block(layout(flat.dtype.str, tuple(tensors), shapes), flat)
 
 
 def _once(action: Adjust) -> Adjust:

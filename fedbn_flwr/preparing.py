@@ -21,6 +21,7 @@ from .data.catalogue import CATALOGUE, find
 from .errors import SettingsError
 from .lookup import from_run_config, run_names
 from .models import build_model
+from .parts import Parts
 from .results.holdings import Holdings
 from .settings import Experiment, Settings
 from .strategies import build_strategy, check, has_global_model
@@ -299,9 +300,9 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
         if len(both := own[torch.isin(own, rows)]):
             tests[f"own@{domain}"] = test(both)
     shelf = _shelf((run.model, run.seed, dataset.channels, dataset.size, dataset.classes), str(device))
-    model = shelf.take() or make_model(run, dataset).to(device)
+    parts = shelf.take() or Parts(make_model(run, dataset), device)
     made = BNClient(
-        model,
+        parts,
         ClientBatches(
             dataset.train,
             indices,
@@ -324,8 +325,8 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
         context=context,
     )
     if ":" not in run.model.name:  # what a network of the user's own remembers outside its state dict is not known
-        shelf.keep(model)
-        weakref.finalize(made, shelf.give_back, model)
+        shelf.keep(parts)
+        weakref.finalize(made, shelf.give_back, parts)
     return made
 
 
@@ -333,25 +334,26 @@ class _Shelf:
     """Models of one kind that no client uses now: building one takes longer than many a round of training."""
 
     def __init__(self) -> None:
-        self._idle: list[nn.Module] = []
+        self._idle: list[Parts] = []
         self._first: list[Tensor] = []  # what such a model is built with
 
-    def take(self) -> nn.Module | None:
+    def take(self) -> Parts | None:
         """A model as it was built, or None."""
         if not self._idle:
             return None
-        model = self._idle.pop()
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            torch._foreach_copy_(list(model.state_dict().values()), self._first)
-        return model
+        parts = self._idle.pop()
+        for parameter in parts.parameters.values():
+            parameter.grad = None
+        torch._foreach_copy_(list(parts.tensors.values()), self._first)
+        return parts
 
-    def keep(self, model: nn.Module) -> None:
+    def keep(self, parts: Parts) -> None:
         if not self._first:
-            self._first = [value.clone() for value in model.state_dict().values()]
+            self._first = [value.clone() for value in parts.tensors.values()]
 
-    def give_back(self, model: nn.Module) -> None:
-        self._idle.append(model)
+    def give_back(self, parts: Parts) -> None:
+        if parts.are_current():
+            self._idle.append(parts)
 
 
 @functools.lru_cache(maxsize=4)

@@ -70,6 +70,8 @@ def local_batches(
 ) -> Iterator[Batch]:
     """The batches of one round: so many epochs, or so many steps over as many epochs as they take."""
     epoch = taken = 0
+    if steps == 0:
+        return
     while epochs is None or epoch < epochs:
         before = taken
         for batch in data.epoch(server_round, epoch) if isinstance(data, Epochs) else data:

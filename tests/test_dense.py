@@ -165,7 +165,7 @@ def test_a_client_trains_and_evaluates_a_model_of_pixels() -> None:
         labels[:, 0] = IGNORED
         data.append((inputs, labels))
     client = BNClient(Pixels(2), data, data, lr=0.5, epochs=5)
-    update = client.train_round(dict(zip(client.roles, client.get_parameters({}), strict=True)), {})
+    update = client.train_round({key: value.numpy() for key, value in client.model.state_dict().items()}, {})
     metrics = client.evaluate_round(update.arrays, {})
     assert metrics["mean-iou"] > 0.9
     assert metrics["accuracy"] > 0.9

@@ -14,11 +14,13 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"apps"}),
     frozenset({"fedbn_flwr.cli"}),
     frozenset({"fedbn_flwr.experiment"}),
+    frozenset({"fedbn_flwr.bench"}),
     frozenset({"fedbn_flwr.preparing"}),
     frozenset({"fedbn_flwr.lookup"}),
     frozenset({"strategies", "fedbn_flwr.strategies"}),  # the second is the first by its public name
     frozenset({"fedbn_flwr.serving"}),
     frozenset({"fedbn_flwr.client"}),
+    frozenset({"fedbn_flwr.parts"}),
     frozenset({"fedbn_flwr.evaluation"}),
     frozenset({"fedbn_flwr.training"}),
     frozenset({"fedbn_flwr.models"}),

@@ -1,0 +1,64 @@
+"""A model looked through once: what it has, by name. Walking its modules takes longer than loading its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .aggregate import Arrays
+from .packing import Block, layout
+from .roles import Role, roles
+
+
+class Parts:
+    """The tensors of a model on its device: `roles` and `tensors` by state dict key, `parameters` by name."""
+
+    def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
+        self.model = model
+        first = next(model.parameters(), torch.empty(0))
+        self.device = torch.device(device) if device is not None else first.device
+        model.to(self.device)
+        self.roles: dict[str, Role] = roles(model)
+        # The very tensors: what is copied into them is in the model.
+        self.tensors: dict[str, Tensor] = model.state_dict()
+        self.parameters = dict(model.named_parameters())
+        self._views = {key: tensor.numpy() for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
+        self._held = [
+            (table, name, tensor, tensor.data_ptr())
+            for module in model.modules()
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
+            if tensor is not None
+        ]
+
+    def are_current(self) -> bool:
+        """Whether the model still has these tensors: its owner may have moved it, or given it others."""
+        return all(table.get(name) is tensor and tensor.data_ptr() == at for table, name, tensor, at in self._held)
+
+    def load(self, arrays: Arrays) -> None:
+        """Copy arrays into the tensors of the same keys, which have their shapes."""
+        for key, value in arrays.items():
+            tensor = self.tensors[key]
+            if not tensor.is_floating_point():
+                # Flower's own mean returns integer counters as floats a rounding error off.
+                value = np.rint(value)
+            if (view := self._views.get(key)) is not None:
+                np.copyto(view, value, casting="unsafe")
+            else:
+                tensor.copy_(torch.from_numpy(np.array(value)))
+
+    def taken(self, keys: Iterable[str]) -> Arrays:
+        """Copies of the tensors with these keys, as they are now."""
+        return copied({key: self.tensors[key] for key in keys})
+
+
+def copied(tensors: Mapping[str, Tensor]) -> Arrays:
+    """The tensors' values as they are now; those of one dtype in one copy from the device, side by side."""
+    if len({tensor.dtype for tensor in tensors.values()}) != 1:
+        return {key: np.array(tensor.detach().cpu().numpy()) for key, tensor in tensors.items()}
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()]).cpu().numpy()
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+    return Block(layout(flat.dtype.str, tuple(tensors), shapes), flat)
