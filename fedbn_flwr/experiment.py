@@ -484,7 +484,14 @@ def run_locally(experiment: Experiment, run_config: Mapping[str, str], out: Path
         elif workers == "auto":
             cores = os.cpu_count() or 1
             workers = cores if cores > 1 else 0
-        with LocalGrid(app, run.clients, workers=workers, threads=run.engine.threads, run_config=run_config) as grid:
+        with LocalGrid(
+            app,
+            run.clients,
+            workers=workers,
+            threads=run.engine.threads,
+            run_config=run_config,
+            state_memory=run.engine.state_memory,
+        ) as grid:
             yield grid
 
     return run_experiment(experiment, make_grid, out, resume=resume)

@@ -173,6 +173,7 @@ class Engine(_Section):
     threads: Positive = 1  # of arithmetic per client; results are bit-identical at 1
     timeout: float = Field(default=3600, gt=0)  # seconds a round may take
     node_timeout: float = Field(default=120, gt=0)  # seconds to wait for all nodes before the first round
+    state_memory: float = Field(default=4, gt=0)  # GiB for what clients of the local engine remember; the rest in files
     checkpoint_every: Positive | None = None  # rounds; a twentieth of all where none are given
 
     @model_validator(mode="after")

@@ -216,7 +216,7 @@ def test_the_query_leaves_what_clients_keep_and_names_the_run(federation: Federa
     grid = fed.grid(client_app(make))
     strategy = HeteroBN(statistics="query", fraction_evaluate=0.0)
     strategy.start(grid, fed.arrays(), num_rounds=1, train_config=ConfigRecord({"fedbn.run": "a"}))
-    state = grid._here.contexts[1].state
+    state = grid.read_state(1)
     before = unpack(state["fedbn.arrays.momentum"])
     global_model(strategy, 1, fed.arrays(), grid)
     assert seen == [("a", 1)] * 4

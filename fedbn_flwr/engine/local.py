@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +37,8 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from .memory import Contexts
 
 UserConfig = Mapping[str, Any]
 
@@ -54,6 +61,9 @@ class LocalGrid(Grid):
         What the ClientApp finds in its context; `node_config` is one mapping for all, or one per node.
     node_ids
         Node ids, 1 to `num_nodes` by default.
+    state_memory
+        GiB that what nodes remember between messages (FedBN's batch norms, say) may take; beyond it, what the nodes
+        served longest ago remember is put in files of a temporary folder.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class LocalGrid(Grid):
         run_config: UserConfig | None = None,
         node_config: UserConfig | Sequence[UserConfig] | None = None,
         node_ids: Sequence[int] | None = None,
+        state_memory: float = math.inf,
     ) -> None:
         if num_nodes < 1:
             raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
@@ -98,10 +109,16 @@ class LocalGrid(Grid):
         self._next_id = itertools.count(1)
         self._replies: dict[str, Message] = {}
         self._abandoned: set[str] = set()
+        self._remove_folder: weakref.finalize[..., LocalGrid] | None = None
         workers = min(workers, num_nodes)
         parts = [dict(itertools.islice(contexts.items(), k, None, workers)) for k in range(workers)]
-        self._here = _Nodes(client_app, contexts, None if workers else threads)
-        self._workers = [_Worker(_Nodes(client_app, part, 1)) for part in parts]
+        folder = None
+        if math.isfinite(state_memory):
+            folder = Path(tempfile.mkdtemp(prefix="fedbn-nodes-"))
+            self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        budget = state_memory * 2**30 / max(workers, 1)
+        self._here = _Nodes(client_app, Contexts(contexts, budget, folder), None if workers else threads)
+        self._workers = [_Worker(_Nodes(client_app, Contexts(part, budget, folder), 1)) for part in parts]
         self._worker_of = {node: worker for worker, part in zip(self._workers, parts, strict=True) for node in part}
 
     # --- Flower's interface ---
@@ -194,9 +211,11 @@ class LocalGrid(Grid):
         return self._here.state(question) if worker is None else worker.ask(question)
 
     def close(self) -> None:
-        """End the worker processes; a grid without any needs no closing."""
+        """End the worker processes, and remove what nodes had in files."""
         for worker in self._workers:
             worker.close()
+        if self._remove_folder is not None:
+            self._remove_folder()
 
     def __enter__(self) -> LocalGrid:
         return self
@@ -220,7 +239,7 @@ class _Nodes:
     """Nodes served by one process."""
 
     client_app: ClientApp
-    contexts: dict[int, Context]
+    contexts: Contexts
     threads: int | None
 
     def answer(self, message: Message) -> Message:
@@ -231,7 +250,8 @@ class _Nodes:
             content = message.content
             own = RecordDict({key: record.copy() for key, record in content.items()})
             message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
-            reply = self.client_app(message, self.contexts[message.metadata.dst_node_id])
+            with self.contexts.using(message.metadata.dst_node_id) as context:
+                reply = self.client_app(message, context)
         except (Exception, SystemExit) as error:
             code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error) or type(error).__name__
             if os.environ.get("FEDBN_DEBUG"):
@@ -244,10 +264,10 @@ class _Nodes:
         return Message(Error(code, reason), reply_to=message)
 
     def state(self, question: _State) -> RecordDict:
-        context = self.contexts[question.node]
-        if question.records is None:
-            return context.state
-        context.state = question.records
+        with self.contexts.using(question.node) as context:
+            if question.records is None:
+                return context.state
+            context.state = question.records
         return RecordDict()
 
     def _limit_threads(self) -> None:

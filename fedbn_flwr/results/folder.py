@@ -134,7 +134,7 @@ class RunFolder:
 
 
 # What a run may be resumed with differently: none of it decides a number.
-_FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
+_FREE = ("workers", "timeout", "node_timeout", "state_memory", "checkpoint_every")
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
