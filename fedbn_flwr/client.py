@@ -26,6 +26,7 @@ from .layerwise import Exchange, LayerwiseStep
 from .models import frozen_norm
 from .parts import Parts, copied
 from .roles import Role
+from .sgd import SGD
 from .state import NodeState
 from .training import (
     AdaptiveClip,
@@ -155,7 +156,7 @@ class BNClient(NumPyClient):
         seed = draws.number(self.seed, "model", server_round, int(self.partition_id or 0))
         with draws.streams(seed, self.device), frozen_norm(self.model, protocol.frozen_roles(config)):
             named = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
-            optimizer = torch.optim.SGD(named.values(), lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+            optimizer = SGD(named, lr, self.momentum, self.weight_decay)
             adjust: list[Adjust] = []
             control = self._control(named, config, extras, run)
             if control is not None:
@@ -293,7 +294,7 @@ class BNClient(NumPyClient):
 
     def _set_momentum(
         self,
-        optimizer: torch.optim.SGD,
+        optimizer: SGD,
         named: Mapping[str, nn.Parameter],
         config: Config,
         extras: Mapping[str, Arrays],
@@ -308,7 +309,7 @@ class BNClient(NumPyClient):
             buffers.update(extras.get(protocol.MOMENTUM_RECORD, {}))
         for name, parameter in named.items():
             if name in buffers:
-                optimizer.state[parameter]["momentum_buffer"] = _tensor(buffers[name], parameter)
+                optimizer.buffers[name] = _tensor(buffers[name], parameter)
 
     def _clipped(self, named: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """All parameters but those of the last linear layer."""
@@ -366,10 +367,10 @@ def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:
     return torch.from_numpy(np.array(value)).to(device=like.device, dtype=like.dtype)
 
 
-def _momentum_of(optimizer: torch.optim.SGD, named: Mapping[str, nn.Parameter]) -> Arrays:
+def _momentum_of(optimizer: SGD, named: Mapping[str, nn.Parameter]) -> Arrays:
     """Momentum by name; zero where a parameter had no gradient yet."""
-    found = {name: optimizer.state[p].get("momentum_buffer") for name, p in named.items()}
-    return copied({name: torch.zeros_like(named[name]) if found[name] is None else found[name] for name in named})
+    found = optimizer.buffers
+    return copied({name: found[name] if name in found else torch.zeros_like(p) for name, p in named.items()})
 
 
 def _once(action: Adjust) -> Adjust:

@@ -26,6 +26,14 @@ class Epochs(Protocol):
     def epoch(self, server_round: int, epoch: int) -> Iterator[Batch]: ...
 
 
+class Optimizer(Protocol):
+    """SGD, or one of torch.optim."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class StepSchedule:
     """`lr`, multiplied by `gamma` once each milestone has passed: a fraction of all rounds, or a round."""
@@ -87,7 +95,7 @@ def local_batches(
 def train(
     model: nn.Module,
     batches: Iterable[Batch],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     loss_fn: Loss,
     *,
     device: torch.device,
@@ -106,7 +114,7 @@ def train(
     examples = steps = first = 0
     for inputs, targets in batches:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         gradient = first_step if first_step is not None and steps == 0 else _backpropagate
         loss = gradient(model, inputs, targets, loss_fn)
         for change in adjust:

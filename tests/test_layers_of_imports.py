@@ -20,7 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"strategies", "fedbn_flwr.strategies"}),  # the second is the first by its public name
     frozenset({"fedbn_flwr.serving"}),
     frozenset({"fedbn_flwr.client"}),
-    frozenset({"fedbn_flwr.parts"}),
+    frozenset({"fedbn_flwr.parts", "fedbn_flwr.sgd"}),
     frozenset({"fedbn_flwr.evaluation"}),
     frozenset({"fedbn_flwr.training"}),
     frozenset({"fedbn_flwr.models"}),
