@@ -1,10 +1,11 @@
 #!/bin/sh
-# Makes every key that docker-compose.yml needs: a certificate authority, the SuperLink's certificate, and one
-# key pair per SuperNode. Needs openssl and ssh-keygen, and no network.
+# Makes every key that docker-compose.yml needs: a certificate authority, the certificates of the SuperLink and of the
+# exchange service, and one key pair per SuperNode. Needs openssl and ssh-keygen, and no network.
 #
 # Each folder below goes to one party and to nobody else:
 #   ca/         signs server certificates; no container ever sees it, so it may move to another medium
 #   superlink/  server certificate and its key
+#   exchange/   certificate and key of the exchange service, which the ServerApp opens (FedTAN)
 #   nodes/      public keys of the nodes, to be registered at the SuperLink
 #   site-<i>/   private key of node i, and the certificate that tells it the true SuperLink
 #   ca.crt      for whoever submits runs
@@ -14,12 +15,12 @@ usage() {
     cat <<'END'
 usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force] [HOST ...]
 
-  HOST         a further name or IP address at which the SuperLink is reached; it knows
-               superlink, localhost and 127.0.0.1 by itself
+  HOST         a further name or IP address at which the server is reached; it knows superlink,
+               superexec-serverapp, localhost and 127.0.0.1 by itself
   --out        where to write (deploy/keys)
   --nodes      number of SuperNodes (3)
-  --add        keep the authority and the nodes there are; make what is missing, and a new server
-               certificate (for more sites, another host name, or before it expires)
+  --add        keep the authority and the nodes there are; make what is missing, and new server
+               certificates (for more sites, another host name, or before it expires)
   --force      replace everything: sites with an old key are locked out
 END
 }
@@ -32,7 +33,7 @@ fail() {
 out=$(dirname "$0")/keys
 nodes=3
 mode=new
-hosts="superlink localhost 127.0.0.1"
+hosts="superlink superexec-serverapp localhost 127.0.0.1"
 while [ $# -gt 0 ]; do
     case $1 in
         --out | --nodes)
@@ -68,9 +69,9 @@ umask 077
 mkdir -p "$out"
 if [ "$mode" = force ]; then
     # By name, so that a mistyped --out loses nothing else.
-    rm -rf "$out/ca" "$out/ca.crt" "$out/superlink" "$out/nodes" "$out"/site-[0-9]*
+    rm -rf "$out/ca" "$out/ca.crt" "$out/superlink" "$out/exchange" "$out/nodes" "$out"/site-[0-9]*
 fi
-mkdir -p "$out/ca" "$out/superlink" "$out/nodes"
+mkdir -p "$out/ca" "$out/superlink" "$out/exchange" "$out/nodes"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -120,14 +121,19 @@ if [ "$mode" != add ]; then
         -key "$out/ca/ca.key" -out "$out/ca/ca.crt"
 fi
 
-new_key "$work/server.key"
-CN=superlink openssl req -new -sha384 -config "$work/openssl.cnf" -key "$work/server.key" -out "$work/server.csr"
-# No -CAcreateserial: a random number needs no file to remember the last one.
-CN=superlink openssl x509 -req -sha384 -days 825 -in "$work/server.csr" -CA "$out/ca/ca.crt" -CAkey "$out/ca/ca.key" \
-    -set_serial "0x$(openssl rand -hex 16 | sed 's/^[89a-f]/1/')" \
-    -extfile "$work/openssl.cnf" -extensions server -out "$work/server.pem" 2>"$work/log" || fail "$(cat "$work/log")"
-mv -f "$work/server.key" "$work/server.pem" "$out/superlink/"
-cp -f "$out/ca/ca.crt" "$out/superlink/ca.crt"
+# Two keys for the same names: the ServerApp runs the code of whoever submits a run, and must not pose as the SuperLink
+# to others. (It could, with its own certificate, for a host name that both have; hence not the key as well.)
+for server in superlink exchange; do
+    new_key "$work/server.key"
+    CN=$server openssl req -new -sha384 -config "$work/openssl.cnf" -key "$work/server.key" -out "$work/server.csr"
+    # No -CAcreateserial: a random number needs no file to remember the last one.
+    CN=$server openssl x509 -req -sha384 -days 825 -in "$work/server.csr" -CA "$out/ca/ca.crt" \
+        -CAkey "$out/ca/ca.key" -set_serial "0x$(openssl rand -hex 16 | sed 's/^[89a-f]/1/')" \
+        -extfile "$work/openssl.cnf" -extensions server -out "$work/server.pem" 2>"$work/log" ||
+        fail "$(cat "$work/log")"
+    mv -f "$work/server.key" "$work/server.pem" "$out/$server/"
+    cp -f "$out/ca/ca.crt" "$out/$server/ca.crt"
+done
 cp -f "$out/ca/ca.crt" "$out/nodes/ca.crt"
 cp -f "$out/ca/ca.crt" "$out/ca.crt"
 
@@ -146,7 +152,7 @@ done
 # The containers run as uid 49999. Root hands them their files, and each folder is closed to everybody else.
 # Others cannot give files away. They leave them readable and close the folder above: nobody else on this machine
 # gets past it, while a mount into a container begins behind it.
-for folder in "$out/superlink" "$out/nodes" "$out"/site-[0-9]*; do
+for folder in "$out/superlink" "$out/exchange" "$out/nodes" "$out"/site-[0-9]*; do
     if [ "$(id -u)" = 0 ]; then
         chown -R 49999:49999 "$folder"
     else
@@ -158,4 +164,4 @@ if [ "$(id -u)" = 0 ]; then
     chmod 755 "$out"
     chmod 644 "$out/ca.crt"
 fi
-echo "keys for $nodes nodes and for a SuperLink at:$(printf ' %s' $hosts) are in $out"
+echo "keys for $nodes nodes and for a server at:$(printf ' %s' $hosts) are in $out"
