@@ -15,8 +15,8 @@ usage() {
     cat <<'END'
 usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force] [HOST ...]
 
-  HOST         a further name or IP address at which the server is reached; it knows superlink,
-               superexec-serverapp, localhost and 127.0.0.1 by itself
+  HOST         a further name or IP address at which the server is reached; the services' names in
+               docker-compose.yml, localhost and 127.0.0.1 are known by themselves
   --out        where to write (deploy/keys)
   --nodes      number of SuperNodes (3)
   --add        keep the authority and the nodes there are; make what is missing, and new server
@@ -33,7 +33,7 @@ fail() {
 out=$(dirname "$0")/keys
 nodes=3
 mode=new
-hosts="superlink superexec-serverapp localhost 127.0.0.1"
+hosts="localhost 127.0.0.1"
 while [ $# -gt 0 ]; do
     case $1 in
         --out | --nodes)
@@ -75,23 +75,23 @@ mkdir -p "$out/ca" "$out/superlink" "$out/exchange" "$out/nodes"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-names=
-dns=0
-ip=0
-for host in $hosts; do
-    case $host in
-        *:* | [0-9]*.[0-9]*.[0-9]*.[0-9]*)
-            ip=$((ip + 1))
-            names="$names
-IP.$ip = $host"
-            ;;
-        *)
-            dns=$((dns + 1))
-            names="$names
-DNS.$dns = $host"
-            ;;
-    esac
-done
+# The names of a certificate, as lines of OpenSSL's configuration.
+list_names() {
+    dns=0
+    ip=0
+    for host in "$@"; do
+        case $host in
+            *:* | [0-9]*.[0-9]*.[0-9]*.[0-9]*)
+                ip=$((ip + 1))
+                echo "IP.$ip = $host"
+                ;;
+            *)
+                dns=$((dns + 1))
+                echo "DNS.$dns = $host"
+                ;;
+        esac
+    done
+}
 # All that strict verifiers (Python 3.13 on) ask for: key usage, and both key identifiers.
 cat >"$work/openssl.cnf" <<END
 [req]
@@ -110,7 +110,7 @@ extendedKeyUsage = serverAuth
 subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
 subjectAltName = @hosts
-[hosts]$names
+[hosts]
 END
 
 new_key() { openssl ecparam -name secp384r1 -genkey -noout -out "$1"; }
@@ -121,15 +121,19 @@ if [ "$mode" != add ]; then
         -key "$out/ca/ca.key" -out "$out/ca/ca.crt"
 fi
 
-# Two keys for the same names: the ServerApp runs the code of whoever submits a run, and must not pose as the SuperLink
-# to others. (It could, with its own certificate, for a host name that both have; hence not the key as well.)
+# A key each: the ServerApp runs the code of whoever submits a run, which must not get the SuperLink's.
 for server in superlink exchange; do
+    own=superlink
+    [ $server = superlink ] || own=superexec-serverapp
+    cp "$work/openssl.cnf" "$work/$server.cnf"
+    # shellcheck disable=SC2086 # a list of words
+    list_names $own $hosts >>"$work/$server.cnf"
     new_key "$work/server.key"
-    CN=$server openssl req -new -sha384 -config "$work/openssl.cnf" -key "$work/server.key" -out "$work/server.csr"
+    CN=$server openssl req -new -sha384 -config "$work/$server.cnf" -key "$work/server.key" -out "$work/server.csr"
     # No -CAcreateserial: a random number needs no file to remember the last one.
     CN=$server openssl x509 -req -sha384 -days 825 -in "$work/server.csr" -CA "$out/ca/ca.crt" \
         -CAkey "$out/ca/ca.key" -set_serial "0x$(openssl rand -hex 16 | sed 's/^[89a-f]/1/')" \
-        -extfile "$work/openssl.cnf" -extensions server -out "$work/server.pem" 2>"$work/log" ||
+        -extfile "$work/$server.cnf" -extensions server -out "$work/server.pem" 2>"$work/log" ||
         fail "$(cat "$work/log")"
     mv -f "$work/server.key" "$work/server.pem" "$out/$server/"
     cp -f "$out/ca/ca.crt" "$out/$server/ca.crt"
