@@ -73,8 +73,8 @@ class Meeting:
 
     def finish(self, replies: Sequence[Message]) -> frozenset[int]:
         """The nodes that took part in all exchanges, now that the round's replies are in; raises what ended them."""
-        for reply in (reply for reply in replies if reply.has_error()):
-            self.failed(reply.metadata.src_node_id, reply.error.reason or f"error code {reply.error.code}")
+        for reply in replies:
+            self.replied(reply)
         if self._left is None:
             self._thread.join(1)
             self._service.lose(
@@ -89,8 +89,12 @@ class Meeting:
 
     # --- what a grid that watches asks ---
 
-    def failed(self, node: int, reason: str) -> None:
-        self._service.lose([node], reason)
+    def replied(self, reply: Message) -> None:
+        """Who has answered the round's message already takes part in no more exchanges."""
+        reason = "it trained without meeting the others; serve the client by fedbn_flwr.client_app"
+        if reply.has_error():
+            reason = reply.error.reason or f"error code {reply.error.code}"
+        self._service.lose([reply.metadata.src_node_id], reason)
 
     def given_up(self) -> frozenset[int]:
         return self.nodes if self._error is not None else frozenset(self._service.lost)

@@ -18,12 +18,14 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from fedbn_flwr import build_model, client_app, protocol
+from fedbn_flwr.engine import PollingGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.layerwise import (
     AGREED,
@@ -203,6 +205,33 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
     assert len(strategy.shares) == 2
     assert "client 1" in flower_log.text
     assert "sent nothing to the exchange service within 2 s" in flower_log.text
+
+
+def test_who_answers_without_taking_part_is_not_waited_for(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """With a grid that tells at once: a client that knows nothing of the exchange, and a process that dies early."""
+    fed = federation((6, 8, 5, 4), batches=1, model=two_norms, steps=1)
+    ours, foreign = fed.app(), ClientApp()
+
+    @foreign.train()
+    def plain(message: Message, context: Context) -> Message:
+        match context.node_config["partition-id"]:
+            case 0:
+                killed(None)
+            case 1:
+                arrays, metrics = message.content.array_records["arrays"], MetricRecord({protocol.NUM_EXAMPLES: 8})
+                return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+        return ours(message, context)
+
+    with fed.grid(foreign, workers=4) as local:
+        local.start()
+        # Were it waited for, this test would not end in time.
+        strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=3000)
+        strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1)
+    assert len(strategy.shares) == 2
+    assert "node 1: the client's process died (signal 9)" in flower_log.text
+    assert "node 2: it trained without meeting the others" in flower_log.text
 
 
 # --- the service and its door ---

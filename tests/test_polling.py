@@ -97,11 +97,11 @@ def test_a_message_that_is_refused_is_an_error_of_its_node(federation: Federatio
 
 class Watching:
     def __init__(self, *given_up: int) -> None:
-        self.errors: dict[int, str] = {}
+        self.errors: dict[int, str | None] = {}
         self.nodes = frozenset(given_up)
 
-    def failed(self, node: int, reason: str) -> None:
-        self.errors[node] = reason
+    def replied(self, reply: Message) -> None:
+        self.errors[reply.metadata.src_node_id] = reply.error.reason if reply.has_error() else None
 
     def given_up(self) -> frozenset[int]:
         return self.nodes
@@ -113,7 +113,9 @@ def test_whom_the_watch_has_given_up_is_not_waited_for(federation: Federations, 
     polled, watch = PollingGrid(grid), Watching(2)
     polled.watch(watch)
     assert len(list(polled.send_and_receive(questions(1, 2, 9), timeout=100))) == 2
-    assert "there is no node 9" in watch.errors[9]
+    assert watch.errors.keys() == {1, 9}
+    assert watch.errors[1] is None
+    assert "there is no node 9" in str(watch.errors[9])
     assert slept == []
     list(polled.send_and_receive(questions(1, 2), timeout=100))
     assert sum(slept) == pytest.approx(100)

@@ -23,9 +23,9 @@ _SHARE = 0.05  # of the time that has passed is waited until the next look
 
 
 class Watch(Protocol):
-    """Somebody who hears of errors as they come in, and says whose replies are not waited for any longer."""
+    """Somebody who hears of replies as they come in, and says whose are not waited for any longer."""
 
-    def failed(self, node: int, reason: str) -> None: ...
+    def replied(self, reply: Message) -> None: ...
 
     def given_up(self) -> frozenset[int]: ...
 
@@ -43,7 +43,7 @@ class PollingGrid(Grid):
         self._watch: Watch | None = None
 
     def watch(self, watch: Watch) -> None:
-        """Whom to tell of the next messages' errors."""
+        """Whom to tell of the next messages' replies."""
         self._watch = watch
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -64,12 +64,13 @@ class PollingGrid(Grid):
                 error = Error(ErrorCode.UNKNOWN, "the SuperLink did not accept the message; its log says why")
                 replies.append(Message(error, reply_to=message))
         while asked:
+            told = len(replies)
             for reply in list(self._grid.pull_messages(list(asked))):
                 if reply.metadata.reply_to_message_id in asked:
                     replies.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
             if watch is not None:
-                for reply in (reply for reply in replies if reply.has_error()):
-                    watch.failed(reply.metadata.src_node_id, reply.error.reason or f"error code {reply.error.code}")
+                for reply in replies[told:]:
+                    watch.replied(reply)
                 given_up = watch.given_up()
                 asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in given_up}
             passed = time.monotonic() - began

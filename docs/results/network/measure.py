@@ -87,7 +87,7 @@ class Sites(Deployment):
 def nodes(sites: int) -> None:
     with tempfile.TemporaryDirectory() as folder, Sites(Path(folder), sites) as deployment:
         for label, run in NODE_RUNS.items():
-            settings = experiment(sites, 4, {label: copy.deepcopy(run)})
+            settings = experiment(sites, 3, {label: copy.deepcopy(run)})
             done = deployment.run_app({"experiment": json.dumps(settings)}, seconds=1800)
             rounds = history(done)
             note(
