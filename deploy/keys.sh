@@ -1,10 +1,11 @@
 #!/bin/sh
-# Makes every key that docker-compose.yml needs: a certificate authority, the SuperLink's certificate, and one
-# key pair per SuperNode. Needs openssl and ssh-keygen, and no network.
+# Makes every key that docker-compose.yml needs: a certificate authority, the certificates of the SuperLink and of the
+# exchange service, and one key pair per SuperNode. Needs openssl and ssh-keygen, and no network.
 #
 # Each folder below goes to one party and to nobody else:
 #   ca/         signs server certificates; no container ever sees it, so it may move to another medium
 #   superlink/  server certificate and its key
+#   exchange/   certificate and key of the exchange service, which the ServerApp opens (FedTAN)
 #   nodes/      public keys of the nodes, to be registered at the SuperLink
 #   site-<i>/   private key of node i, and the certificate that tells it the true SuperLink
 #   ca.crt      for whoever submits runs
@@ -14,12 +15,12 @@ usage() {
     cat <<'END'
 usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force] [HOST ...]
 
-  HOST         a further name or IP address at which the SuperLink is reached; it knows
-               superlink, localhost and 127.0.0.1 by itself
+  HOST         a further name or IP address at which the server is reached; the services' names in
+               docker-compose.yml, localhost and 127.0.0.1 are known by themselves
   --out        where to write (deploy/keys)
   --nodes      number of SuperNodes (3)
-  --add        keep the authority and the nodes there are; make what is missing, and a new server
-               certificate (for more sites, another host name, or before it expires)
+  --add        keep the authority and the nodes there are; make what is missing, and new server
+               certificates (for more sites, another host name, or before it expires)
   --force      replace everything: sites with an old key are locked out
 END
 }
@@ -32,7 +33,7 @@ fail() {
 out=$(dirname "$0")/keys
 nodes=3
 mode=new
-hosts="superlink localhost 127.0.0.1"
+hosts="localhost 127.0.0.1"
 while [ $# -gt 0 ]; do
     case $1 in
         --out | --nodes)
@@ -68,29 +69,29 @@ umask 077
 mkdir -p "$out"
 if [ "$mode" = force ]; then
     # By name, so that a mistyped --out loses nothing else.
-    rm -rf "$out/ca" "$out/ca.crt" "$out/superlink" "$out/nodes" "$out"/site-[0-9]*
+    rm -rf "$out/ca" "$out/ca.crt" "$out/superlink" "$out/exchange" "$out/nodes" "$out"/site-[0-9]*
 fi
-mkdir -p "$out/ca" "$out/superlink" "$out/nodes"
+mkdir -p "$out/ca" "$out/superlink" "$out/exchange" "$out/nodes"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-names=
-dns=0
-ip=0
-for host in $hosts; do
-    case $host in
-        *:* | [0-9]*.[0-9]*.[0-9]*.[0-9]*)
-            ip=$((ip + 1))
-            names="$names
-IP.$ip = $host"
-            ;;
-        *)
-            dns=$((dns + 1))
-            names="$names
-DNS.$dns = $host"
-            ;;
-    esac
-done
+# The names of a certificate, as lines of OpenSSL's configuration.
+list_names() {
+    dns=0
+    ip=0
+    for host in "$@"; do
+        case $host in
+            *:* | [0-9]*.[0-9]*.[0-9]*.[0-9]*)
+                ip=$((ip + 1))
+                echo "IP.$ip = $host"
+                ;;
+            *)
+                dns=$((dns + 1))
+                echo "DNS.$dns = $host"
+                ;;
+        esac
+    done
+}
 # All that strict verifiers (Python 3.13 on) ask for: key usage, and both key identifiers.
 cat >"$work/openssl.cnf" <<END
 [req]
@@ -109,7 +110,7 @@ extendedKeyUsage = serverAuth
 subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
 subjectAltName = @hosts
-[hosts]$names
+[hosts]
 END
 
 new_key() { openssl ecparam -name secp384r1 -genkey -noout -out "$1"; }
@@ -120,14 +121,23 @@ if [ "$mode" != add ]; then
         -key "$out/ca/ca.key" -out "$out/ca/ca.crt"
 fi
 
-new_key "$work/server.key"
-CN=superlink openssl req -new -sha384 -config "$work/openssl.cnf" -key "$work/server.key" -out "$work/server.csr"
-# No -CAcreateserial: a random number needs no file to remember the last one.
-CN=superlink openssl x509 -req -sha384 -days 825 -in "$work/server.csr" -CA "$out/ca/ca.crt" -CAkey "$out/ca/ca.key" \
-    -set_serial "0x$(openssl rand -hex 16 | sed 's/^[89a-f]/1/')" \
-    -extfile "$work/openssl.cnf" -extensions server -out "$work/server.pem" 2>"$work/log" || fail "$(cat "$work/log")"
-mv -f "$work/server.key" "$work/server.pem" "$out/superlink/"
-cp -f "$out/ca/ca.crt" "$out/superlink/ca.crt"
+# A key each: the ServerApp runs the code of whoever submits a run, which must not get the SuperLink's.
+for server in superlink exchange; do
+    own=superlink
+    [ $server = superlink ] || own=superexec-serverapp
+    cp "$work/openssl.cnf" "$work/$server.cnf"
+    # shellcheck disable=SC2086 # a list of words
+    list_names $own $hosts >>"$work/$server.cnf"
+    new_key "$work/server.key"
+    CN=$server openssl req -new -sha384 -config "$work/$server.cnf" -key "$work/server.key" -out "$work/server.csr"
+    # No -CAcreateserial: a random number needs no file to remember the last one.
+    CN=$server openssl x509 -req -sha384 -days 825 -in "$work/server.csr" -CA "$out/ca/ca.crt" \
+        -CAkey "$out/ca/ca.key" -set_serial "0x$(openssl rand -hex 16 | sed 's/^[89a-f]/1/')" \
+        -extfile "$work/$server.cnf" -extensions server -out "$work/server.pem" 2>"$work/log" ||
+        fail "$(cat "$work/log")"
+    mv -f "$work/server.key" "$work/server.pem" "$out/$server/"
+    cp -f "$out/ca/ca.crt" "$out/$server/ca.crt"
+done
 cp -f "$out/ca/ca.crt" "$out/nodes/ca.crt"
 cp -f "$out/ca/ca.crt" "$out/ca.crt"
 
@@ -146,7 +156,7 @@ done
 # The containers run as uid 49999. Root hands them their files, and each folder is closed to everybody else.
 # Others cannot give files away. They leave them readable and close the folder above: nobody else on this machine
 # gets past it, while a mount into a container begins behind it.
-for folder in "$out/superlink" "$out/nodes" "$out"/site-[0-9]*; do
+for folder in "$out/superlink" "$out/exchange" "$out/nodes" "$out"/site-[0-9]*; do
     if [ "$(id -u)" = 0 ]; then
         chown -R 49999:49999 "$folder"
     else
@@ -158,4 +168,4 @@ if [ "$(id -u)" = 0 ]; then
     chmod 755 "$out"
     chmod 644 "$out/ca.crt"
 fi
-echo "keys for $nodes nodes and for a SuperLink at:$(printf ' %s' $hosts) are in $out"
+echo "keys for $nodes nodes and for a server at:$(printf ' %s' $hosts) are in $out"

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import protocol
 from .data import TestBatches
-from .engine import LocalGrid
+from .engine import LocalGrid, PollingGrid
 from .errors import RunFailed, SettingsError
 from .evaluation import evaluate, reestimate
 from .lookup import from_run_config
@@ -505,6 +505,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
         raise SettingsError(f"the runs have {sorted(counts)} clients; under Flower's runtimes all must have as many")
     if hasattr(grid, "pull_interval"):
         grid.pull_interval = 0.02  # Flower's simulation looks for replies ten times a second by default
+    else:
+        grid = PollingGrid(grid)  # real nodes
     resume = bool(run_config.get("resume"))
     if resume and not run_config.get("out"):
         raise SettingsError("resume is true, but out is empty; give the folder of the runs to continue")

@@ -18,6 +18,11 @@ ignoring it would train the wrong thing. Keys are absent where the rule asks for
 | `fedbn.cohort-backward` | bool | exchange gradients too |
 | `fedbn.cohort-step` | int | which message of such a round this is: 0 begins it, k carries the answer to exchange k |
 | `fedbn.cohort-batch` | int | images in the batches of all clients, with each answer |
+| `fedbn.direct` | `HOST:PORT` | hold the exchanges of this one `train` message on a stream to there |
+| `fedbn.direct-token` | text | show it there: one node's, good for one stream of one round |
+| `fedbn.direct-ca` | PEM | trust certificates of this authority there; without it, of the client's own |
+| `fedbn.direct-insecure` | true | speak to it without TLS |
+| `fedbn.direct-timeout` | float | give up when an exchange takes so many seconds |
 | `proximal-mu` | float | add mu/2 times the squared distance to the received parameters (Flower's key) |
 
 Replies carry `arrays` with the keys that came, and `metrics` with `num-examples`, `train-loss` and, where the
@@ -47,7 +52,16 @@ COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
 COHORT_BATCH = "fedbn.cohort-batch"
-KNOWN = OF_RUN | {READY, FREEZE, RETURN, CLIP, CONTROL, MOMENTUM, COHORT, COHORT_BACKWARD, COHORT_STEP, COHORT_BATCH}
+DIRECT = "fedbn.direct"
+DIRECT_TOKEN = "fedbn.direct-token"
+DIRECT_CA = "fedbn.direct-ca"
+DIRECT_INSECURE = "fedbn.direct-insecure"
+DIRECT_TIMEOUT = "fedbn.direct-timeout"
+KNOWN = (
+    OF_RUN
+    | {READY, FREEZE, RETURN, CLIP, CONTROL, MOMENTUM, COHORT, COHORT_BACKWARD, COHORT_STEP, COHORT_BATCH}
+    | {DIRECT, DIRECT_TOKEN, DIRECT_CA, DIRECT_INSECURE, DIRECT_TIMEOUT}
+)
 
 PROXIMAL_MU = "proximal-mu"
 ROUND = "server-round"

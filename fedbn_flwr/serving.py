@@ -20,7 +20,7 @@ from . import protocol
 from .aggregate import Arrays
 from .client import BNClient, Config, Update
 from .errors import FedbnError, MessageError
-from .layerwise import Answer, Exchange, Pending, Session
+from .layerwise import Answer, Exchange, Frame, Line, Pending, Place, Session
 from .state import NodeState, pack, unpack
 from .statefolder import remembered, return_to
 
@@ -57,8 +57,10 @@ def client_app(make_client: MakeClient) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        is_layerwise = protocol.COHORT_STEP in _config(message)
-        return answer("train", _layerwise if is_layerwise else _train, message, context)
+        config = _config(message)
+        if protocol.DIRECT in config:
+            return answer("train", _directly, message, context)
+        return answer("train", _layerwise if protocol.COHORT_STEP in config else _train, message, context)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -169,13 +171,7 @@ def _layerwise(make: Make, message: Message, context: Context) -> RecordDict:
     if isinstance(outcome, Pending):
         parked.step = step
         _parked[key] = parked
-        metrics = {
-            protocol.EXCHANGES_LEFT: outcome.left,
-            protocol.BATCH_EXAMPLES: outcome.images,
-            protocol.NUM_EXAMPLES: parked.client.num_examples,
-        }
-        arrays = {name: tensor.cpu().numpy() for name, tensor in outcome.tensors.items()}
-        reply = _reply(Update(arrays, metrics | parked.client.identity, {}))
+        reply = _reply(_brought(outcome, parked.client))
         reply["config"] = ConfigRecord({"what": outcome.what})
         return reply
     for number in range(step + 1):
@@ -191,9 +187,7 @@ def _begin(
     token: tuple[str | None, int],
     step: int,
 ) -> _Parked:
-    client = make()
-    if not isinstance(client, BNClient):
-        raise MessageError(f"{type(client).__name__} cannot take part in a layer-wise step; a BNClient can")
+    client = _layerwise_client(make)
     arrays = state.load("cohort.0")
     if not arrays:
         raise MessageError(f"message {step} of round {token[1]} came to a node that was never sent the model")
@@ -204,6 +198,39 @@ def _begin(
 
     agreed = [_answer(state, number) for number in range(1, step + 1)]
     return _Parked(token, step, client, Session(work, agreed), extras)
+
+
+def _directly(make: Make, message: Message, context: Context) -> RecordDict:
+    """A whole round, with its exchanges on a stream of our own to the server."""
+    record, config = _arrays(message), _config(message)
+    # Connected first, so that the others soon know of whatever goes wrong here.
+    with Line(Place.from_config(config)) as line:
+        client = _layerwise_client(make)
+
+        def exchange(pending: Pending) -> Answer:
+            brought = _brought(pending, client)
+            return line.exchange(Frame(pending.what, brought.arrays, brought.metrics))
+
+        update = client.train_round(unpack(record), _plain(config), _extras(message, record), exchange)
+    return _reply(update)
+
+
+def _layerwise_client(make: Make) -> BNClient:
+    client = make()
+    if not isinstance(client, BNClient):
+        raise MessageError(f"{type(client).__name__} cannot take part in a layer-wise step; a BNClient can")
+    return client
+
+
+def _brought(pending: Pending, client: BNClient) -> Update:
+    """What a client brings to an exchange, whichever way it travels."""
+    metrics = {
+        protocol.EXCHANGES_LEFT: pending.left,
+        protocol.BATCH_EXAMPLES: pending.images,
+        protocol.NUM_EXAMPLES: client.num_examples,
+    }
+    arrays = {name: tensor.cpu().numpy() for name, tensor in pending.tensors.items()}
+    return Update(arrays, metrics | client.identity, {})
 
 
 def _answer(state: NodeState, step: int) -> Answer:

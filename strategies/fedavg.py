@@ -52,6 +52,7 @@ class FedAvg(FlowerFedAvg):
         self._global: ArrayRecord | None = None  # the model of this round, and the part that was sent
         self._sent: ArrayRecord | None = None
         self._asked = 0
+        self._left_out: list[str] = []  # whose replies of this round were of no use, and why
         self._run: dict[str, Any] = {}  # which run it is, and so which model clients build
         self._unpacked: tuple[ArrayRecord | None, Arrays] = (None, {})
 
@@ -62,6 +63,7 @@ class FedAvg(FlowerFedAvg):
     ) -> Iterable[Message]:
         if self.fraction_train == 0.0:
             return []
+        self._left_out = []
         self._run = {key: config[key] for key in protocol.OF_RUN if key in config}
         nodes = self._choose(grid, server_round, self.fraction_train, self.min_train_nodes, "train")
         self._global, self._sent, self._asked = arrays, self.outgoing(arrays), len(nodes)
@@ -204,9 +206,10 @@ class FedAvg(FlowerFedAvg):
         reasons.sort()
         if (silent := asked - len(replies)) > 0:
             reasons.append(f"{silent} of {asked} clients did not answer in time")
+        self._left_out += reasons
         needed = max(1, min(self.min_train_nodes, asked)) if asked else 0
         if len(usable) < needed:
-            listed = "".join(f"\n  - {_one_line(reason)}" for reason in reasons) or " no reply"
+            listed = "".join(f"\n  - {_one_line(reason)}" for reason in self._left_out) or " no reply"
             raise RunFailed(
                 f"{what}: {len(usable)} of {asked} clients sent a usable reply, {needed} are needed:{listed}"
             )

@@ -7,26 +7,44 @@ ordinary batch norm on the union of their batches. The other E - 1 local steps a
 The client's part is `fedbn_flwr.layerwise`; here is the server's: 2L exchanges with L batch norms (3L as in the
 paper), and the model. A client that does not answer an exchange is out of the rest of the round, and the others are
 weighted anew.
+
+Exchanges travel as Flower's messages, or on streams where the deployment has an exchange service
+(`fedbn_flwr.layerwise.direct`, `meeting.py`); the numbers are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from logging import WARNING
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import Arrays, pooled_moments, weighted_mean
+from fedbn_flwr.engine.local import LocalGrid
+from fedbn_flwr.engine.polling import PollingGrid
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.layerwise import Direct
+from fedbn_flwr.layerwise.direct import is_loopback, split
+from fedbn_flwr.layerwise.wire import HEADER_LIMIT
+from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.roles import Role, roles
 from fedbn_flwr.state import pack, unpack
 
 from .fedavg import FedAvg
 from .fixbn import FixBN
+from .meeting import Ask, Meeting, Outgoing
 from .wrapper import refused
+
+# What travels in each kind of exchange.
+_TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "gradients": {"mean", "var"}}
+_MOST_EXCHANGES = 100_000  # in a round
+_ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round; the round's own timeout is shorter, as a rule
 
 
 class FedTAN(FedAvg):
@@ -42,6 +60,9 @@ class FedTAN(FedAvg):
         second gives the gradient of the union.
     exchange_timeout : float (default: 600)
         Seconds that one exchange may take.
+    direct : Direct | bool (default: True)
+        The exchange service for streams between clients and server; True: what the environment says
+        (`FEDBN_EXCHANGE_ADDRESS`, ...; messages where it names none), False: messages.
 
     The other arguments are FedAvg's.
     """
@@ -54,21 +75,39 @@ class FedTAN(FedAvg):
         exchange: Literal["fused", "paper"] = "fused",
         weights: Literal["data", "batch"] = "data",
         exchange_timeout: float = 600,
+        direct: Direct | bool = True,
         **kwargs: Any,
     ) -> None:
         if exchange not in ("fused", "paper"):
             raise SettingsError(f"exchange is {exchange!r}; expected 'fused' or 'paper'")
         if weights not in ("data", "batch"):
             raise SettingsError(f"weights is {weights!r}; expected 'data' or 'batch'")
+        if not isinstance(direct, Direct | bool):
+            raise SettingsError(
+                f"direct is {direct!r}; expected true or false (the address is the deployment's: "
+                "FEDBN_EXCHANGE_ADDRESS in the ServerApp's environment), or a fedbn_flwr.layerwise.Direct"
+            )
+        if not exchange_timeout > 0:
+            raise SettingsError(f"exchange_timeout is {exchange_timeout!r}; expected seconds above zero")
         if weights == "batch":
             kwargs.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
         super().__init__(*args, **kwargs)
         self.exchange = exchange
         self.weights_by = weights
         self.exchange_timeout = exchange_timeout
+        self.direct = direct
+        self._meeting: Meeting | None = None
 
     def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().prepare(num_rounds, arrays)
+        if (direct := self._service()) is not None:  # a wrong setting is told before the first round
+            direct.check()
+            if not (direct.encrypted or is_loopback(split(direct.address)[0])):
+                log(
+                    WARNING,
+                    "the exchange service at %s has no TLS: others can read and change exchanges",
+                    direct.address,
+                )
         if Role.STATISTICS not in roles(arrays).values():
             raise SettingsError(
                 f"{type(self).__name__} exchanges statistics of batch norm, and the model has none (no key ends in "
@@ -84,31 +123,111 @@ class FedTAN(FedAvg):
         shared = {key: config[key] for key in config}
         shared |= {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward}
         record: ArrayRecord = next(iter(messages[0].content.array_records.values()))
-        nodes, images, step, left = [message.metadata.dst_node_id for message in messages], 0, 0, 1
-        while left:
+        nodes = [message.metadata.dst_node_id for message in messages]
+        if (direct := self._service()) is not None:
+            return self._meet_directly(direct, server_round, record, shared, nodes, grid)
+
+        def ask(kind: str, nodes: Sequence[int], step: int, agreed: ArrayRecord, images: int) -> list[Message]:
             told = ConfigRecord(shared | {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
-            content = RecordDict({"arrays": record, self.configrecord_key: told})
-            questions = [Message(content, node, protocol.COHORT_QUERY) for node in nodes]
-            answered = grid.send_and_receive(questions, timeout=self.exchange_timeout)
-            replies = self._answers(server_round, step, len(nodes), [_with_cure(reply) for reply in answered])
-            record, images, left = self._agree(replies)
+            content = RecordDict({"arrays": agreed, self.configrecord_key: told})
+            return [Message(content, node, kind) for node in nodes]
+
+        def query(nodes: Sequence[int], step: int, agreed: ArrayRecord, images: int) -> list[Message]:
+            questions = ask(protocol.COHORT_QUERY, nodes, step, agreed, images)
+            return [_with_cure(reply) for reply in grid.send_and_receive(questions, timeout=self.exchange_timeout)]
+
+        met = self._meet(server_round, nodes, record, query)
+        self._asked = len(met[0])
+        return ask(MessageType.TRAIN, *met)
+
+    def _meet(self, server_round: int, nodes: Sequence[int], model: ArrayRecord, ask: Ask) -> Outgoing:
+        """All exchanges of a round, whoever carries them: the nodes that are left, and what to tell them."""
+        agreed, images, step, left = model, 0, 0, None
+        while left != 0:
+            replies = self._answers(server_round, step, len(nodes), ask(nodes, step, agreed, images), left)
+            agreed, images, left = self._agree(replies)
             nodes = [reply.metadata.src_node_id for reply in replies]
             step += 1
-        self._asked = len(nodes)
-        told = ConfigRecord(shared | {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
-        content = RecordDict({"arrays": record, self.configrecord_key: told})
-        return [Message(content, node, MessageType.TRAIN) for node in nodes]
+        return nodes, step, agreed, images
 
-    def _answers(self, server_round: int, step: int, asked: int, replies: Iterable[Message]) -> list[Message]:
-        """The usable replies to one exchange, in the order of partitions; those of one kind, shape and step."""
+    # --- the direct way ---
+
+    def _service(self) -> Direct | None:
+        if isinstance(self.direct, Direct):
+            return self.direct
+        return Direct.from_environment() if self.direct else None
+
+    def _meet_directly(
+        self,
+        direct: Direct,
+        server_round: int,
+        model: ArrayRecord,
+        shared: Mapping[str, Any],
+        nodes: Sequence[int],
+        grid: Grid,
+    ) -> list[Message]:
+        """Open the exchange service and let the exchanges run beside; the round's one message to each client."""
+        inner = grid.inner if isinstance(grid, MeteredGrid) else grid
+        if isinstance(inner, LocalGrid) and (served := inner.start()) < (count := inner.num_nodes):
+            raise SettingsError(
+                f"the direct exchange needs all {count} clients alive at once, and the local engine serves {served} "
+                "at a time; set engine.workers to the number of clients, or strategy.direct to false"
+            )
+
+        meeting = Meeting(
+            direct,
+            grid,
+            nodes,
+            lambda ask: self._meet(server_round, nodes, model, ask),
+            frame_limit=_frame_limit(model),
+            exchange_seconds=self.exchange_timeout,
+            seconds=_ROUND_SECONDS,
+        )
+        self._meeting = meeting
+        if isinstance(inner, PollingGrid):
+            inner.watch(meeting)
+        messages = []
+        for node in nodes:
+            content = RecordDict(
+                {"arrays": model, self.configrecord_key: ConfigRecord({**shared, **meeting.told(node, direct)})}
+            )
+            messages.append(Message(content, node, MessageType.TRAIN))
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            replies = list(replies)
+            left = meeting.finish(replies)
+            # Who dropped out on the way was told of, whatever it answers in the end.
+            replies = [reply for reply in replies if reply.metadata.src_node_id not in meeting.nodes - left]
+            self._asked = len(left)
+        return super().aggregate_train(server_round, replies)
+
+    # --- what an exchange means ---
+
+    def _answers(
+        self, server_round: int, step: int, asked: int, replies: Iterable[Message], left: int | None
+    ) -> list[Message]:
+        """The usable replies to one exchange, in the order of partitions: of the kind, shape and step that most have.
+
+        `left` is how many exchanges there were still to come, this one included; None before the first.
+        """
         what = f"round {server_round}, exchange {step + 1}"
-        usable = self.screen(what, replies, asked, _exchange_problem)
-        first = _form(usable[0].content)
+
+        def problem(content: RecordDict) -> str | None:
+            return _exchange_problem(content, left)
+
+        usable = self.screen(what, replies, asked, problem)
+        forms = [_form(reply.content) for reply in usable]
+        most = max(forms, key=forms.count)  # the first of them, where as many have another
 
         def differs(content: RecordDict) -> str | None:
-            if (form := _form(content)) == first:
+            if (form := _form(content)) == most:
                 return None
-            return f"it sent {form}, others {first}; do all clients have the same model?"
+            return f"it sent {form}, others {most}; do all clients have the same model?"
 
         return self.screen(what, usable, len(usable), differs)
 
@@ -169,27 +288,48 @@ def _frozen(config: ConfigRecord) -> bool:
     return Role.STATISTICS in protocol.frozen_roles(config)
 
 
-def _exchange_problem(content: RecordDict) -> str | None:
-    """Why a reply to an exchange cannot be used, or None."""
-    if set(content.array_records) != {"arrays"} or len(content.metric_records) != 1:
+def _exchange_problem(content: RecordDict, left: int | None) -> str | None:
+    """Why a reply to an exchange cannot be used, or None; `left` as in `_answers`."""
+    if set(content.array_records) != {"arrays"} or len(content.metric_records) != 1 or "config" not in content:
         return "the reply is not that of a layer-wise step; serve the client by fedbn_flwr.client_app"
     metrics = next(iter(content.metric_records.values()))
     for key in (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT):
         value = metrics.get(key)
         if isinstance(value, list) or value is None or not np.isfinite(value) or value < 0:
             return f"the reply's metrics have {key!r} = {value!r}, expected a number, zero or more"
-    for name, array in unpack(content.array_records["arrays"]).items():
+    follow = _number(metrics[protocol.EXCHANGES_LEFT])
+    if not follow.is_integer() or follow > _MOST_EXCHANGES or (left is not None and follow != left - 1):
+        expected = f"a whole number up to {_MOST_EXCHANGES}" if left is None else left - 1
+        return f"it says that {follow:g} exchanges follow, expected {expected}"
+    what = content.config_records["config"].get("what")
+    if what not in _TENSORS:
+        return f"it sent {what!r}, expected one of {', '.join(_TENSORS)}"
+    try:
+        arrays = unpack(content.array_records["arrays"])
+    except Exception as error:  # what a client sends may be anything
+        return f"the reply's arrays cannot be read: {error}"
+    if set(arrays) != _TENSORS[what]:
+        return f"{what} has {sorted(arrays)}, expected {sorted(_TENSORS[what])}"
+    for name, array in arrays.items():
+        if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
+            return f"{name!r} is {array.dtype} of shape {array.shape}, expected floats, one per channel"
         if not np.isfinite(array).all():
             return f"{name!r} has values that are not finite (the client diverged?)"
-        if name == "var" and content.config_records["config"]["what"] != "gradients" and array.min() < 0:
+        if name == "var" and what != "gradients" and array.min() < 0:
             return "a variance is negative"
     return None
+
+
+def _frame_limit(model: ArrayRecord) -> int:
+    """What one client may send at once: both tensors of the widest batch norm, in float64, and a header."""
+    widest = max(math.prod(model[key].shape) for key, role in roles(model).items() if role is Role.STATISTICS)
+    return 2 * 8 * widest + 2 * HEADER_LIMIT
 
 
 def _form(content: RecordDict) -> tuple[Any, ...]:
     """What must agree among the replies to one exchange."""
     metrics = next(iter(content.metric_records.values()))
-    shapes = tuple((name, *array.shape) for name, array in content.array_records["arrays"].items())
+    shapes = tuple((name, array.dtype, *array.shape) for name, array in content.array_records["arrays"].items())
     return (content.config_records["config"]["what"], metrics[protocol.EXCHANGES_LEFT], *shapes)
 
 

@@ -6,6 +6,7 @@ what a container provides: mounted folders, host names, and a network of its own
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -104,6 +105,17 @@ class Service:
         wait_for(f"the end of {self.name}", self.has_ended, seconds)
         return self.kill()
 
+    def apps(self) -> list[int]:
+        """Its processes that run an app, which it starts for each message or run."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = folder.joinpath("cmdline").read_text(errors="replace").split("\0")
+                is_app = any(Path(word).name in ("flwr-clientapp", "flwr-serverapp") for word in words[:3])
+                if is_app and os.getsid(int(folder.name)) == self._process.pid:
+                    found.append(int(folder.name))
+        return found
+
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
@@ -148,10 +160,10 @@ class Deployment:
 
     def rewrite(self, text: str, service: str, mounts: Mapping[str, Path], name: str) -> str:
         """`text` of the compose file, for a process `name` on this host."""
-        hosts = "|".join(map(re.escape, self.services))
+        hosts, own = "|".join(map(re.escape, self.services)), (service, "localhost", "0.0.0.0")
         text = re.sub(
-            rf"(?<![\w.-])({hosts}|localhost):(\d+)",
-            lambda m: f"127.0.0.1:{self.port(name if m[1] in (service, 'localhost') else m[1], int(m[2]))}",
+            rf"(?<![\w.-])({hosts}|localhost|0\.0\.0\.0):(\d+)",
+            lambda m: f"127.0.0.1:{self.port(name if m[1] in own else m[1], int(m[2]))}",
             text,
         )
         text = re.sub(r"--port=(\d+)", lambda m: f"--port={self.port(name, int(m[1]))}", text)

@@ -6,11 +6,16 @@ The run starts what docker-compose.yml says as processes on loopback (tests/netw
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,11 @@ from urllib.request import urlopen
 import pytest
 from safetensors.numpy import load_file
 
-from .network import COMPOSE, KEYS, ROOT, Deployment, make_keys, missing_tools, read_compose
+from fedbn_flwr.layerwise import Direct
+from fedbn_flwr.layerwise.direct import PREFIX
+
+from .command import fedbn
+from .network import COMPOSE, KEYS, ROOT, Deployment, make_keys, missing_tools, read_compose, wait_for
 
 needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
 
@@ -55,11 +64,30 @@ def test_images_are_those_of_the_installed_flower() -> None:
     assert {image.split(":")[1].rsplit(".", 1)[0] for image in images} == {version("flwr").rsplit(".", 1)[0]}
 
 
-def test_nothing_but_the_superlink_is_published_and_only_on_loopback() -> None:
+def test_only_the_superlink_and_the_exchange_are_published_and_only_on_loopback() -> None:
     services = read_compose()["services"]
     assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
-        "superlink": ["127.0.0.1:8000:8000"]
+        "superlink": ["127.0.0.1:8000:8000"],
+        "superexec-serverapp": ["127.0.0.1:8001:8001"],
     }
+
+
+def test_an_app_meets_its_own_node_and_the_server_and_no_other_site() -> None:
+    services = read_compose()["services"]
+    members: dict[str, set[str]] = {}
+    for name, service in services.items():
+        for network in service.get("networks", ["default"]):
+            members.setdefault(network, set()).add(name)
+    for i in range(3):
+        app = f"superexec-clientapp-{i}"
+        met = set().union(*(members[network] for network in services[app]["networks"])) - {app}
+        assert met == {f"supernode-{i}", "superexec-serverapp"}
+    settings = {
+        key: value for key, value in services["superexec-serverapp"]["environment"].items() if "EXCHANGE" in key
+    }
+    assert settings["FEDBN_EXCHANGE_ADDRESS"] == "superexec-serverapp:8001"
+    known = {f"{PREFIX}{field.name.upper()}" for field in fields(Direct)}
+    assert settings.keys() <= known
 
 
 @needs_tools
@@ -73,15 +101,15 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
         if isinstance(volume, dict) and volume["source"].startswith(KEYS)
     }
     assert mounted == {f"{KEYS}/{path.name}" for path in keys.iterdir() if path.is_dir() and path.name != "ca"}
-    certificate = keys / "superlink" / "server.pem"
-    names = subprocess.run(
-        ["openssl", "x509", "-in", str(certificate), "-noout", "-ext", "subjectAltName"], capture_output=True, text=True
-    ).stdout
-    for name in ("DNS:superlink", "DNS:localhost", "127.0.0.1", "DNS:example.org", "10.0.0.7"):
-        assert name in names
+    for server, host in (("superlink", "superlink"), ("exchange", "superexec-serverapp")):
+        certificate = keys / server / "server.pem"
+        words = ["openssl", "x509", "-in", str(certificate), "-noout", "-ext", "subjectAltName"]
+        names = subprocess.run(words, capture_output=True, text=True).stdout
+        for name in (f"DNS:{host}", "DNS:localhost", "127.0.0.1", "DNS:example.org", "10.0.0.7"):
+            assert name in names
     # Each private key lies in one folder, and none is readable by others: by its mode, or behind a closed door.
     private = [path for path in keys.rglob("*") if path.is_file() and "PRIVATE KEY" in path.read_text()]
-    assert len(private) == 5
+    assert len(private) == 6
     for path in private:
         assert not path.stat().st_mode & 0o077 or not keys.stat().st_mode & 0o077, path
 
@@ -93,7 +121,8 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
 
     assert make_keys(keys, "--add", "--nodes", "4").returncode == 0
     changed = {path.relative_to(keys).as_posix() for path, content in before.items() if path.read_bytes() != content}
-    assert changed == {"superlink/server.key", "superlink/server.pem"}
+    servers = ("superlink", "exchange")
+    assert changed == {f"{server}/server.{end}" for server in servers for end in ("key", "pem")}
     assert (keys / "site-3" / "node.key").exists()
 
 
@@ -152,3 +181,119 @@ def test_registering_again_changes_nothing(deployment: Deployment) -> None:
     again = deployment.launch("register", "register-again")
     assert again.exit_status(60) == 0, again.output()
     assert again.output().count("was registered before") == 3
+
+
+# --- FedTAN's direct exchange ---
+
+FEDTAN = EXPERIMENT | {
+    "model": {"name": "mlp", "norm": "bn"},
+    "rounds": 2,
+    "train": {"lr": 0.05, "momentum": 0.9, "batch_size": 32, "steps": 2},
+    "strategy": {"name": "FedTAN"},
+}
+COUNTS = ("communication_rounds", "messages_down", "messages_up", "bytes_down", "bytes_up", "broadcast_bytes")
+
+
+def fedtan(deployment: Deployment, **more: Any) -> Path:
+    experiment = FEDTAN | {"strategy": {"name": "FedTAN", **more}}
+    return deployment.run_app({"experiment": json.dumps(experiment), "set": "engine.device=cpu"})
+
+
+@pytest.mark.engines
+def test_streams_and_messages_give_the_same_arrays_and_counts_as_the_local_engine(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    file = tmp_path / "fedtan.yaml"
+    file.write_text(json.dumps(FEDTAN))
+    done = fedbn("run", file, "--device", "cpu", "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (local,) = (config.parent for config in (tmp_path / "out").glob("**/config.yaml"))
+    runs = [local, fedtan(deployment), fedtan(deployment, direct=False)]
+    arrays = [(run / "model.safetensors").read_bytes() for run in runs]
+    assert arrays[1] == arrays[0], "over streams"
+    assert arrays[2] == arrays[0], "over messages"
+    summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
+    counts = [{key: summary[key] for key in COUNTS} for summary in summaries]
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0]["communication_rounds"] == 2 * 3
+
+
+def sockets(port: int, state: str) -> int:
+    """Sockets at a port of this machine: `0A` that listen, `01` that are connected."""
+    files = [Path("/proc/net") / name for name in ("tcp", "tcp6")]
+    lines = [line.split() for file in files if file.exists() for line in file.read_text().splitlines()[1:]]
+    return sum(line[3] == state and int(line[1].split(":")[1], 16) == port for line in lines)
+
+
+@contextmanager
+def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tuple[Future[Path], dict[int, int]]]:
+    """A run whose first round waits: client 0 is stopped before it connects, 1 and 2 have begun the first exchange.
+
+    Yields the run and the clients' process ids.
+    """
+    services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
+    port = deployment.port("superexec-serverapp", 8001)
+    pids: dict[int, int] = {}
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(fedtan, deployment, **strategy)
+
+        def wait(what: str, ready: Callable[[], Any], seconds: float) -> None:
+            wait_for(what, lambda: run.done() or bool(ready()), seconds, every=0.02)
+            assert not run.done(), run.result()
+
+        def started(client: int) -> bool:
+            new = [pid for pid in services[client].apps() if pid not in before]
+            pids.update(zip([client], new, strict=False))
+            return client in pids
+
+        try:
+            # It is open for training alone: processes that are there by now have answered an earlier question.
+            wait("the exchange service", lambda: sockets(port, "0A"), 120)
+            before = {pid for service in services for pid in service.apps()}
+            wait("client 0", lambda: started(0), 120)
+            os.kill(pids[0], signal.SIGSTOP)
+            wait("clients 1 and 2", lambda: started(1) and started(2) and sockets(port, "01") == 2, 120)
+            yield run, pids
+        finally:
+            if pids.get(0) in services[0].apps():
+                os.kill(pids[0], signal.SIGKILL)
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.engines
+def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(deployment: Deployment) -> None:
+    with one_client_stopped(deployment) as (run, pids):
+        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[0], signal.SIGCONT)
+        first, second = history(run.result(300))
+    # Of two exchanges client 1 got no answer, and its model never came.
+    assert first["messages_down"] == 2 * 2 + 3
+    assert first["messages_up"] == 2 * 2 + 2
+    assert second["messages_down"] >= 2 * 3
+
+
+@pytest.mark.engines
+def test_a_client_that_stalls_costs_the_time_of_one_exchange(deployment: Deployment) -> None:
+    with one_client_stopped(deployment, exchange_timeout=40) as (run, pids):
+        port = deployment.port("superexec-serverapp", 8001)
+        wait_for("the end of round 1", lambda: run.done() or not sockets(port, "0A"), 120)
+        assert Path(f"/proc/{pids[0]}").exists(), "it is still there, and nobody waits for it"
+        os.kill(pids[0], signal.SIGKILL)
+        first, _ = history(run.result(300))
+    assert first["messages_up"] == 2 * 2 + 2
+
+
+@pytest.mark.engines
+def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> None:
+    services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
+    with one_client_stopped(deployment) as (run, pids):
+        (server,) = deployment.running["superexec-serverapp"].apps()
+        os.kill(server, signal.SIGKILL)
+        wait_for("the end of clients 1 and 2", lambda: not services[1].apps() + services[2].apps(), 60)
+        os.kill(pids[0], signal.SIGCONT)  # it finds nobody, tries for a while, and gives up as well
+        wait_for("the end of client 0", lambda: not services[0].apps(), 120)
+        with pytest.raises(AssertionError, match="finished:failed"):
+            run.result(300)

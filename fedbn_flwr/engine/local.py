@@ -181,6 +181,17 @@ class LocalGrid(Grid):
 
     # --- workers ---
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self._node_ids)
+
+    def start(self) -> int:
+        """Start the workers now, before this process has threads that a fork would lose; how many nodes they serve at
+        the same time."""
+        for worker in self._workers:
+            worker.start()
+        return len(self._workers) or 1
+
     def _exchange(self, timeout: float | None) -> None:
         """Send what waits, and collect what is answered; waits up to `timeout` seconds for the first answer."""
         for worker in self._workers:
@@ -292,8 +303,7 @@ class _Worker:
         # One message under way: with several, both ends could wait for the other to read.
         if self.current is not None or not self.queue:
             return
-        if self.process is None:
-            self._start()
+        self.start()
         self.current = self.queue.popleft()
         with contextlib.suppress(OSError):  # it died while idle: receive() says so
             self.connection.send(self.current)
@@ -317,8 +327,7 @@ class _Worker:
     def ask(self, question: _State) -> RecordDict:
         if self.current is not None or self.queue:
             raise RuntimeError(f"node {question.node} is at work; its memory can be read and set between rounds only")
-        if self.process is None:
-            self._start()
+        self.start()
         try:
             self.connection.send(question)
             answer = self.connection.recv()
@@ -329,7 +338,9 @@ class _Worker:
         assert isinstance(answer, RecordDict)
         return answer
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        if self.process is not None:
+            return
         fork = multiprocessing.get_context("fork")
         self.connection, other = fork.Pipe()
         self.process = fork.Process(target=_serve, args=(self.nodes, other, self.connection), daemon=True)

@@ -6,7 +6,8 @@ Bytes are elements times their size; names, headers and metrics are not counted,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -59,39 +60,42 @@ class MeteredGrid(Grid):
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._now = Traffic()
+        self._lock = threading.Lock()
+
+    @property
+    def inner(self) -> Grid:
+        """The grid that does the work."""
+        return self._grid
 
     def take(self) -> Traffic:
         """What has passed since the last call."""
-        taken, self._now = self._now, Traffic()
+        with self._lock:
+            taken, self._now = self._now, Traffic()
         return taken
 
+    def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
+        """Add an exchange that went past the grid, from whatever thread: FedTAN's direct one."""
+        page = Traffic(communication_rounds=1)
+        _count_down(page, down)
+        _count_up(page, up)
+        self._add(page)
+
     def _note_down(self, messages: list[Message]) -> None:
-        largest = 0
-        for message in messages:
-            size = array_bytes(message.content)
-            if not _trains(message):
-                self._now.other_messages += 1
-                self._now.other_bytes += size
-                continue
-            largest = max(largest, size)
-            self._now.messages_down += 1
-            self._now.bytes_down += size
-            self._now.elements_down_per_client = max(self._now.elements_down_per_client, elements(message.content))
-        self._now.broadcast_bytes += largest
-        self._now.communication_rounds += any(_trains(message) for message in messages)
+        training = [message.content for message in messages if _trains(message)]
+        page = Traffic(communication_rounds=bool(training))
+        _count_down(page, training)
+        _count_others(page, messages)
+        self._add(page)
 
     def _note_up(self, replies: list[Message]) -> None:
-        for reply in replies:
-            size = array_bytes(reply.content) if reply.has_content() else 0
-            if not _trains(reply):
-                self._now.other_messages += 1
-                self._now.other_bytes += size
-                continue
-            self._now.messages_up += 1
-            self._now.bytes_up += size
-            self._now.broadcast_bytes += size
-            if size:
-                self._now.elements_up_per_client = max(self._now.elements_up_per_client, elements(reply.content))
+        page = Traffic()
+        _count_up(page, [_content(reply) for reply in replies if _trains(reply)])
+        _count_others(page, replies)
+        self._add(page)
+
+    def _add(self, page: Traffic) -> None:
+        with self._lock:
+            self._now.add(page)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)  # Flower's HttpGrid walks them twice
@@ -131,6 +135,37 @@ class MeteredGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         return self._grid.get_node_ids()
+
+
+def _count_down(page: Traffic, contents: Iterable[RecordDict]) -> None:
+    largest = 0
+    for content in contents:
+        size = array_bytes(content)
+        largest = max(largest, size)
+        page.messages_down += 1
+        page.bytes_down += size
+        page.elements_down_per_client = max(page.elements_down_per_client, elements(content))
+    page.broadcast_bytes += largest
+
+
+def _count_up(page: Traffic, contents: Iterable[RecordDict]) -> None:
+    for content in contents:
+        size = array_bytes(content)
+        page.messages_up += 1
+        page.bytes_up += size
+        page.broadcast_bytes += size
+        page.elements_up_per_client = max(page.elements_up_per_client, elements(content))
+
+
+def _count_others(page: Traffic, messages: Iterable[Message]) -> None:
+    for message in messages:
+        if not _trains(message):
+            page.other_messages += 1
+            page.other_bytes += array_bytes(_content(message))
+
+
+def _content(message: Message) -> RecordDict:
+    return message.content if message.has_content() else RecordDict()
 
 
 def _trains(message: Message) -> bool:

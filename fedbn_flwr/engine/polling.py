@@ -1,0 +1,121 @@
+"""Real nodes: a grid that asks the SuperLink for replies often at first, and ever less often after.
+
+Flower's own asks every 3 s, which each exchange of a short round would wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from flwr.app import Error, Message, RecordDict
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from ..errors import SettingsError
+
+VARIABLE = "FEDBN_POLL_SECONDS"
+_LONGEST = 3.0  # seconds; Flower's own
+_SHARE = 0.05  # of the time that has passed is waited until the next look
+
+
+class Watch(Protocol):
+    """Somebody who hears of replies as they come in, and says whose are not waited for any longer."""
+
+    def replied(self, reply: Message) -> None: ...
+
+    def given_up(self) -> frozenset[int]: ...
+
+
+class PollingGrid(Grid):
+    """`grid`, whose `send_and_receive` looks for replies after `interval` seconds, then at growing intervals.
+
+    An error that the SuperLink makes for a node that is gone comes from the SuperLink's own node; here it comes from
+    the node that was asked, so that it can be named.
+    """
+
+    def __init__(self, grid: Grid, interval: float | None = None) -> None:
+        self._grid = grid
+        self._interval = _interval() if interval is None else interval
+        self._watch: Watch | None = None
+
+    def watch(self, watch: Watch) -> None:
+        """Whom to tell of the next messages' replies."""
+        self._watch = watch
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """The replies that are there after `timeout` seconds, as they came; later ones are left where they are."""
+        messages = list(messages)  # Flower's grid walks them twice
+        watch, self._watch = self._watch, None
+        began = time.monotonic()
+        if not messages:
+            return []
+        message_ids = list(self._grid.push_messages(messages))
+        asked: dict[str, Message] = {}
+        replies: list[Message] = []
+        for number, message in enumerate(messages):
+            # None where it was refused; and no ids at all where all together were too large.
+            if number < len(message_ids) and message_ids[number]:
+                asked[message_ids[number]] = message
+            else:
+                error = Error(ErrorCode.UNKNOWN, "the SuperLink did not accept the message; its log says why")
+                replies.append(Message(error, reply_to=message))
+        while asked:
+            told = len(replies)
+            for reply in list(self._grid.pull_messages(list(asked))):
+                if reply.metadata.reply_to_message_id in asked:
+                    replies.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
+            if watch is not None:
+                for reply in replies[told:]:
+                    watch.replied(reply)
+                given_up = watch.given_up()
+                asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in given_up}
+            passed = time.monotonic() - began
+            if not asked or (timeout is not None and passed >= timeout):
+                break
+            pause = min(max(self._interval, _SHARE * passed), max(self._interval, _LONGEST))
+            time.sleep(pause if timeout is None else min(pause, timeout - passed))
+        return replies
+
+    # --- as it is ---
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._grid.push_messages(list(messages))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self._grid.pull_messages(message_ids)
+
+    def set_run(self, run: Run) -> None:
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._grid.get_node_ids()
+
+
+def _from_node(reply: Message, message: Message) -> Message:
+    if reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID:
+        reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
+    return reply
+
+
+def _interval() -> float:
+    given = os.environ.get(VARIABLE) or "0.05"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0.01 <= seconds <= 60:
+        raise SettingsError(f"{VARIABLE} is {given!r}; expected seconds from 0.01 to 60")
+    return seconds
