@@ -354,6 +354,7 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
     if "data" in node:  # a site that has its own: all of it is this client's
         mine = {"name": str(node["data"]), "root": None, "domains": (), "partition": settings.Iid(kind="iid")}
         dataset = load_data(run.data.model_copy(update=mine), str(device))
+        _check_labels(run, dataset)
         indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
     else:
         dataset = load_data(run.data, str(device))

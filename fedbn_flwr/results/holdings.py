@@ -93,7 +93,8 @@ def plot_holdings(all_held: Sequence[Holdings], file: Path) -> None:
         if not many:
             slanted = bool(held.clients) and len(held.counts) > 8
             panel.set_xticks(places, [held.clients[i] if held.clients else str(i) for i in places])
-            panel.tick_params(axis="x", rotation=45 if slanted else 0)
+            for tick in panel.get_xticklabels() if slanted else ():
+                tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each ends below its own bar
         _explain_colours(figure, panel, held, colours)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
