@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .training import IGNORED, Batch, Loss
+from .data.decoding import IGNORED
+from .training import Batch, Loss
 
 
 @torch.no_grad()

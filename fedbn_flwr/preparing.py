@@ -13,18 +13,20 @@ import torch
 from flwr.app import Context
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import draws, protocol, settings
 from .client import BNClient
-from .data import ClientBatches, DataSet, TestBatches, load, partition, share_test
+from .data import BY_CLASS, ClientBatches, DataSet, TestBatches, load, partition, share_test
 from .data.catalogue import CATALOGUE, find
 from .errors import SettingsError
 from .lookup import from_run_config, run_names
 from .models import build_model
 from .parts import Parts
 from .results.holdings import Holdings
+from .roles import computes_as_batch_norm
 from .settings import Experiment, Settings
-from .strategies import build_strategy, check, has_global_model
+from .strategies import build_strategy, check, has_global_model, replaces_norm
 from .training import CosineSchedule, StepSchedule
 
 
@@ -50,8 +52,14 @@ def resolve(run: Settings) -> Settings:
         "size": data.size or (entry.size if entry else None),
         "normalise": data.normalise or ("official" if moments else "moments"),
         "augment": data.augment if data.augment is not None else (entry.augment if entry else ()),
+        "fit": data.fit or (entry.fit if entry else "stretch"),
+        "crop": data.crop or (entry.crop if entry else None),
     }
     return run.model_copy(update={"data": data.model_copy(update=changes)})
+
+
+# What has no say in which images there are, or who holds them.
+_PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
 
 
 def load_data(data: settings.Data, device: str) -> DataSet:
@@ -60,9 +68,7 @@ def load_data(data: settings.Data, device: str) -> DataSet:
     plain = data.model_copy(
         update={
             "partition": split if isinstance(split, settings.Natural) else settings.Iid(kind="iid"),
-            "augment": None,
-            "normalise": None,
-            "pad": 2,
+            **_PLAIN,
         }
     )
     return _loaded(plain, device)
@@ -81,6 +87,11 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         train=data.train,
         test=data.test,
         size=data.size,
+        fit=data.fit,
+        classes=data.classes,
+        stream=data.stream,
+        memory=data.memory,
+        readers=data.readers,
     ).to(torch.device(device))
     if data.classes is not None and data.classes != dataset.classes:
         raise SettingsError(f"data.classes is {data.classes}, but {data.name!r} has {dataset.classes} classes")
@@ -92,6 +103,11 @@ def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> l
     dataset = load_data(data, device)
     options = data.partition.model_dump()
     kind, column = options.pop("kind"), options.pop("column", None)
+    if dataset.dense and kind in BY_CLASS:
+        raise SettingsError(
+            f"data.partition.kind is {kind!r}, which goes by the class of each image, but {data.name!r} has a label "
+            "for each pixel; use iid, domain or natural"
+        )
     groups = dataset.natural if column is not None else dataset.domains
     return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
 
@@ -199,9 +215,11 @@ def prepare_run(run: Settings, name: str) -> Prepared:
     device = choose_device(run.engine.device)
     strategy = make_strategy(run)
     dataset = load_data(run.data, str(device))
+    _check_labels(run, dataset)
     partition_of(run.data, run.clients, run.seed, str(device))
     moments_of(run, dataset)
     model = make_model(run, dataset).to(device)
+    _check_norm(run, model, strategy)
     _try_model(run, model, dataset, device)
     return Prepared(run, name, dataset, model, strategy, device)
 
@@ -214,26 +232,72 @@ def prepare(experiment: Experiment) -> list[Prepared]:
     return [prepare_run(run, name) for run, name in zip(experiment.runs, names, strict=True)]
 
 
-def _try_model(run: Settings, model: nn.Module, dataset: DataSet, device: torch.device) -> None:
-    """One image through the model: a wrong size shows here rather than on a client."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            # Two, as static batch norm has no variance of one value.
-            logits = model(torch.zeros(2, dataset.channels, *dataset.size, device=device))
-    except (RuntimeError, ValueError) as error:
-        height, width = dataset.size
-        reason = " ".join(str(error).split())[:200]
+def _check_labels(run: Settings, dataset: DataSet) -> None:
+    """What a file says of crops fits the labels: one for each image, or one for each pixel."""
+    name, cut = run.data.name, run.data.crop
+    if not dataset.dense:
+        if cut is not None:
+            raise SettingsError(
+                f"data.crop is {cut}, but {name!r} has one label for each image; it is for data with a label for each "
+                "pixel (data.augment has crops of images: crop, resized_crop)"
+            )
+        return
+    if moved := [each for each in run.data.augment or () if each != "flip"]:
         raise SettingsError(
-            f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
-            f"{run.data.name!r}: {reason}"
-        ) from None
-    if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != (2, dataset.classes):
-        found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise SettingsError(
-            f"model.name={run.model.name!r} answers a batch of 2 images with {found}; expected logits of shape "
-            f"[2, {dataset.classes}], as {run.data.name!r} has {dataset.classes} classes"
+            f"data.augment has {moved[0]!r}, but {name!r} has a label for each pixel, which would stay where it is; "
+            "there are flip, and data.crop"
         )
+    if cut is not None and cut > min(dataset.size):
+        height, width = dataset.size
+        raise SettingsError(f"data.crop is {cut}, but the images of {name!r} have {height}x{width} pixels")
+
+
+def _check_norm(run: Settings, model: nn.Module, strategy: Strategy) -> None:
+    if not replaces_norm(strategy):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not computes_as_batch_norm(module):
+            raise SettingsError(
+                f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches in place of "
+                f"plain batch norm, but {name!r} of {run.model.name!r} is a {type(module).__name__}, whose own "
+                "arithmetic would be lost; use model.norm: bn, or another strategy"
+            )
+
+
+def _try_model(run: Settings, model: nn.Module, dataset: DataSet, device: torch.device) -> None:
+    """Two images through the model: a wrong size shows here rather than on a client."""
+    model.eval()
+    sizes = [dataset.size]
+    if run.data.crop is not None:
+        sizes.insert(0, (run.data.crop, run.data.crop))
+    for height, width in dict.fromkeys(sizes):
+        try:
+            with torch.no_grad():
+                # Two, as static batch norm has no variance of one value.
+                logits = model(torch.zeros(2, dataset.channels, height, width, device=device))
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SettingsError(
+                f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
+                f"{run.data.name!r}: {reason}"
+            ) from None
+        if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
+            raise SettingsError(
+                f"model.name={run.model.name!r} has an answer for each pixel, but {run.data.name!r} has one label for "
+                "each image; use a model of images, such as resnet18, or data with a label for each pixel"
+            )
+        if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
+            raise SettingsError(
+                f"model.name={run.model.name!r} has one answer for each image, but {run.data.name!r} has a label for "
+                "each pixel; use a model of pixels, such as deeplabv3plus_mobilenet_v2"
+            )
+        expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
+        if not isinstance(logits, Tensor) or list(logits.shape[: len(expected)]) != expected:
+            found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise SettingsError(
+                f"model.name={run.model.name!r} answers a batch of 2 images with {found}; expected logits of shape "
+                f"{expected}, as {run.data.name!r} has {dataset.classes} classes"
+            )
 
 
 def who_holds_what(experiment: Experiment) -> list[Holdings]:
@@ -241,22 +305,23 @@ def who_holds_what(experiment: Experiment) -> list[Holdings]:
     found: dict[tuple[settings.Data, int], list[str]] = {}
     seeds: dict[tuple[settings.Data, int], int] = {}
     for run in map(resolve, experiment.runs):
-        # How images are normalised and augmented has no say in who holds them.
-        key = run.data.model_copy(update={"augment": None, "normalise": None, "pad": 2}), run.clients
+        key = run.data.model_copy(update=_PLAIN), run.clients
         seeds.setdefault(key, run.seed)
         found.setdefault(key, []).append(run.label)
     held = []
     for (data, clients), labels in found.items():
         dataset = load_data(data, "cpu")
         parts = partition_of(data, clients, seeds[data, clients], "cpu")
-        counts = [torch.bincount(dataset.train.labels[part], minlength=dataset.classes).tolist() for part in parts]
+        # Where each pixel has a label, images are counted, whatever is in them.
+        classes = ("images",) if dataset.dense else dataset.class_names
+        counts = [torch.bincount(dataset.train.labels[part], minlength=len(classes)).tolist() for part in parts]
         options = {key: value for key, value in data.partition.model_dump().items() if value is not None}
         words = [options.pop("kind"), *(f"{key}={value}" for key, value in options.items())]
         title = f"{data.name}: {', '.join(words)}, clients={clients}, seed={seeds[data, clients]}"
         if len(found) > 1:  # whose it is
             names = list(dict.fromkeys(labels))
             title += f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        held.append(Holdings(title, dataset.class_names, tuple(map(tuple, counts)), _names_of(data, dataset, parts)))
+        held.append(Holdings(title, classes, tuple(map(tuple, counts)), _names_of(data, dataset, parts)))
     return held
 
 
@@ -289,6 +354,7 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
     if "data" in node:  # a site that has its own: all of it is this client's
         mine = {"name": str(node["data"]), "root": None, "domains": (), "partition": settings.Iid(kind="iid")}
         dataset = load_data(run.data.model_copy(update=mine), str(device))
+        _check_labels(run, dataset)
         indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
     else:
         dataset = load_data(run.data, str(device))
@@ -312,6 +378,7 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
             seed=run.seed,
             augment=run.data.augment or (),
             pad=run.data.pad,
+            cut=run.data.crop if dataset.dense else None,
         ),
         tests,
         lr=functools.partial(learning_rate, run),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from .errors import SettingsError, did_you_mean
@@ -26,6 +26,21 @@ class _Section(BaseModel):
 
 Positive = Annotated[int, Field(ge=1)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+def _size(value: Any) -> int | tuple[int, int]:
+    """One message for both forms, where a union would give one for each."""
+    sides = (value,) if isinstance(value, int) else value
+    if isinstance(sides, list | tuple) and all(type(side) is int and side > 0 for side in sides):
+        if len(sides) == 1 and isinstance(value, int):
+            return value
+        if len(sides) == 2:
+            return sides[0], sides[1]
+    raise ValueError(f"it is {value!r}; expected pixels of a side, or [height, width]")
+
+
+# Written as it stands: a list in JSON is none of the two types, of which Pydantic would warn.
+Size = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
 
 
 class Iid(_Section):
@@ -82,6 +97,9 @@ Partition = Annotated[
 ]
 
 
+Augment = Annotated[tuple[Literal["flip", "crop", "resized_crop", "rotate"], ...], Field(strict=False)]
+
+
 class Data(_Section):
     name: str = "digits"  # "digits", a name of the catalogue, a folder, or a hub name
     root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
@@ -92,13 +110,19 @@ class Data(_Section):
     train: str | None = None  # split names
     test: str | None = None
     classes: Positive | None = None  # checked against the data where given
-    size: Positive | None = None  # resize to size x size
+    size: Size | None = None  # resize to size x size, or to a height and a width
+    # How an image of another shape gets there, the catalogue's where not given: stretch; crop: the middle is cut out
+    fit: Literal["stretch", "crop"] | None = None
+    crop: Positive | None = None  # where each pixel has a label: the side of the boxes to train on
     # moments: each channel has mean zero and deviation one over the training set; unit: pixels from 0 to 1;
     # official: by the catalogue's mean and deviation. None: official where there is one, else moments
     normalise: Literal["moments", "unit", "official"] | None = None
     # None: the catalogue's
-    augment: Annotated[tuple[Literal["flip", "crop", "resized_crop"], ...], Field(strict=False)] | None = None
+    augment: Augment | None = None
     pad: Positive = 2  # pixels around an image that is cropped
+    stream: Literal[True, False, "auto"] = "auto"  # decode when asked for; auto: what exceeds `memory`
+    memory: float = Field(default=8.0, gt=0)  # GiB that all images may take
+    readers: Positive = 2  # threads of each client that decode ahead
     partition: Partition = Iid(kind="iid")
 
 

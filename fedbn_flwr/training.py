@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from .data.decoding import IGNORED
+
 Batch = Any  # what the loader yields: (inputs, targets)
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Leaves the loss's gradient in the parameters and returns the loss, detached: (model, inputs, targets, loss_fn).
@@ -57,9 +59,6 @@ class CosineSchedule:
 
     def __call__(self, server_round: int, rounds: int) -> float:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (server_round - 1) / rounds))
-
-
-IGNORED = 255  # the label of a pixel that does not count (Cityscapes, Pascal VOC)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

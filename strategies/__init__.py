@@ -15,12 +15,23 @@ from .registry import STRATEGIES, build_strategy, describe_strategies
 from .scaffold import Scaffold
 from .silobn import SiloBN
 from .standalone import Standalone
-from .wrapper import Wrapper, check, global_model, has_global_model, kept_by_clients, notes, personal, prepare
+from .wrapper import (
+    Wrapper,
+    check,
+    global_model,
+    has_global_model,
+    kept_by_clients,
+    notes,
+    personal,
+    prepare,
+    replaces_norm,
+)
 
 __all__ = [
     "FedAvg", "FedAvgGlobalStats", "FedBN", "FedBS", "FedProx", "FedTAN", "FedTANII", "FedWon", "FixBN",
     "GlobalMomentum", "HeteroBN",
     "MeanStatistics", "Scaffold", "SiloBN", "Standalone",
     "STRATEGIES", "CannotSave", "Wrapper", "build_strategy", "check", "describe_strategies", "global_model",
-    "has_global_model", "kept_by_clients", "notes", "personal", "prepare", "restore", "state",
+    "has_global_model", "kept_by_clients", "notes", "personal", "prepare", "replaces_norm", "restore",
+    "state",
 ]  # fmt: skip

@@ -68,6 +68,7 @@ class FedTAN(FedAvg):
     """
 
     backward = True  # gradients are exchanged too
+    replaces_norm = True  # by batch norm over the clients' batches
 
     def __init__(
         self,

@@ -66,6 +66,11 @@ def has_global_model(strategy: Strategy) -> bool:
     return bool(getattr(strategy, "has_global_model", True))
 
 
+def replaces_norm(strategy: Strategy) -> bool:
+    """Whether a rule's clients compute something else in place of batch norm's own arithmetic."""
+    return bool(getattr(strategy, "replaces_norm", False))
+
+
 def with_record(messages: Iterable[Message], name: str, record: ArrayRecord) -> list[Message]:
     """Messages that carry `record` as well; those given keep their content."""
     changed = []
@@ -168,6 +173,10 @@ class Wrapper(Strategy):
     @property
     def has_global_model(self) -> bool:
         return has_global_model(self.strategy)
+
+    @property
+    def replaces_norm(self) -> bool:
+        return replaces_norm(self.strategy)
 
     def check(self, num_rounds: int) -> None:
         check(self.strategy, num_rounds)

@@ -1,4 +1,4 @@
-"""Random resized crops of a whole batch against torchvision, an image at a time."""
+"""Resized crops and turns of a whole batch against torchvision, an image at a time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
 from fedbn_flwr.data import ClientBatches, load
-from fedbn_flwr.data.batches import random_resized_crop, resized_crop_boxes
-
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+from fedbn_flwr.data.augment import RATIO, SCALE, Window, crop_and_resize, random_rotate, resized_crop_boxes
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 28, 28), (3, 20, 31)])
 def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, int]) -> None:
     images = torch.randint(0, 256, (40, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = random_resized_crop(images, torch.Generator().manual_seed(5))
+    window = Window.resized(40, torch.Generator().manual_seed(5))
+    boxes = window.boxes(*shape[1:])
+    found = crop_and_resize(images, boxes, shape[1:])
     assert found.dtype == torch.uint8
-    boxes = torch.stack(resized_crop_boxes(40, *shape[1:], torch.Generator().manual_seed(5), SCALE, RATIO), 1)
+    assert [list(window.box(i, *shape[1:])) for i in range(40)] == boxes.tolist(), "one by one as all at once"
     assert len({tuple(box) for box in boxes.tolist()}) > 30, "each image has a box of its own"
     for image, mine, box in zip(images, found, boxes.int().tolist(), strict=True):
         expected = tv.resized_crop(image, *box, list(shape[1:]), InterpolationMode.BILINEAR, antialias=False)
@@ -33,7 +33,7 @@ def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, i
 @pytest.mark.parametrize("size", [(64, 64), (20, 90)])
 def test_boxes_have_the_law_of_torchvision_s(size: tuple[int, int]) -> None:
     """Means and deviations over 3,000 boxes; in the long image most tries fail and the middle is taken."""
-    mine = torch.stack(resized_crop_boxes(3_000, *size, torch.Generator().manual_seed(0), SCALE, RATIO), 1)
+    mine = Window.resized(3_000, torch.Generator().manual_seed(0)).boxes(*size).float()
     image = torch.zeros(1, *size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -50,15 +50,35 @@ def test_boxes_have_the_law_of_torchvision_s(size: tuple[int, int]) -> None:
 
 
 def test_an_image_in_which_no_try_fits_is_cut_in_the_middle() -> None:
-    top, left, tall, wide = resized_crop_boxes(5, 10, 100, torch.Generator().manual_seed(0), (1.0, 1.0), RATIO)
-    assert [top[0], left[0], tall[0], wide[0]] == [0, 43, 10, 13]
-    assert tall.unique().tolist() == [10]
+    draw = torch.rand(4, 5, 10, generator=torch.Generator().manual_seed(0))
+    assert resized_crop_boxes(draw, 10, 100, (1.0, 1.0)).tolist() == [[0, 43, 10, 13]] * 5
 
 
-def test_resized_crops_of_a_client_are_a_function_of_their_place() -> None:
+def test_square_boxes_lie_within_and_reach_every_place() -> None:
+    boxes = Window.square(2_000, 5, torch.Generator().manual_seed(0)).boxes(7, 12)
+    top, left, tall, wide = boxes.int().unbind(1)
+    assert tall.unique().tolist() == wide.unique().tolist() == [5]
+    assert top.unique().tolist() == list(range(3))
+    assert left.unique().tolist() == list(range(8))
+    assert torch.bincount(left).min() > 2_000 / 8 * 0.8, "each as likely"
+
+
+def test_turned_images_equal_torchvision_s() -> None:
+    images = torch.randint(1, 256, (20, 3, 24, 31), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = random_rotate(images, torch.Generator().manual_seed(3))
+    draws = torch.rand(20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    angles = (60 * draws - 30).tolist()
+    assert min(angles) < -20
+    assert max(angles) > 20
+    for image, mine, angle in zip(images, found, angles, strict=True):
+        assert mine.equal(tv.rotate(image, angle))
+
+
+@pytest.mark.parametrize("kind", ["resized_crop", "rotate"])
+def test_what_a_client_sees_is_a_function_of_its_place(kind: str) -> None:
     data = load("digits")
 
-    def first(server_round: int, augment: tuple[str, ...] = ("resized_crop",)) -> torch.Tensor:
+    def first(server_round: int, augment: tuple[str, ...] = (kind,)) -> torch.Tensor:
         batches = ClientBatches(
             data.train, torch.arange(32), data.moments, batch_size=32, client=0, seed=0, augment=augment
         )

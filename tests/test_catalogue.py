@@ -22,7 +22,7 @@ from fedbn_flwr.settings import Settings, parse_yaml, read_experiment
 
 from .test_data import png
 
-AUGMENTS = {"crop", "flip", "resized_crop"}
+AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedbn_flwr import draws
 from fedbn_flwr.data import ClientBatches, DataSet, Images, TestBatches, load, partition
-from fedbn_flwr.data.batches import random_crop, random_flip
+from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.errors import DataError
 
 # --- the embedded digits -----------------------------------------------------
@@ -315,7 +315,7 @@ def test_crop_equals_a_loop_over_images() -> None:
 
 def test_flip_equals_a_loop_over_images() -> None:
     images = torch.randint(0, 256, (20, 3, 4, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = random_flip(images, torch.Generator().manual_seed(2))
+    (found,) = random_flip(torch.Generator().manual_seed(2), images)
     mirrored = (torch.rand(20, generator=torch.Generator().manual_seed(2)) < 0.5).tolist()
     assert 0 < sum(mirrored) < 20
     for number, image in enumerate(images.numpy()):

@@ -1,6 +1,8 @@
-"""What clients are made of: a model that is used again is as good as a new one."""
+"""What is checked before anything is trained; and a client's model, which is used again, is as good as a new one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.preparing import make_client
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.preparing import make_client, prepare_run
+from fedbn_flwr.settings import Settings, read_experiment
 
 SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.steps=2"
 
@@ -52,3 +56,31 @@ def test_a_network_of_the_user_s_own_is_built_anew_for_every_client() -> None:
     experiment = SETTINGS.format(norm="bn") + f" model.name={__name__}:network"
     first = client_of(0, experiment).model
     assert client_of(1, experiment).model is not first
+
+
+# --- a norm that a rule replaces -----------------------------------------------
+
+RULES: list[dict[str, Any]] = [
+    {"name": "FedTAN"},
+    {"name": "FedTANII", "fedtan_rounds": 1},
+    {"name": "FedAvgGlobalStats"},
+    {"name": "MeanStatistics", "base": {"name": "FedTAN"}},
+    {"name": "FixBN", "freeze_round": 1, "base": {"name": "MeanStatistics", "base": {"name": "FedTAN"}}},
+]
+
+
+def run_of(strategy: dict[str, Any], norm: str) -> Settings:
+    (run,) = read_experiment({"strategy": strategy, "model": {"norm": norm}, "rounds": 2}).runs
+    return run
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_norm_with_arithmetic_of_its_own_is_refused_where_it_would_be_lost(rule: dict[str, Any]) -> None:
+    message = rf"strategy {rule['name']}.* 'bn1' of 'cnn' is a BatchRenorm, whose own .* use model\.norm: bn"
+    with pytest.raises(SettingsError, match=message):
+        prepare_run(run_of(rule, "brn"), "run")
+    prepare_run(run_of(rule, "bn"), "run")
+
+
+def test_other_rules_take_it() -> None:
+    prepare_run(run_of({"name": "FixBN", "freeze_round": 1}, "brn"), "run")

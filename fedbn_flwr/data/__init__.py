@@ -1,7 +1,11 @@
 """Data sets, how clients share them, and batches on the device."""
 
 from .batches import ClientBatches, TestBatches
-from .partitions import partition, share_test
-from .sources import DataSet, Groups, Images, load
+from .images import Images, Source, Stream
+from .partitions import BY_CLASS, partition, share_test
+from .sources import DataSet, Groups, load
 
-__all__ = ["ClientBatches", "DataSet", "Groups", "Images", "TestBatches", "load", "partition", "share_test"]
+__all__ = [
+    "BY_CLASS", "ClientBatches", "DataSet", "Groups", "Images", "Source", "Stream", "TestBatches", "load", "partition",
+    "share_test",
+]  # fmt: skip

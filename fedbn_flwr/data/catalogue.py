@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -18,7 +19,7 @@ class Entry:
     title: str
     classes: int
     channels: int
-    size: int  # images are resized to size x size, as the papers do
+    size: int | None  # images are resized to size x size, as the papers do; None: they stay as they are
     hub: str | None = None  # name on the Hugging Face hub
     test: str = "test"  # the hub's name of the split that has labels to test on
     image: str = "image"  # columns
@@ -28,14 +29,45 @@ class Entry:
     keep: tuple[str, ...] = ()  # classes that make the set, where the hub has more
     moments: Moments | None = None  # the official mean and deviation of each channel, pixels from 0 to 1
     augment: tuple[str, ...] = ()
+    fit: Literal["stretch", "crop"] = "stretch"  # how images of another shape become size x size
+    crop: int | None = None  # of each pixel's label: the side of the boxes to train on
+    ids: tuple[int, ...] | None = None  # of each pixel's label: what stands in a mask for each class
+    names: tuple[str, ...] = ()  # of the classes, where the data does not say
+    layout: str = "train*.parquet and test*.parquet"  # of a local copy
 
 
 _CROP = ("crop", "flip")
 _RESIZED = ("resized_crop", "flip")
+_TURNED = ("flip", "rotate")  # FedBN's
+
+_BY_DOMAIN = "DOMAIN/CLASS/*.jpg"
 
 # Of all pixels of the training set. ImageNet's deviation is that of torchvision, which everybody uses.
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+# The classes that Cityscapes is judged on, and their label ids (its train ids are 0, 1, ... in this order).
+_CITYSCAPES = {
+    "road": 7,
+    "sidewalk": 8,
+    "building": 11,
+    "wall": 12,
+    "fence": 13,
+    "pole": 17,
+    "traffic light": 19,
+    "traffic sign": 20,
+    "vegetation": 21,
+    "terrain": 22,
+    "sky": 23,
+    "person": 24,
+    "rider": 25,
+    "car": 26,
+    "truck": 27,
+    "bus": 28,
+    "train": 31,
+    "motorcycle": 32,
+    "bicycle": 33,
+}
 
 # The ten classes of DomainNet with most images, as in FedBN's code.
 _DOMAINNET10 = (
@@ -104,6 +136,7 @@ CATALOGUE: Mapping[str, Entry] = {
         test="validation",
         moments=_IMAGENET,
         augment=_RESIZED,
+        fit="crop",
     ),
     "digits_five": Entry(
         "Digits-Five",
@@ -121,7 +154,8 @@ CATALOGUE: Mapping[str, Entry] = {
         size=256,
         domain="domain",
         domains=("amazon", "caltech", "dslr", "webcam"),
-        augment=("flip",),
+        augment=_TURNED,
+        layout=f"train*.parquet and test*.parquet, or {_BY_DOMAIN}",
     ),
     "domainnet10": Entry(
         "DomainNet, its ten most common classes",
@@ -132,7 +166,21 @@ CATALOGUE: Mapping[str, Entry] = {
         domain="domain",
         domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
         keep=_DOMAINNET10,
+        augment=_TURNED,
+        layout=f"train*.parquet and test*.parquet, or {_BY_DOMAIN}",
+    ),
+    "cityscapes": Entry(
+        "Cityscapes, a label for each pixel",
+        classes=19,
+        channels=3,
+        size=None,
+        label="mask",
+        moments=_IMAGENET,  # as most who train on it
         augment=("flip",),
+        crop=768,
+        ids=tuple(_CITYSCAPES.values()),
+        names=tuple(_CITYSCAPES),
+        layout="leftImg8bit/ and gtFine/",
     ),
 }
 
@@ -144,7 +192,8 @@ def find(name: str) -> Entry | None:
 def describe() -> dict[str, str]:
     """A line for each data set that has a name here."""
     return {
-        name: f"{entry.title}: {entry.classes} classes, {entry.size}x{entry.size}"
+        name: f"{entry.title}: {entry.classes} classes"
+        + (f", {entry.size}x{entry.size}" if entry.size else f", cut to {entry.crop}x{entry.crop}")
         + (f", domains {', '.join(entry.domains)}" if entry.domains else "")
         + (f" ({entry.hub} on the hub)" if entry.hub else " (a local copy by data.root)")
         for name, entry in CATALOGUE.items()

@@ -17,7 +17,8 @@ from ..errors import DataError
 from . import splits
 from .sources import Groups
 
-KINDS = ("iid", "dirichlet", "classes", "shards", "unbalanced_shards", "domain", "natural")
+BY_CLASS = ("dirichlet", "classes", "shards", "unbalanced_shards")  # kinds that need a class of each image
+KINDS = ("iid", *BY_CLASS, "domain", "natural")
 
 
 def partition(

@@ -1,19 +1,18 @@
 """One loader for four sources: the embedded digits, a name of the catalogue, a folder, a Hugging Face hub name.
 
-Images end up as one uint8 tensor per split (see decoding.py).
+What is small ends up in memory as one uint8 tensor per split, what is large stays on disk (see images.py).
 """
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
-import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,16 +20,12 @@ from torch import Tensor
 
 from ..errors import DataError, did_you_mean
 from .catalogue import Entry, find
-from .decoding import decode
+from .decoding import IGNORED, Files, Size
+from .images import Asked, Images, Source, Stream
+from .layouts import Splits, open_splits
 
-
-@dataclass(frozen=True)
-class Images:
-    images: Tensor  # uint8 [N, C, H, W]
-    labels: Tensor  # int64 [N]
-
-    def to(self, device: torch.device) -> Images:
-        return Images(self.images.to(device), self.labels.to(device))
+_TRIED = 16  # images of a streamed split that are looked at before training
+_MEASURED = 512  # images of a streamed set whose mean and deviation stand for all
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,8 @@ class Groups:
 @dataclass(frozen=True)
 class DataSet:
     name: str
-    train: Images
-    test: Images
+    train: Source
+    test: Source
     class_names: tuple[str, ...]
     domains: Groups | None = None
     natural: Groups | None = None  # whose an image is, where a partition asks for it
@@ -57,21 +52,36 @@ class DataSet:
         return len(self.class_names)
 
     @property
-    def channels(self) -> int:
-        return int(self.train.images.shape[1])
+    def dense(self) -> bool:
+        """Whether each pixel has a label, rather than each image."""
+        return self.train.dense
 
     @property
-    def size(self) -> tuple[int, int]:
-        return int(self.train.images.shape[2]), int(self.train.images.shape[3])
+    def channels(self) -> int:
+        return self.train.shape[0]
+
+    @property
+    def size(self) -> Size:
+        return self.train.shape[1:]
 
     @cached_property
     def moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and deviation of each channel over the training images, in units of 0 to 1."""
+        """Mean and deviation of each channel over the training images, in units of 0 to 1.
+
+        Of a streamed set, over 512 of them, evenly spread.
+        """
+        rows = torch.arange(len(self.train.labels))
+        if isinstance(self.train, Stream):
+            rows = _spread(len(rows), _MEASURED)
         # Through histograms: exact, and no float copy of the data.
+        counts = torch.zeros(self.channels, 256, dtype=torch.int64, device=self.train.device)
+        for images, _, _ in self.train.batches(Asked(some, None) for some in rows.split(1_024)):
+            for count, channel in zip(counts, images.unbind(1), strict=True):
+                count += torch.bincount(channel.reshape(-1), minlength=256)
         values = torch.arange(256, dtype=torch.float64) / 255
         means, deviations = [], []
-        for channel in self.train.images.unbind(1):
-            share = torch.bincount(channel.reshape(-1), minlength=256).double() / channel.numel()
+        for count in counts.cpu():
+            share = count.double() / count.sum()
             mean = float(share @ values)
             means.append(mean)
             deviations.append(max(float(share @ (values - mean) ** 2) ** 0.5, 1e-6))
@@ -79,6 +89,11 @@ class DataSet:
 
     def to(self, device: torch.device) -> DataSet:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+
+def _spread(count: int, most: int) -> Tensor:
+    """Up to `most` row numbers of `count`, the first and the last among them."""
+    return torch.from_numpy(np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)))
 
 
 def load(
@@ -92,45 +107,76 @@ def load(
     natural: str | None = None,
     train: str | None = None,
     test: str | None = None,
-    size: int | None = None,
+    size: int | Size | None = None,
+    fit: Literal["stretch", "crop"] | None = None,
+    classes: int | None = None,
+    stream: bool | Literal["auto"] = "auto",
+    memory: float = 8.0,
+    readers: int = 2,
 ) -> DataSet:
     """The data set called `name`: `digits`, a name of the catalogue, a folder, or a name on the Hugging Face hub.
 
     `root` (by default $FEDBN_DATA) is a folder of local copies: what lies there as `root/name` is read from there.
-    `image`, `label` and `domain` are columns, found by type (`domain` by name) where not given; `domains` those to
-    be used; `natural` a column that says whose each image is; `train` and `test` names of splits; `size` the side
-    to which all images are resized (by default the catalogue's).
+    `image`, `label` and `domain` are columns, found by type (`domain` by name) where not given; a `label` that holds
+    images is one of masks, with a label for each pixel. `domains` are those to be used; `natural` a column that says
+    whose each image is; `train` and `test` names of splits.
+
+    `size` is the side (or height and width) that all images are brought to (by default the catalogue's), by `fit`:
+    `stretch`, or `crop`, which cuts the middle out. `classes` is how many labels of pixels there are.
+
+    With `stream` images are decoded by `readers` threads when they are asked for; `auto` does so where all of them
+    together take more than `memory` GiB.
     """
     if name == "digits":
-        if size not in (None, 8):
+        if size not in (None, 8, (8, 8)):
             raise DataError(f"data.size is {size}; the embedded digits are 8 by 8 and are not resized")
         if column := domain or natural or ", ".join(domains):
             raise DataError(f"the embedded digits have neither domains nor other columns, but {column!r} is asked for")
+        if stream is True:
+            raise DataError("data.stream is true, but the embedded digits are in memory; leave it out")
         return _digits()
-    entry = find(name)
-    splits = _open(name, entry, root, train, test)
+    splits, entry = open_splits(name, find(name), root, train, test)
     first = next(iter(splits.values()))
     if entry is not None:
         # A copy may have columns of other names: then their types tell.
         image = image or (entry.image if entry.image in first.features else None)
         label = label or (entry.label if entry.label in first.features else None)
         size = size or entry.size
+        fit = fit or entry.fit
     columns = {part: _columns(split, name, image, label, domain or "domain") for part, split in splits.items()}
-    class_names = _check_classes(splits, columns, name, entry)
+    dense = _is_image(first, columns["train"][1])
+    class_names = _class_numbers(name, entry, classes) if dense else _check_classes(splits, columns, name, entry)
     domain = _domain_column(first, name, domain, domains)
     keep = _rows_of_domains(splits, name, domain, domains) if domains and domain else {}
-    parts: dict[str, Images] = {}
+    files: dict[str, Files] = {}
+    labels: dict[str, Tensor] = {}
     for part, split in splits.items():
         image_column, label_column = columns[part]
-        labels = _labels(split, name, label_column, class_names, entry)
-        rows = torch.ones(len(labels), dtype=torch.bool) if part not in keep else keep[part]
-        rows &= labels >= 0  # those of classes that are not among the ones to keep
+        if dense:
+            labels[part] = torch.zeros(len(split), dtype=torch.int64)
+        else:
+            labels[part] = _labels(split, name, label_column, class_names)
+        rows = torch.ones(len(labels[part]), dtype=torch.bool) if part not in keep else keep[part]
+        rows &= labels[part] >= 0  # those of classes that are not among the ones to keep
         if not rows.any():
             raise DataError(f"{name!r} has no rows" + (f" of {', '.join(domains)} to {part}" if domains else ""))
         if not rows.all():
             split = splits[part] = split.select(rows.nonzero()[:, 0].numpy())
-        parts[part] = Images(decode(split, image_column, name, size), labels[rows])
-    parts = _same_shape(parts, name)
+            labels[part] = labels[part][rows]
+        files[part] = Files(
+            split,
+            image_column,
+            name,
+            (size, size) if isinstance(size, int) else size,
+            fit or "stretch",
+            label_column if dense else None,
+            entry.ids if dense and entry else None,
+            len(class_names),
+        )
+    if stream == "auto":
+        stream = _decoded(files) > memory * 2**30
+    parts: Mapping[str, Source]
+    parts = _streams(files, labels, name, readers) if stream else _in_memory(files, labels, name)
     return DataSet(
         name,
         parts["train"],
@@ -141,41 +187,51 @@ def load(
     )
 
 
-# --- where the rows come from ------------------------------------------------
+# --- in memory, or not -------------------------------------------------------
 
 
-def _open(name: str, entry: Entry | None, root: str | None, train: str | None, test: str | None) -> dict[str, Any]:
-    key = "data.root" if root else "FEDBN_DATA"
-    root = root or os.environ.get("FEDBN_DATA")
-    if root and not name.startswith((".", "/", "~")):
-        base = Path(root).expanduser()
-        if not base.is_dir():
+def _decoded(files: dict[str, Files]) -> int:
+    """Bytes that all images take in memory, were they all like the first of their split."""
+    total = 0
+    for each in files.values():
+        pixels, mask = each.pair(0) if each.masks is not None else (each.pixels(0), None)
+        total += len(each) * (pixels.size + (0 if mask is None else mask.size))
+    return total
+
+
+def _in_memory(files: dict[str, Files], labels: dict[str, Tensor], name: str) -> dict[str, Images]:
+    parts = {}
+    for part, each in files.items():
+        images, masks = each.decode(), each.decode_masks() if each.masks is not None else None
+        if masks is not None and images.shape[2:] != masks.shape[1:]:
             raise DataError(
-                f"{key}={root!r}: there is no such folder; give the one that holds {name}/ with train*.parquet and "
-                "test*.parquet"
+                f"{name!r} has images of {images.shape[2]}x{images.shape[3]} pixels, but labels for "
+                f"{masks.shape[1]}x{masks.shape[2]}"
             )
-        if (base / name).is_dir():
-            return _folder(base / name, train, test)
-        if entry is not None:
-            held = sorted(folder.name for folder in base.iterdir() if folder.is_dir())
-            raise DataError(
-                f"{key}={root!r} has no folder {name!r}; it holds {', '.join(held[:12]) or 'none'}. Put a copy there"
-                + (f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry.hub else "")
-            )
-    if entry is None and _is_path(name):
-        return _folder(Path(name).expanduser(), train, test)
-    if entry is None:
-        return _hub(name, name, train or "train", test or "test")
-    if entry.hub is None:
-        raise DataError(
-            f"data.name={name!r} ({entry.title}) is not on the Hugging Face hub; give data.root (or FEDBN_DATA), a "
-            f"folder that holds {name}/ with train*.parquet and test*.parquet"
-        )
-    return _hub(name, entry.hub, train or "train", test or entry.test)
+        parts[part] = Images(images, labels[part], masks)
+    return _same_shape(parts, name)
 
 
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+def _streams(files: dict[str, Files], labels: dict[str, Tensor], name: str, readers: int) -> dict[str, Stream]:
+    """Splits that stay on disk. Some images of each are tried, which tells the channels and finds what is broken."""
+    channels = 0
+    sizes: dict[str, Size] = {}
+    for part, each in files.items():
+        rows = _spread(len(each), _TRIED).tolist()
+        with ThreadPoolExecutor(readers) as pool:
+            tried = list(pool.map(each.look, rows))
+        channels = max(channels, *(len(pixels) for pixels in tried))
+        found = {pixels.shape[1:]: row for row, pixels in zip(rows, tried, strict=True)}
+        if len(found) > 1:
+            few = ", ".join(f"{h}x{w} in row {row}" for (h, w), row in list(found.items())[:3])
+            raise DataError(f"{name!r} has images of several sizes ({few}); set data.size to resize them")
+        sizes[part] = next(iter(found))
+    if sizes["train"] != sizes["test"]:
+        raise _other_shape(name, (channels, *sizes["train"]), (channels, *sizes["test"]))
+    return {part: Stream(each, labels[part], (channels, *sizes[part]), readers) for part, each in files.items()}
+
+
+# --- the embedded digits ----------------------------------------------------
 
 
 def _digits() -> DataSet:
@@ -198,75 +254,6 @@ def _digits() -> DataSet:
     )
 
 
-def _folder(folder: Path, train: str | None, test: str | None) -> dict[str, Any]:
-    """Parquet files whose names begin with the split's, here or one folder down; or a folder of images per class."""
-    if not folder.is_dir():
-        raise DataError(
-            f"data.name={str(folder)!r}: there is no such folder; give a folder with train*.parquet and "
-            "test*.parquet, 'digits', a name that `fedbn list datasets` shows, or the name of a data set on the "
-            "Hugging Face hub"
-        )
-    import datasets
-
-    _quiet()
-    found = {}
-    # Several sets have no labels for their test images; what they call validation is what papers test on.
-    for part, names in (("train", (train or "train",)), ("test", (test,) if test else ("test", "val"))):
-        files: list[str] = []
-        for split in names:
-            parquet = sorted(folder.glob(f"{split}*.parquet")) or sorted(folder.glob(f"*/{split}*.parquet"))
-            pictures = [] if parquet else sorted(path for path in folder.glob(f"{split}*") if path.is_dir())[:1]
-            if files := [str(path) for path in parquet or pictures]:
-                break
-        else:
-            present = sorted(file.name for file in folder.iterdir())[:8]
-            raise DataError(
-                f"data.name={str(folder)!r}: no {names[0]}*.parquet for data.{part}={names[0]!r}; "
-                f"the folder holds {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
-            )
-        try:
-            if parquet:
-                found[part] = datasets.load_dataset("parquet", data_files=files, split="train")
-            else:
-                found[part] = datasets.load_dataset("imagefolder", data_files=f"{files[0]}/**", split="train")
-        except Exception as error:
-            raise DataError(f"data.name={str(folder)!r}: cannot read {files[0]!r}: {_root(error)}") from error
-    return found
-
-
-def _hub(name: str, hub: str, train: str, test: str) -> dict[str, Any]:
-    import datasets
-
-    _quiet()
-    found = {}
-    for part, split in (("train", train), ("test", test)):
-        try:
-            found[part] = datasets.load_dataset(hub, split=split)
-        except Exception as error:
-            known = "" if hub == name else f" ({hub!r} there)"
-            raise DataError(
-                f"data.name={name!r} with data.{part}={split!r} cannot be loaded from the Hugging Face hub{known}: "
-                f"{_root(error)}. A local copy works too: give its folder, with train*.parquet and test*.parquet"
-                + ("" if hub == name else f", as data.root, where it is called {name}/")
-            ) from error
-    return found
-
-
-def _quiet() -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each of its retries
-
-
-def _root(error: BaseException) -> str:
-    """The cause at the bottom, on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 # --- columns -----------------------------------------------------------------
 
 
@@ -283,6 +270,8 @@ def _columns(split: Any, name: str, image: str | None, label: str | None, domain
         if given is not None and given not in features:
             raise DataError(f"data.{key}={given!r} is not a column of {name!r}; its columns: {kinds}")
         candidates = [c for c, feature in features.items() if isinstance(feature, wanted) and c != domain]
+        if key == "image":  # labels of pixels are images too
+            candidates = [c for c in candidates if c != label]
         if given is None and len(candidates) != 1:
             raise DataError(
                 f"{name!r} has {len(candidates) or 'no'} columns of type {wanted.__name__}; name one by data.{key}. "
@@ -294,8 +283,26 @@ def _columns(split: Any, name: str, image: str | None, label: str | None, domain
     return chosen[0], chosen[1]
 
 
+def _is_image(split: Any, column: str) -> bool:
+    import datasets
+
+    return isinstance(split.features[column], datasets.Image)
+
+
+def _class_numbers(name: str, entry: Entry | None, classes: int | None) -> tuple[str, ...]:
+    """The names of the classes that pixels have."""
+    if entry is not None and entry.names:
+        return entry.names
+    if classes is None:
+        raise DataError(
+            f"{name!r} has a label for each pixel; say how many classes there are by data.classes (pixels hold 0 to "
+            f"classes - 1, or {IGNORED} where they do not count)"
+        )
+    return tuple(str(number) for number in range(classes))
+
+
 def _check_classes(
-    splits: dict[str, Any], columns: dict[str, tuple[str, str]], name: str, entry: Entry | None
+    splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None
 ) -> tuple[str, ...]:
     """The names of the classes, which must be those of both splits and as many as the catalogue says."""
     names = {part: _class_names(split, columns[part][1]) for part, split in splits.items()}
@@ -326,7 +333,7 @@ def _class_names(split: Any, column: str) -> tuple[str, ...]:
     return tuple(str(value) for value in sorted(split.unique(column)))
 
 
-def _labels(split: Any, name: str, column: str, class_names: tuple[str, ...], entry: Entry | None) -> Tensor:
+def _labels(split: Any, name: str, column: str, class_names: tuple[str, ...]) -> Tensor:
     """Numbers of classes; -1 for a class that is not to be kept."""
     values = split[column][:]  # at once: row by row it takes 0.2 ms each
     own = _class_names(split, column)
@@ -375,7 +382,7 @@ def _values(split: Any, name: str, column: str) -> list[str]:
     return [str(value) for value in values]
 
 
-def _rows_of_domains(splits: dict[str, Any], name: str, column: str, domains: Sequence[str]) -> dict[str, Tensor]:
+def _rows_of_domains(splits: Splits, name: str, column: str, domains: Sequence[str]) -> dict[str, Tensor]:
     values = {part: _values(split, name, column) for part, split in splits.items() if column in split.features}
     known = {value for some in values.values() for value in some}
     for domain in domains:
@@ -384,7 +391,7 @@ def _rows_of_domains(splits: dict[str, Any], name: str, column: str, domains: Se
     return {part: torch.tensor([value in domains for value in some]) for part, some in values.items()}
 
 
-def _groups(splits: dict[str, Any], name: str, column: str, order: Sequence[str]) -> Groups:
+def _groups(splits: Splits, name: str, column: str, order: Sequence[str]) -> Groups:
     if column not in splits["train"].features:
         raise DataError(
             f"data.partition.column={column!r} is not a column of {name!r}; its columns: {_kinds(splits['train'])}"
@@ -405,8 +412,12 @@ def _same_shape(parts: dict[str, Images], name: str) -> dict[str, Images]:
             for part, images in parts.items()
         }
     if train != test:
-        raise DataError(
-            f"data.name={name!r}: training images are {tuple(train)}, test images {tuple(test)} (channels, height, "
-            "width); set data.size to resize them"
-        )
+        raise _other_shape(name, tuple(train), tuple(test))
     return parts
+
+
+def _other_shape(name: str, train: tuple[int, ...], test: tuple[int, ...]) -> DataError:
+    return DataError(
+        f"data.name={name!r}: training images are {train}, test images {test} (channels, height, width); set "
+        "data.size to resize them"
+    )

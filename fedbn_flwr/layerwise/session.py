@@ -50,12 +50,13 @@ class Session:
 
     def advance(self, answer: Answer | None = None) -> Any:
         """Go on (with the cohort's answer, where one is due) until the next Pending, or the round's result."""
-        if answer is not None:
-            self._given += 1
-            self._answers.put(answer)
-        # The generator is shared by all threads: the round has its own stream, and so has our caller.
+        # The generator is shared by all threads: the round has its own stream, and so has our caller. Read before the
+        # round goes on: at the same time it would set its own (and the two could wait for each other).
         outside = torch.get_rng_state()
         try:
+            if answer is not None:
+                self._given += 1
+                self._answers.put(answer)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()

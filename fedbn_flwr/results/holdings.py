@@ -33,8 +33,13 @@ class Holdings:
 
 
 def holdings_table(held: Holdings) -> str:
-    few = len(held.classes) <= _SHOWN_CLASSES
     sizes = held.sizes
+    spread = f"images per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
+    if len(held.classes) == 1:  # images that have labels for their pixels alone
+        rows = [(held.name(client), str(size)) for client, size in enumerate(sizes[:_SHOWN_CLIENTS])]
+        text = as_text([("client", "images"), *rows, ("all", str(sum(sizes)))])
+        return f"{held.title}\n\n{text}\n{_rest(held)}{spread}"
+    few = len(held.classes) <= _SHOWN_CLASSES
     lines: list[Sequence[str]] = [("client", "images", "classes", *(held.classes if few else ("largest",)))]
     for client, row in enumerate(held.counts[:_SHOWN_CLIENTS]):
         present = sum(count > 0 for count in row)
@@ -43,10 +48,12 @@ def holdings_table(held: Holdings) -> str:
         lines.append((held.name(client), str(sizes[client]), str(present), *shown))
     total = [sum(column) for column in zip(*held.counts, strict=True)]
     lines.append(("all", str(sum(sizes)), str(sum(n > 0 for n in total)), *(map(str, total) if few else ("",))))
+    return f"{held.title}\n\n{as_text(lines)}\n{_rest(held)}{spread}"
+
+
+def _rest(held: Holdings) -> str:
     more = len(held.counts) - _SHOWN_CLIENTS
-    rest = f"... and {more} more clients\n" if more > 0 else ""
-    spread = f"images per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
-    return f"{held.title}\n\n{as_text(lines)}\n{rest}{spread}"
+    return f"... and {more} more clients\n" if more > 0 else ""
 
 
 def plot_holdings(all_held: Sequence[Holdings], file: Path) -> None:
@@ -86,7 +93,8 @@ def plot_holdings(all_held: Sequence[Holdings], file: Path) -> None:
         if not many:
             slanted = bool(held.clients) and len(held.counts) > 8
             panel.set_xticks(places, [held.clients[i] if held.clients else str(i) for i in places])
-            panel.tick_params(axis="x", rotation=45 if slanted else 0)
+            for tick in panel.get_xticklabels() if slanted else ():
+                tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each ends below its own bar
         _explain_colours(figure, panel, held, colours)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +104,8 @@ def plot_holdings(all_held: Sequence[Holdings], file: Path) -> None:
 
 
 def _explain_colours(figure: Any, panel: Any, held: Holdings, colours: Sequence[Any]) -> None:
+    if len(held.classes) == 1:
+        return
     if len(held.classes) <= 2 * _SHOWN_CLASSES:
         handles, names = panel.get_legend_handles_labels()
         # In the order of the bars, the first class at the bottom.

@@ -68,12 +68,23 @@ def group(runs: Sequence[Run]) -> list[Row]:
 _HEADINGS = ("run", "accuracy", "best", "rounds", "communication rounds", "MiB down", "MiB up", "seconds")
 
 # Columns that stand in a table only where one of its runs has them.
-_OF_CLIENTS = {"clients_accuracy": "clients' accuracy", "clients_own_accuracy": "on own data"}
+_OPTIONAL = {
+    "mean_iou": "mean IoU",
+    "clients_accuracy": "clients' accuracy",
+    "clients_own_accuracy": "on own data",
+    "clients_mean_iou": "clients' mean IoU",
+}
+
+# Accuracies of which a run has one for each domain: how their keys begin, and what they are.
+_BY_DOMAIN = {
+    "accuracy_": "accuracy of the global model, by domain",
+    "clients_own_accuracy_": "accuracy of clients on test images of their own, by domain",
+}
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Headings and cells as text; several seeds give mean ± deviation and their number."""
-    present = {key: name for key, name in _OF_CLIENTS.items() if any(row.figures(key) for row in rows)}
+    present = {key: name for key, name in _OPTIONAL.items() if any(row.figures(key) for row in rows)}
     lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
     for row in rows:
         seeds = f" ({len(row.runs)} seeds)" if len(row.runs) > 1 else ""
@@ -93,6 +104,49 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             )
         )
     return lines
+
+
+@dataclass(frozen=True)
+class Domains:
+    """One kind of accuracy that runs have for each domain."""
+
+    title: str
+    prefix: str
+    names: tuple[str, ...]
+
+    def figures(self, row: Row, name: str) -> list[float]:
+        return row.figures(self.prefix + name)
+
+    def averages(self, row: Row) -> list[float]:
+        """Of each run that has all domains their mean, each counted alike."""
+        keys = [self.prefix + name for name in self.names]
+        whole = [run.summary for run in row.runs if all(run.summary.get(key) is not None for key in keys)]
+        return [statistics.fmean(float(summary[key]) for key in keys) for summary in whole]
+
+    def table(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
+        lines: list[tuple[str, ...]] = [("run", *self.names, "average")]
+        for row in rows:
+            columns = [*(self.figures(row, name) for name in self.names), self.averages(row)]
+            if any(columns):
+                lines.append((row.label, *(_spread(values, 100, 1, "%") for values in columns)))
+        return lines
+
+
+def by_domain(rows: Sequence[Row]) -> list[Domains]:
+    """The kinds of accuracy by domain that any of the runs has."""
+    found = []
+    for prefix, title in _BY_DOMAIN.items():
+        # accuracy_of is a text, whose accuracy it is.
+        names = {
+            key.removeprefix(prefix): None
+            for row in rows
+            for run in row.runs
+            for key, value in run.summary.items()
+            if key.startswith(prefix) and isinstance(value, int | float)
+        }
+        if names:
+            found.append(Domains(title, prefix, tuple(names)))
+    return found
 
 
 def _spread(values: Sequence[float], scale: float, digits: int, unit: str = "") -> str:
@@ -128,9 +182,17 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    kinds = by_domain(rows)
+    figure = Figure(figsize=(15, 4.2 + 2.8 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 3, sharey=True)
+    grid = figure.add_gridspec(1 + len(kinds), 3, height_ratios=[4.2] + [2.8] * len(kinds))
+    panels = [figure.add_subplot(grid[0, 0])]
+    panels += [figure.add_subplot(grid[0, i], sharey=panels[0]) for i in (1, 2)]
+    for panel in panels[1:]:
+        panel.tick_params(labelleft=False)
+    # Of models with an answer for each pixel, mean IoU is what is compared.
+    points = [point for row in rows for run in row.runs for point in _curve(run.history)]
+    measure = "mean_iou" if points and all("mean_iou" in point for point in points) else "accuracy"
     axes: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
         ("rounds", lambda point: float(point["round"])),
         ("communication rounds", lambda point: float(point["communication_rounds"])),
@@ -138,7 +200,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     ]
     for panel, (name, spent) in zip(panels, axes, strict=True):
         for number, row in enumerate(rows):
-            curves = [{spent(point): 100 * point["accuracy"] for point in _curve(run.history)} for run in row.runs]
+            curves = [{spent(point): 100 * point[measure] for point in _curve(run.history)} for run in row.runs]
             # Where seeds were evaluated at the same places: one that broke off early ends there.
             places = sorted(set.intersection(*(set(curve) for curve in curves)))
             if not places:
@@ -159,11 +221,42 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         panel.set_xlabel(name)
         panel.grid(alpha=0.3)
         panel.set_xlim(left=0)
-    panels[0].set_ylabel("accuracy of the global model, %")
+    panels[0].set_ylabel(f"{measure.replace('_iou', ' IoU')} of the global model, %")
+    for number, kind in enumerate(kinds, start=1):
+        _plot_domains(figure.add_subplot(grid[number, :]), rows, kind)
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right upper", fontsize="small")
     figure.savefig(file, dpi=130)
+
+
+def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
+    """A group of bars for each domain and for their average, a bar for each run, a line for its range over seeds."""
+    width = 0.8 / len(rows)
+    for number, row in enumerate(rows):
+        columns = [*(kind.figures(row, name) for name in kind.names), kind.averages(row)]
+        for place, values in enumerate(columns):
+            if not values:
+                continue
+            x, mean = place + (number - (len(rows) - 1) / 2) * width, 100 * statistics.fmean(values)
+            panel.bar(
+                x,
+                mean,
+                0.9 * width,
+                color=_COLOURS[number % len(_COLOURS)],
+                hatch=None if number < len(_COLOURS) else "//",
+                edgecolor="white",
+                linewidth=0,
+            )
+            if len(values) > 1:
+                panel.plot([x, x], [100 * min(values), 100 * max(values)], color="black", lw=1)
+    panel.axvline(len(kind.names) - 0.5, color="grey", lw=0.8)
+    panel.set_xticks(range(len(kind.names) + 1), [*kind.names, "average"])
+    panel.set_xlim(-0.5, len(kind.names) + 0.5)
+    panel.set_ylabel("%")
+    panel.set_title(kind.title, fontsize="medium", loc="left")
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
 
 
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -181,7 +274,8 @@ def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for line in history:
         spent = {key: total + int(line[key]) for key, total in spent.items()}
         if line.get("accuracy") is not None:
-            points.append({"round": line["round"], "accuracy": line["accuracy"], "loss": line["loss"], **spent})
+            more = {"mean_iou": line["mean_iou"]} if line.get("mean_iou") is not None else {}
+            points.append({"round": line["round"], "accuracy": line["accuracy"], **more, "loss": line["loss"], **spent})
     return points
 
 
@@ -191,13 +285,15 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
     report.json beside them has the numbers behind both.
     """
     rows = group(find_runs(folders))
-    lines = table(rows)
+    tables = [("", table(rows)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
     try:
         out.mkdir(parents=True, exist_ok=True)
         page, picture = out / "report.md", out / "report.png"
         plot(rows, picture)
-        page.write_text(as_markdown(lines) + f"\n![accuracy]({picture.name})\n", encoding="utf-8")
+        parts = [(f"{title}:\n\n" if title else "") + as_markdown(lines) for title, lines in tables]
+        page.write_text("\n".join([*parts, f"![accuracy]({picture.name})\n"]), encoding="utf-8")
         (out / "report.json").write_text(json.dumps(figures(rows), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the report into {str(out)!r}: {error.strerror}") from None
-    return as_text(lines), page, picture
+    text = "\n\n".join((f"{title}\n" if title else "") + as_text(lines) for title, lines in tables)
+    return text, page, picture

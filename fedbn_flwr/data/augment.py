@@ -1,0 +1,149 @@
+"""What is done to images at random: pure functions of images, masks and a generator or a draw.
+
+Crops that need an image as it lies on disk (`Window`) draw first and learn the image's size later, so that the draws
+do not depend on who decodes what, and when.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a resized crop: its share of the area, and its shape
+
+Box = tuple[int, int, int, int]  # top, left, height and width, in pixels
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which part of each image of a batch is seen, drawn: a box of any shape, or one of so many pixels."""
+
+    draw: Tensor  # resized: [4, count, 10]; cut: [2, count, 1]; float64, from 0 to 1
+    cut: int | None  # pixels of a side; None: a resized crop
+
+    @classmethod
+    def resized(cls, count: int, generator: torch.Generator) -> Window:
+        return cls(torch.rand(4, count, 10, generator=generator, dtype=torch.float64), None)
+
+    @classmethod
+    def square(cls, count: int, side: int, generator: torch.Generator) -> Window:
+        return cls(torch.rand(2, count, 1, generator=generator, dtype=torch.float64), side)
+
+    def boxes(self, height: int, width: int) -> Tensor:
+        """Top, left, height and width for each image, were all of them of this size: [count, 4], whole numbers."""
+        if self.cut is None:
+            return resized_crop_boxes(self.draw, height, width)
+        top = (self.draw[0, :, 0] * (height - self.cut + 1)).floor()
+        left = (self.draw[1, :, 0] * (width - self.cut + 1)).floor()
+        side = torch.full_like(top, self.cut)
+        return torch.stack([top, left, side, side], 1)
+
+    def box(self, number: int, height: int, width: int) -> Box:
+        """That of one image of the batch."""
+        one = Window(self.draw[:, number : number + 1], self.cut)
+        top, left, tall, wide = one.boxes(height, width)[0].int().tolist()
+        return top, left, tall, wide
+
+
+def resized_crop_boxes(
+    draw: Tensor, height: int, width: int, scale: tuple[float, float] = SCALE, ratio: tuple[float, float] = RATIO
+) -> Tensor:
+    """Boxes [count, 4] of the same law as torchvision's RandomResizedCrop, from uniform draws [4, count, tries].
+
+    The first try that lies within the image counts; where none does, the largest box in the middle.
+    """
+    area = height * width * (scale[0] + draw[0] * (scale[1] - scale[0]))
+    shape = torch.exp(math.log(ratio[0]) + draw[1] * (math.log(ratio[1]) - math.log(ratio[0])))
+    wide, tall = (area * shape).sqrt().round(), (area / shape).sqrt().round()
+    fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
+    first = fits.int().argmax(1, keepdim=True)
+    wide, tall, across, down = (values.gather(1, first)[:, 0] for values in (wide, tall, draw[2], draw[3]))
+    # Each place where the box lies within is as likely.
+    left, top = (across * (width - wide + 1)).floor(), (down * (height - tall + 1)).floor()
+    widest = min(width, round(height * ratio[1]))
+    tallest = min(height, round(width / ratio[0]))
+    whole = torch.tensor([(height - tallest) // 2, (width - widest) // 2, tallest, widest], dtype=draw.dtype)
+    return torch.where(fits.any(1, keepdim=True), torch.stack([top, left, tall, wide], 1), whole)
+
+
+def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+    """Of each image [N, C, H, W] the part in its box, enlarged (bilinear) to `size`, or left as large.
+
+    Nothing may shrink: that would need smoothing beforehand.
+    """
+    _, _, height, width = images.shape
+    top, left, tall, wide = boxes.float().unbind(1)
+
+    def places(start: Tensor, length: Tensor, found: int, whole: int) -> Tensor:
+        """Where in the image each pixel's value is taken from; never outside the box: [N, found], -1 to 1."""
+        steps = torch.arange(found, dtype=torch.float32) + 0.5
+        inside = (steps * (length[:, None] / found) - 0.5).clamp(min=0)
+        return (2 * (start[:, None] + inside.minimum(length[:, None] - 1.0)) + 1) / whole - 1
+
+    rows = places(top, tall, size[0], height).to(images.device)
+    columns = places(left, wide, size[1], width).to(images.device)
+    grid = torch.stack(
+        [columns[:, None, :].expand(-1, size[0], -1), rows[:, :, None].expand(-1, -1, size[1])], dim=3
+    )  # [N, h, w, (x, y)]
+    found = torch.nn.functional.grid_sample(
+        images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
+    )
+    return found.round_().to(images.dtype)
+
+
+def crop(images: Tensor, boxes: Tensor) -> Tensor:
+    """Of each image [N, ..., H, W] the part in its box; all boxes are of one size."""
+    corners = boxes.int().tolist()
+    return torch.stack(
+        [
+            image[..., top : top + tall, left : left + wide]
+            for image, (top, left, tall, wide) in zip(images, corners, strict=True)
+        ]
+    )
+
+
+def random_crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
+    """Each image padded with zeros and cut back to its size, at a place of its own."""
+    count, _, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (pad, pad, pad, pad))
+    corner = torch.randint(0, 2 * pad + 1, (2, count, 1), generator=generator).to(images.device)
+    rows = corner[0] + torch.arange(height, device=images.device)  # [N, H]
+    columns = corner[1] + torch.arange(width, device=images.device)  # [N, W]
+    which = torch.arange(count, device=images.device)[:, None, None]
+    # Indexing moves the channels last: [N, H, W, C].
+    return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def random_flip(generator: torch.Generator, *parts: Tensor) -> list[Tensor]:
+    """Each image mirrored left to right, or not; what belongs to it, such as labels of pixels, with it."""
+    flipped = torch.rand(len(parts[0]), generator=generator) < 0.5
+    return [
+        torch.where(flipped.to(part.device).view(-1, *[1] * (part.ndim - 1)), part.flip(-1), part) for part in parts
+    ]
+
+
+def random_rotate(images: Tensor, generator: torch.Generator, most: float = 30.0) -> Tensor:
+    """Each image turned around its middle by up to `most` degrees either way; zeros come in at the corners.
+
+    As torchvision's RandomRotation does by default, each pixel takes the value of the nearest one.
+    """
+    angle = torch.deg2rad((2 * torch.rand(len(images), generator=generator, dtype=torch.float64) - 1) * most)
+    return rotate(images, angle)
+
+
+def rotate(images: Tensor, angle: Tensor) -> Tensor:
+    """Counter-clockwise, by `angle` [N] in radians."""
+    height, width = images.shape[-2:]
+    cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    y = (torch.arange(height, dtype=torch.float64) - (height - 1) / 2)[:, None]
+    x = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    # Where in the image each pixel comes from: [N, H, W].
+    column = (cos * x - sin * y + (width - 1) / 2).round().long()
+    row = (sin * x + cos * y + (height - 1) / 2).round().long()
+    inside = ((column >= 0) & (column < width) & (row >= 0) & (row < height))[:, None].to(images.device)
+    place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).flatten(1)[:, None].to(images.device)
+    found = images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view_as(images)
+    return found * inside

@@ -1,0 +1,177 @@
+"""The images of a split, in two kinds: `Images` holds them all in memory, `Stream` decodes them as they are asked for.
+
+Both answer a plan, row numbers batch by batch, with the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from .augment import Window, crop, crop_and_resize
+from .decoding import Files, coloured
+
+Note = TypeVar("Note")
+
+
+@dataclass(frozen=True)
+class Asked(Generic[Note]):
+    """A batch that somebody wants: its rows, what is seen of each image, and the asker's note to himself."""
+
+    rows: Tensor  # int64 [n], on the CPU
+    note: Note
+    window: Window | None = None  # None: the whole image
+
+
+class Source(Protocol):
+    """What batches are cut from."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [N]: the class of each image, or zeros where each pixel has one."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether each pixel has a label."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a whole image."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def batches(self, plan: Iterable[Asked[Note]]) -> Iterator[tuple[Tensor, Tensor, Note]]:
+        """Images uint8 [n, C, h, w], labels int64 [n] (or [n, h, w]), and the note, on the device."""
+
+    def to(self, device: torch.device) -> Source: ...
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in memory, or in that of a GPU."""
+
+    images: Tensor  # uint8 [N, C, H, W]
+    labels: Tensor  # int64 [N]
+    masks: Tensor | None = None  # uint8 [N, H, W], where each pixel has a label; 255 does not count
+
+    @property
+    def dense(self) -> bool:
+        return self.masks is not None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        _, channels, height, width = self.images.shape
+        return channels, height, width
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    def batches(self, plan: Iterable[Asked[Note]]) -> Iterator[tuple[Tensor, Tensor, Note]]:
+        for asked in plan:
+            rows = asked.rows.to(self.device)
+            images = self.images[rows]
+            targets = self.labels[rows] if self.masks is None else self.masks[rows]
+            if asked.window is not None:
+                boxes = asked.window.boxes(*self.shape[1:])
+                if asked.window.cut is None:
+                    images = crop_and_resize(images, boxes, self.shape[1:])
+                else:
+                    images = crop(images, boxes)
+                    targets = targets if self.masks is None else crop(targets, boxes)
+            yield images, targets.long(), asked.note
+
+    def to(self, device: torch.device) -> Images:
+        masks = None if self.masks is None else self.masks.to(device)
+        return Images(self.images.to(device), self.labels.to(device), masks)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Images on disk, decoded by a few threads ahead of whoever trains on them.
+
+    Decoding runs outside the interpreter lock. The threads live as long as one pass over a plan, so they are never
+    carried over a fork. What is decoded and not yet asked for is at most two batches (or two images a reader), whatever
+    the size of the set.
+    """
+
+    files: Files
+    labels: Tensor
+    shape: tuple[int, int, int]
+    readers: int = 2
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def dense(self) -> bool:
+        return self.files.masks is not None
+
+    def batches(self, plan: Iterable[Asked[Note]]) -> Iterator[tuple[Tensor, Tensor, Note]]:
+        waiting: deque[tuple[Asked[Note], list[Future[tuple[np.ndarray, np.ndarray | None]]]]] = deque()
+        todo = iter(plan)
+        # One thread of arithmetic in each: a forked process has no others, and would wait for them.
+        pool = ThreadPoolExecutor(self.readers, "reader", initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            while True:
+                while sum(len(each) for _, each in waiting) < 2 * self.readers or len(waiting) < 2:
+                    asked = next(todo, None)
+                    if asked is None:
+                        break
+                    rows = enumerate(asked.rows.tolist())
+                    waiting.append((asked, [pool.submit(self._read, row, i, asked.window) for i, row in rows]))
+                if not waiting:
+                    return
+                asked, futures = waiting.popleft()
+                read = [future.result() for future in futures]
+                images = torch.from_numpy(np.stack([pixels for pixels, _ in read]))
+                if self.dense:
+                    targets = torch.from_numpy(np.stack([mask for _, mask in read if mask is not None])).long()
+                else:
+                    targets = self.labels[asked.rows]
+                yield self._sent(images), self._sent(targets), asked.note
+        finally:  # also where a round ends before the plan does
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, row: int, number: int, window: Window | None) -> tuple[np.ndarray, np.ndarray | None]:
+        mask = None
+        if self.dense:
+            pixels, mask = self.files.pair(row)
+        elif window is not None and window.cut is None:
+            pixels = self.files.window(row, window, number, self.shape[1:])
+        else:
+            pixels = self.files.pixels(row)
+        self._check(pixels, row)
+        if window is not None and window.cut is not None:
+            top, left, tall, wide = window.box(number, *pixels.shape[1:])
+            pixels = pixels[:, top : top + tall, left : left + wide]
+            mask = None if mask is None else mask[top : top + tall, left : left + wide]
+        return coloured(pixels, self.shape[0]), mask
+
+    def _check(self, pixels: np.ndarray, row: int) -> None:
+        channels, height, width = self.shape
+        if pixels.shape[1:] != (height, width):
+            raise DataError(
+                f"{self.files.name!r}: the image in row {row} has {pixels.shape[1]}x{pixels.shape[2]} pixels, others "
+                f"{height}x{width}; set data.size to resize them"
+            )
+        if len(pixels) > channels:
+            raise DataError(
+                f"{self.files.name!r}: the image in row {row} has colour, and those looked at first had none; set "
+                "data.stream to false to have all of them looked at"
+            )
+
+    def _sent(self, values: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def to(self, device: torch.device) -> Stream:
+        return replace(self, device=device)

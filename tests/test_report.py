@@ -1,0 +1,91 @@
+"""What a report shows where runs have an accuracy for each domain, or mean IoU."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from fedbn_flwr.results.report import by_domain, find_runs, group, table, write_report
+
+DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+
+
+def write_run(folder: Path, label: str, seed: int = 0, **figures: Any) -> None:
+    folder.mkdir(parents=True)
+    traffic = {"communication_rounds": 1, "bytes_down": 2**20, "bytes_up": 2**20}
+    seen = {key: value for key, value in figures.items() if value is not None}
+    lines = [{"round": i, "accuracy": 0.2 * i, "loss": 1.0, **traffic, **seen} for i in (1, 2, 3)]
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"label": label, "seed": seed, "status": "finished", "accuracy": 0.6, "best_accuracy": 0.6, "rounds": 3}
+    summary |= {"seconds": 1.5, "accuracy_of": "the global model", **{k: 3 * v for k, v in traffic.items()}, **seen}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def write_runs(folder: Path, domains: tuple[str, ...], labels: tuple[str, ...], seeds: int) -> None:
+    for i, label in enumerate(labels):
+        for seed in range(seeds):
+            own = {f"clients_own_accuracy_{d}": 0.3 + 0.05 * k + 0.02 * i + 0.01 * seed for k, d in enumerate(domains)}
+            shared = {f"accuracy_{d}": 0.8 * own[f"clients_own_accuracy_{d}"] for d in domains}
+            write_run(folder / f"{label}-{seed}", label, seed, **(shared if label != "Standalone" else {}), **own)
+
+
+def test_each_domain_is_a_column_of_a_table_of_its_own(tmp_path: Path) -> None:
+    write_runs(tmp_path, DOMAINS[:4], ("FedAvg", "Standalone"), seeds=2)
+    rows = group(find_runs([tmp_path]))
+    assert not set(DOMAINS) & set(table(rows)[0]), "the first table stays as narrow as it was"
+    shared, own = by_domain(rows)
+    assert shared.table(rows)[0] == own.table(rows)[0] == ("run", *DOMAINS[:4], "average")
+    assert [line[0] for line in shared.table(rows)[1:]] == ["FedAvg"], "Standalone has no global model"
+    assert [line[0] for line in own.table(rows)[1:]] == ["FedAvg", "Standalone"]
+    deviation = statistics.stdev([30, 31])
+    assert own.table(rows)[1][1:3] == (f"30.5% ± {deviation:.1f}", f"35.5% ± {deviation:.1f}")
+    # Each domain counts alike, and the deviation is that of the seeds' averages.
+    assert own.table(rows)[1][-1] == f"38.0% ± {deviation:.1f}"
+
+
+def test_an_average_is_of_all_domains_or_there_is_none(tmp_path: Path) -> None:
+    write_run(tmp_path / "all", "all", accuracy_sea=0.5, accuracy_farm=0.7)
+    write_run(tmp_path / "some", "some", accuracy_sea=0.4)
+    rows = group(find_runs([tmp_path]))
+    (shared,) = by_domain(rows)
+    assert shared.table(rows)[1:] == [("all", "50.0%", "70.0%", "60.0%"), ("some", "40.0%", "-", "-")]
+
+
+def test_without_domains_there_is_one_table(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "FedAvg")
+    assert by_domain(group(find_runs([tmp_path]))) == []
+    text, page, _ = write_report([tmp_path], tmp_path)
+    assert "domain" not in text
+    assert page.read_text().count("|---|") == 1
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None:
+    labels = ("FedAvg+BN", "FedAvg+GN", "SiloBN", "FixBN", "FedBN", "FedWon", "FedProx", "Standalone", "FedTAN")
+    write_runs(tmp_path / "runs", DOMAINS[:count], labels, seeds=3)
+    text, page, picture = write_report([tmp_path / "runs"], tmp_path / "out")
+    own = text.split("accuracy of clients on test images of their own, by domain\n")[1].splitlines()
+    assert own[0].split() == ["run", *DOMAINS[:count], "average"]
+    assert len(own) == 2 + len(labels)
+    assert max(map(len, text.splitlines())) <= 120, "a line of a terminal"
+    assert f"| run | {' | '.join(DOMAINS[:count])} | average |" in page.read_text()
+    plain = tmp_path / "plain"
+    write_run(plain / "run", "FedAvg")
+    with Image.open(picture) as with_domains, Image.open(write_report([plain], plain)[2]) as without:
+        assert with_domains.width == without.width
+        assert with_domains.height > 1.5 * without.height, "below the curves are bars"
+
+
+def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "FedAvg", mean_iou=0.31)
+    rows = group(find_runs([tmp_path]))
+    heads, cells = table(rows)
+    assert cells[heads.index("mean IoU")] == "31.00%"
+    write_report([tmp_path], tmp_path / "out")
+    (figures,) = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [point["mean_iou"] for point in figures["curve"]] == [0.31] * 3
