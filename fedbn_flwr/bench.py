@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from .aggregate import weighted_mean
 from .client import BNClient
 from .data import ClientBatches
-from .data.sources import Images
+from .data.images import Images
 from .engine import LocalGrid
 from .models import build_model
 from .packing import pack, unpack

@@ -7,7 +7,10 @@ more than one of digits. What is checked of every split is in partitions.py.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -18,6 +21,23 @@ from ..errors import DataError
 from .sources import Groups
 
 Parts = list[np.ndarray]  # the rows of each client
+
+
+def _flowers() -> Any:
+    """flwr_datasets.partitioner, without the plots that its package imports: SciPy's statistics and seaborn, 2 s."""
+    package, name = "flwr_datasets", "flwr_datasets.partitioner"
+    if package in sys.modules or name in sys.modules:
+        return importlib.import_module(name) if package in sys.modules else sys.modules[name]
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    stand_in = types.ModuleType(package)
+    stand_in.__path__ = list(spec.submodule_search_locations)
+    sys.modules[package] = stand_in
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.modules[package]  # whoever imports the package gets all of it
 
 
 def by_flower(partitioner: Any, labels: Tensor | np.ndarray, clients: int) -> Parts:
@@ -34,11 +54,9 @@ def by_flower(partitioner: Any, labels: Tensor | np.ndarray, clients: int) -> Pa
 
 
 def iid(labels: Tensor, clients: int, seed: int) -> Parts:
-    from flwr_datasets.partitioner import IidPartitioner
-
     # Flower cuts contiguous pieces; many data sets are sorted, so the order is drawn first.
     order = np.random.default_rng(seed).permutation(len(labels))
-    return [order[part] for part in by_flower(IidPartitioner(clients), labels, clients)]
+    return [order[part] for part in by_flower(_flowers().IidPartitioner(clients), labels, clients)]
 
 
 def dirichlet(labels: Tensor, clients: int, seed: int, alpha: float, min_size: int = 1, by: str = "class") -> Parts:
@@ -48,9 +66,7 @@ def dirichlet(labels: Tensor, clients: int, seed: int, alpha: float, min_size: i
     """
     if by == "client":
         return _dirichlet_by_client(labels, clients, seed, alpha)
-    from flwr_datasets.partitioner import DirichletPartitioner
-
-    partitioner = DirichletPartitioner(
+    partitioner = _flowers().DirichletPartitioner(
         num_partitions=clients,
         partition_by="label",
         alpha=alpha,
@@ -95,9 +111,7 @@ def classes(
     if classes_per_client > count:
         raise DataError(f"data.partition.classes_per_client={classes_per_client}, but the data has {count} classes")
     if assignment != "consecutive":
-        from flwr_datasets.partitioner import PathologicalPartitioner
-
-        partitioner = PathologicalPartitioner(
+        partitioner = _flowers().PathologicalPartitioner(
             num_partitions=clients,
             partition_by="label",
             num_classes_per_partition=classes_per_client,
@@ -128,8 +142,6 @@ def classes(
 
 def shards(labels: Tensor, clients: int, seed: int, shards_per_client: int) -> Parts:
     """Images sorted by label and cut into clients * shards_per_client shards of one size, dealt at random."""
-    from flwr_datasets.partitioner import ShardPartitioner
-
     wanted = clients * shards_per_client
     size = -(-len(labels) // wanted)
     if -(-len(labels) // size) != wanted:
@@ -138,7 +150,7 @@ def shards(labels: Tensor, clients: int, seed: int, shards_per_client: int) -> P
             f"shards_per_client={shards_per_client}) of one size, not even with a smaller last one; use fewer shards"
         )
     # Not num_shards_per_partition: with it Flower leaves the remainder out.
-    partitioner = ShardPartitioner(
+    partitioner = _flowers().ShardPartitioner(
         num_partitions=clients, partition_by="label", shard_size=size, keep_incomplete_shard=True, seed=seed
     )
     return by_flower(partitioner, labels, clients)
@@ -173,8 +185,6 @@ def unbalanced_shards(
 
 def domain(groups: Groups | None, clients: int, seed: int, clients_per_domain: int | None = None) -> Parts:
     """Each domain over as many clients, IID among them: the first domain's clients come first."""
-    from flwr_datasets.partitioner import NaturalIdPartitioner
-
     if groups is None:
         raise DataError("data.partition (domain): the data has no domains; name their column by data.domain")
     present = groups.train.unique().tolist()
@@ -186,7 +196,7 @@ def domain(groups: Groups | None, clients: int, seed: int, clients_per_domain: i
             f"{each} per domain set clients={each * len(present)}"
         )
     parts: Parts = []
-    for number, rows in enumerate(by_flower(NaturalIdPartitioner("label"), groups.train, len(present))):
+    for number, rows in enumerate(by_flower(_flowers().NaturalIdPartitioner("label"), groups.train, len(present))):
         if len(rows) < each:
             raise DataError(
                 f"data.partition (domain): {groups.names[present[number]]!r} has {len(rows)} images for {each} clients"
@@ -197,8 +207,6 @@ def domain(groups: Groups | None, clients: int, seed: int, clients_per_domain: i
 
 def natural(groups: Groups | None, clients: int) -> Parts:
     """Each value of a column is a client, in their order by name."""
-    from flwr_datasets.partitioner import NaturalIdPartitioner
-
     if groups is None:
         raise DataError("data.partition (natural): the data has no such column; it is data.partition.column")
     present = groups.train.unique().tolist()
@@ -208,4 +216,4 @@ def natural(groups: Groups | None, clients: int) -> Parts:
             f"data.partition (natural): the column {groups.column!r} has {len(present)} values ({few}), but clients "
             f"is {clients}; set clients={len(present)}"
         )
-    return by_flower(NaturalIdPartitioner("label"), groups.train, clients)
+    return by_flower(_flowers().NaturalIdPartitioner("label"), groups.train, clients)
