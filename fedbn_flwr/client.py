@@ -332,7 +332,7 @@ class BNClient(NumPyClient):
         """The received arrays, and for all other keys what this node last had (or was built with)."""
         if not self._parts.are_current():
             self._parts = Parts(self.model, self.device)
-        own = self._parts.tensors
+        own = self._parts.shapes
         if unknown := [key for key in arrays if key not in own]:
             raise MessageError(
                 f"the server sent {unknown[0]!r}, which this client's model does not have; its keys begin "
@@ -347,10 +347,9 @@ class BNClient(NumPyClient):
             )
         values = {**kept, **arrays}
         for key, value in values.items():
-            if value.shape != own[key].shape:
+            if value.shape != own[key]:
                 raise MessageError(
-                    f"{key!r} has shape {tuple(value.shape)} in the message and {tuple(own[key].shape)} in this "
-                    "client's model"
+                    f"{key!r} has shape {tuple(value.shape)} in the message and {own[key]} in this client's model"
                 )
             if key.endswith("running_var") and value.size and value.min() < 0:
                 raise MessageError(

@@ -64,6 +64,9 @@ class Block(Mapping[str, NDArray[Any]]):
     def __len__(self) -> int:
         return len(self.layout.places)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.layout.places  # Mapping's own would cut the array out to see
+
     def __or__(self, other: Values) -> dict[str, NDArray[Any]]:
         return {**self, **other}
 

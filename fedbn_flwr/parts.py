@@ -25,6 +25,8 @@ class Parts:
         # The very tensors: what is copied into them is in the model.
         self.tensors: dict[str, Tensor] = model.state_dict()
         self.parameters = dict(model.named_parameters())
+        self.shapes = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
+        self._flat = {key: tensor.view(-1) for key, tensor in self.tensors.items() if tensor.is_contiguous()}
         self._views = {key: tensor.numpy() for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
         self._held = [
             (table, name, tensor, tensor.data_ptr())
@@ -52,13 +54,21 @@ class Parts:
 
     def taken(self, keys: Iterable[str]) -> Arrays:
         """Copies of the tensors with these keys, as they are now."""
-        return copied({key: self.tensors[key] for key in keys})
+        keys = list(keys)
+        flat = [self._flat[key] if key in self._flat else self.tensors[key].reshape(-1) for key in keys]
+        return _side_by_side(keys, flat, [self.shapes[key] for key in keys])
 
 
 def copied(tensors: Mapping[str, Tensor]) -> Arrays:
-    """The tensors' values as they are now; those of one dtype in one copy from the device, side by side."""
-    if len({tensor.dtype for tensor in tensors.values()}) != 1:
-        return {key: np.array(tensor.detach().cpu().numpy()) for key, tensor in tensors.items()}
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()]).cpu().numpy()
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
-    return Block(layout(flat.dtype.str, tuple(tensors), shapes), flat)
+    """The tensors' values as they are now."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors.values()]
+    return _side_by_side(list(tensors), flat, [tuple(tensor.shape) for tensor in tensors.values()])
+
+
+def _side_by_side(keys: list[str], flat: list[Tensor], shapes: list[tuple[int, ...]]) -> Arrays:
+    """Copies; those of one dtype in one go from the device, and in one block."""
+    if len({values.dtype for values in flat}) != 1:
+        each = [np.array(values.cpu().numpy()) for values in flat]
+        return {key: values.reshape(shape) for key, values, shape in zip(keys, each, shapes, strict=True)}
+    block = torch.cat(flat).cpu().numpy()
+    return Block(layout(block.dtype.str, tuple(keys), tuple(shapes)), block)

@@ -196,7 +196,7 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
     gamma, beta and all other layers train (dropout stays on). Frozen affine: gamma and beta do not train.
     """
     model.train()
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)} if what else {}
     held = []
     for name, layer in layers.items():
         if Role.STATISTICS in what:
