@@ -393,6 +393,7 @@ def _blank_summary(prepared: Prepared) -> dict[str, Any]:
         "best_accuracy": None,
         "loss": None,
         "seconds": 0.0,
+        **({"memory_format": "channels_last"} if run.train.channels_last else {}),
         "parameters": sum(parameter.numel() for parameter in prepared.model.parameters()),
         "device": str(prepared.device),
         "accuracy_of": "the global model" if has_global_model(prepared.strategy) else "the clients' models, mean",

@@ -365,8 +365,11 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
     for domain, rows in rows_by_domain(dataset).items():
         if len(both := own[torch.isin(own, rows)]):
             tests[f"own@{domain}"] = test(both)
-    shelf = _shelf((run.model, run.seed, dataset.channels, dataset.size, dataset.classes), str(device))
-    parts = shelf.take() or Parts(make_model(run, dataset), device)
+    last = run.train.channels_last
+    shelf = _shelf((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
+    if (parts := shelf.take()) is None:
+        model = make_model(run, dataset)
+        parts = Parts(model.to(memory_format=torch.channels_last) if last else model, device)  # type: ignore[call-overload]
     made = BNClient(
         parts,
         ClientBatches(
@@ -387,6 +390,7 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
         momentum=run.train.momentum,
         keep_momentum=run.train.keep_momentum,
         weight_decay=run.train.weight_decay,
+        channels_last=last,
         seed=run.seed,
         device=device,
         context=context,

@@ -169,6 +169,7 @@ class Train(_Section):
     epochs: Positive | None = None  # over the client's own data, each round; one of epochs and steps
     steps: Positive | None = None
     schedule: Schedule = Schedule()
+    channels_last: bool = False  # images in memory as [N, H, W, C]: faster convolutions, other last bits
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:

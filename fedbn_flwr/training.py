@@ -100,19 +100,22 @@ def train(
     device: torch.device,
     adjust: Sequence[Adjust] = (),
     first_step: Gradient | None = None,
+    channels_last: bool = False,
 ) -> tuple[float, int, int]:
     """One optimiser step per batch; returns the mean loss (by examples), the steps, and the first batch's size.
 
     `adjust` are functions that change the gradients between backward and step, in this order: what a rule adds
     (a proximal term, control variates, clipping). `first_step` finds loss and gradients of the first batch in
     place of plain backpropagation: FedTAN's, which meets the other clients. The model's mode (training, or with
-    parts frozen) is the caller's.
+    parts frozen) is the caller's. `channels_last` lays images out as the model's filters are then to be.
     """
     # Summed on the device: asking for each loss would make the host wait at every step.
     total = torch.zeros((), device=device, dtype=torch.float64)
     examples = steps = first = 0
     for inputs, targets in batches:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        if channels_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         optimizer.zero_grad()
         gradient = first_step if first_step is not None and steps == 0 else _backpropagate
         loss = gradient(model, inputs, targets, loss_fn)

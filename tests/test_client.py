@@ -457,3 +457,26 @@ def test_a_foreign_client_that_returns_too_few_arrays_is_refused() -> None:
     arrays = pack({"a": np.zeros(2), "b": np.zeros(2)})
     (reply,) = ask(LocalGrid(client_app(lambda context: Short()), 1), message(1, arrays))
     assert "fit() returned 1 arrays for the 2 it was given" in reason(reply)
+
+
+# --- memory format --------------------------------------------------------------
+
+
+def test_channels_last_trains_the_same_and_sends_arrays_in_order() -> None:
+    """In float64 the layouts agree but for rounding; what is sent is laid out as ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    ).double()
+    data = [(torch.randn(6, 3, 9, 9, dtype=torch.float64), torch.randint(0, 4, (6,))) for _ in range(3)]
+    sent = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+    updates = {}
+    for last in (False, True):
+        client = BNClient(copy.deepcopy(model), data, lr=0.1, momentum=0.9, channels_last=last)
+        assert client.model[3].weight.is_contiguous(memory_format=torch.channels_last) == last
+        updates[last] = client.train_round(sent, {}).arrays
+    for key, value in updates[False].items():
+        found = updates[True][key]
+        assert found.flags.c_contiguous
+        np.testing.assert_allclose(found, value, rtol=1e-10, atol=1e-12)
+    assert any(updates[True][key].tobytes() != value.tobytes() for key, value in updates[False].items())

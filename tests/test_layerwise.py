@@ -126,6 +126,16 @@ def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(
             torch.testing.assert_close(dict(ours.named_buffers())[key], buffer, rtol=1e-10, atol=1e-12)
 
 
+def test_channels_last_changes_the_last_bits_alone() -> None:
+    model, batches, _ = clients_of("resnet20", [4, 4])
+    _, plain, _ = cohort_gradients(model, batches, [1.0, 1.0])
+    model.to(memory_format=torch.channels_last)
+    last = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
+    for walk in (False, True):
+        _, found, _ = cohort_gradients(model, last, [1.0, 1.0], walk=walk)
+        assert worst(found, plain) < 1e-10
+
+
 def test_plain_federated_gradient_is_far_from_the_union() -> None:
     """The twin can tell: without the exchange the gradient is wrong by more than a tenth."""
     model, batches, _ = clients_of("resnet20", [4, 4, 4])
