@@ -74,6 +74,7 @@ class _Recorded(Wrapper):
         self.kept_round = self.done  # to which the server may come back
         self.asks_clients = personal(strategy) if run.evaluate.clients is None else run.evaluate.clients
         self.metrics: dict[str, Any] = {}
+        self.answered = 0  # clients that trained in this round
 
     def evaluates(self, server_round: int) -> bool:
         return server_round % self.run.evaluate.every == 0 or server_round == self.run.rounds
@@ -97,6 +98,7 @@ class _Recorded(Wrapper):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         replies = list(replies)
+        self.answered = sum(reply.has_content() for reply in replies)
         self.trained |= dict.fromkeys(_partitions(replies), server_round + self.done)
         arrays, metrics = super().aggregate_train(server_round + self.done, replies)
         self.metrics |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
@@ -308,6 +310,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
         now = time.monotonic()
         line = {
             "round": server_round,
+            "clients": strategy.answered,
             **figures,
             **strategy.metrics,
             **vars(metered.take()),

@@ -150,14 +150,15 @@ def make_model(run: Settings, dataset: DataSet) -> nn.Module:
 
 
 def make_strategy(run: Settings) -> Strategy:
-    # Everybody trains unless the file says otherwise; whether clients evaluate is `evaluate.clients`.
+    # Everybody trains unless the file says otherwise; whether clients evaluate is `evaluate.clients`. A run begins with
+    # all clients (experiment.check_nodes), and goes on without those that it loses.
     least = 1 if run.clients == 1 else 2
     strategy = build_strategy(
         run.strategy,
         seed=run.seed,
         min_train_nodes=least,
         min_evaluate_nodes=least,
-        min_available_nodes=run.clients,
+        min_available_nodes=least,
         node_timeout=run.engine.node_timeout,
     )
     check(strategy, run.rounds)
