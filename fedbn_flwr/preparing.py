@@ -82,8 +82,9 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         test=data.test,
         size=data.size,
     ).to(torch.device(device))
-    if data.classes is not None and data.classes != dataset.classes:
-        raise SettingsError(f"data.classes is {data.classes}, but {data.name!r} has {dataset.classes} classes")
+    for key, found in (("classes", dataset.classes), ("channels", dataset.channels)):
+        if (given := getattr(data, key)) is not None and given != found:
+            raise SettingsError(f"data.{key} is {given}, but {data.name!r} has {found} {key}")
     return dataset
 
 
@@ -131,7 +132,31 @@ def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tupl
     return dataset.moments
 
 
-def make_model(run: Settings, dataset: DataSet) -> nn.Module:
+@dataclass(frozen=True)
+class Shape:
+    """What a model must know of the images; a DataSet knows it too."""
+
+    classes: int
+    channels: int
+    size: tuple[int, int]
+
+
+def _shape_without_data(run: Settings) -> Shape:
+    """As the experiment says it, for a server that has no data."""
+    data = run.data
+    missing = [f"data.{key}" for key in ("classes", "channels", "size") if getattr(data, key) is None]
+    if missing:
+        raise SettingsError(
+            f"evaluate.server is false, so the server reads no data, and {', '.join(missing)} must be given, for "
+            "instance data: {classes: 10, channels: 3, size: 32}"
+        )
+    assert data.classes is not None
+    assert data.channels is not None
+    assert data.size is not None
+    return Shape(data.classes, data.channels, (data.size, data.size))
+
+
+def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
     """The run's model, its first weights a function of the seed."""
     classes = run.model.classes or dataset.classes
     if classes != dataset.classes:
@@ -189,7 +214,7 @@ class Prepared:
 
     run: Settings
     name: str
-    dataset: DataSet
+    dataset: DataSet | None  # None: the server has no data
     model: nn.Module
     strategy: Strategy
     device: torch.device
@@ -199,11 +224,14 @@ def prepare_run(run: Settings, name: str) -> Prepared:
     run = resolve(run)
     device = choose_device(run.engine.device)
     strategy = make_strategy(run)
-    dataset = load_data(run.data, str(device))
-    partition_of(run.data, run.clients, run.seed, str(device))
-    moments_of(run, dataset)
-    model = make_model(run, dataset).to(device)
-    _try_model(run, model, dataset, device)
+    dataset = None
+    if run.evaluate.server:
+        dataset = load_data(run.data, str(device))
+        partition_of(run.data, run.clients, run.seed, str(device))
+        moments_of(run, dataset)
+    shape = dataset or _shape_without_data(run)
+    model = make_model(run, shape).to(device)
+    _try_model(run, model, shape, device)
     return Prepared(run, name, dataset, model, strategy, device)
 
 
@@ -215,7 +243,7 @@ def prepare(experiment: Experiment) -> list[Prepared]:
     return [prepare_run(run, name) for run, name in zip(experiment.runs, names, strict=True)]
 
 
-def _try_model(run: Settings, model: nn.Module, dataset: DataSet, device: torch.device) -> None:
+def _try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
     """One image through the model: a wrong size shows here rather than on a client."""
     model.eval()
     try:
@@ -287,8 +315,11 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
             f"this node is partition-id={node.get('partition-id')} of num-partitions={clients}, the experiment has "
             f'clients={run.clients}; set --node-config "partition-id=... num-partitions={run.clients}"'
         )
-    if "data" in node:  # a site that has its own: all of it is this client's
-        mine = {"name": str(node["data"]), "root": None, "domains": (), "partition": settings.Iid(kind="iid")}
+    if "data" in node or "domain" in node:  # a site that has its own: all of it is this client's
+        mine: dict[str, Any] = {"partition": settings.Iid(kind="iid")}
+        mine["domains"] = (str(node["domain"]),) if "domain" in node else ()
+        if "data" in node:
+            mine |= {"name": str(node["data"]), "root": None}
         dataset = load_data(run.data.model_copy(update=mine), str(device))
         indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
     else:

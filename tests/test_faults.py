@@ -23,6 +23,8 @@ from .network import Deployment, missing_tools, wait_for
 
 pytestmark = pytest.mark.engines
 
+ADMITTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
+
 EXPERIMENT: dict[str, Any] = {
     "name": "faults",
     "clients": 3,
@@ -92,23 +94,21 @@ def bring_back(deployment: Deployment, *names: str, seconds: float = 120) -> Non
     """What `restart: unless-stopped` does: start anew, again and again where it ends."""
     for name in names:
         deployment.launch(name)
+    admitted = {name: deployment.running[name].output().count(ADMITTED) for name in names}
 
-    def all_up() -> bool:
-        for name in names:
-            if deployment.running[name].has_ended():
-                deployment.running[name].kill()
-                deployment.launch(name)
-                return False
-            if "healthcheck" in deployment.services[name] and not deployment.is_healthy(name):
-                return False
-        return True
-
-    def ready() -> bool:
+    def is_up(name: str) -> bool:
+        service = deployment.running[name]
+        if service.has_ended():
+            service.kill()
+            deployment.launch(name)
+            return False
+        if name.startswith("supernode-"):  # healthy before the SuperLink lets it in
+            return service.output().count(ADMITTED) > admitted[name]
         with contextlib.suppress(RuntimeError):  # it ended while it was asked
-            return all_up()
+            return "healthcheck" not in deployment.services[name] or deployment.is_healthy(name)
         return False
 
-    wait_for(f"{', '.join(names)} to be back", ready, seconds, every=0.5)
+    wait_for(f"{', '.join(names)} to be back", lambda: all(list(map(is_up, names))), seconds, every=0.5)
 
 
 def wait_for_nodes(deployment: Deployment, seconds: float = 90) -> None:
