@@ -180,7 +180,8 @@ cp -f "$out/ca/ca.crt" "$out/ca.crt"
 i=0
 while [ "$i" -lt "$nodes" ]; do
     site=$out/site-$i
-    if [ ! -e "$site/node.key" ]; then
+    # One whose private key is at its site alone is there as well: a new one would lock that site out.
+    if [ ! -e "$site/node.key" ] && [ ! -e "$out/nodes/node-$i.pub" ]; then
         mkdir -p "$site"
         ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f "$site/node.key"
         mv "$site/node.key.pub" "$out/nodes/node-$i.pub"

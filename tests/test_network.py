@@ -228,6 +228,11 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
     servers = ("superlink", "exchange")
     assert changed == {f"{server}/server.{end}" for server in servers for end in ("key", "pem")}
     assert (keys / "site-3" / "node.key").exists()
+    shutil.rmtree(keys / "site-3")  # it went to its site
+    public = (keys / "nodes" / "node-3.pub").read_bytes()
+    assert make_keys(keys, "--add", "--nodes", "4").returncode == 0
+    assert not (keys / "site-3").exists()
+    assert (keys / "nodes" / "node-3.pub").read_bytes() == public
     for server in ("superlink", "exchange"):  # the hosts of before are not forgotten
         words = ["openssl", "x509", "-in", str(keys / server / "server.pem"), "-noout", "-ext", "subjectAltName"]
         names = subprocess.run(words, capture_output=True, text=True).stdout
