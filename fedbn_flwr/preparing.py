@@ -178,6 +178,7 @@ def make_strategy(run: Settings) -> Strategy:
     # Everybody trains unless the file says otherwise; whether clients evaluate is `evaluate.clients`. A run begins with
     # all clients (experiment.check_nodes), and goes on without those that it loses.
     least = 1 if run.clients == 1 else 2
+    _check_demands(run.strategy, run.clients)
     strategy = build_strategy(
         run.strategy,
         seed=run.seed,
@@ -193,6 +194,15 @@ def make_strategy(run: Settings) -> Strategy:
             "can be evaluated; leave evaluate.clients out"
         )
     return strategy
+
+
+def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
+    """A round that needs more nodes than there are would wait for them, and end the run."""
+    for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
+        if isinstance(needed := spec.get(key), int) and needed > clients:
+            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
+    if isinstance(base := spec.get("base"), Mapping):
+        _check_demands(base, clients)
 
 
 def strategy_name(spec: Mapping[str, Any]) -> str:
