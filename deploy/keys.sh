@@ -13,15 +13,17 @@ set -eu
 
 usage() {
     cat <<'END'
-usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force] [HOST ...]
+usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force | --check] [HOST ...]
 
   HOST         a further name or IP address at which the server is reached; the services' names in
                docker-compose.yml, localhost and 127.0.0.1 are known by themselves
   --out        where to write (deploy/keys)
-  --nodes      number of SuperNodes (3)
+  --nodes      number of SuperNodes ($SITES, else 3)
   --add        keep the authority and the nodes there are; make what is missing, and new server
-               certificates (for more sites, another host name, or before it expires)
+               certificates, for the hosts they had and those given (for more sites, another
+               host name, or before they expire)
   --force      replace everything: sites with an old key are locked out
+  --check      make nothing; say whether others on this machine can read a private key
 END
 }
 
@@ -31,7 +33,7 @@ fail() {
 }
 
 out=$(dirname "$0")/keys
-nodes=3
+nodes=${SITES:-3}
 mode=new
 hosts="localhost 127.0.0.1"
 while [ $# -gt 0 ]; do
@@ -42,6 +44,7 @@ while [ $# -gt 0 ]; do
             shift
             ;;
         --add) mode=add ;;
+        --check) mode=check ;;
         --force) mode=force ;;
         -h | --help)
             usage
@@ -57,6 +60,28 @@ done
 case $nodes in
     '' | *[!0-9]* | 0) fail "--nodes is '$nodes', expected a number from 1" ;;
 esac
+
+# Whether others may pass a folder, or read a file: any bit of `$2` (octal digits that find knows) is set.
+has_mode() { [ -n "$(find "$1" -prune \( -perm -0"$2"0 -o -perm -00"$2" \))" ]; }
+
+# Private keys that neither their mode, nor their folder's, nor that of the folder above keeps from others.
+refuse_open_keys() {
+    has_mode "$out" 1 || return 0
+    for key in "$out"/*/*.key; do
+        [ -e "$key" ] || continue
+        if has_mode "$key" 4 && has_mode "$(dirname "$key")" 1; then
+            fail "$key is readable by others; chmod 700 $out, then ask whether somebody has read it"
+        fi
+    done
+}
+if [ "$mode" = check ]; then
+    [ -d "$out" ] || fail "$out is not there"
+    refuse_open_keys
+    echo "no private key in $out is readable by others"
+    exit 0
+fi
+[ "$mode" != add ] || refuse_open_keys
+
 for tool in openssl ssh-keygen; do
     command -v "$tool" >/dev/null || fail "$tool is not installed"
 done
@@ -64,6 +89,17 @@ if [ "$mode" = new ] && [ -e "$out" ] && [ -n "$(ls -A "$out")" ]; then
     fail "$out holds keys already; --add keeps and completes them, --force replaces them all"
 fi
 [ "$mode" != add ] || [ -e "$out/ca/ca.key" ] || fail "--add: $out/ca/ca.key is not there"
+
+if [ "$mode" = add ] && [ -e "$out/superlink/server.pem" ]; then
+    # A new certificate must not forget a name that sites use. Those of the services are added below.
+    for host in $(openssl x509 -in "$out/superlink/server.pem" -noout -ext subjectAltName |
+        sed -n -e 's/IP Address:/DNS:/g' -e 's/[[:space:]]*DNS:\([^,]*\),*/\1 /gp'); do
+        case " $hosts superlink " in
+            *" $host "*) ;;
+            *) hosts="$hosts $host" ;;
+        esac
+    done
+fi
 
 umask 077
 mkdir -p "$out"
@@ -144,7 +180,8 @@ cp -f "$out/ca/ca.crt" "$out/ca.crt"
 i=0
 while [ "$i" -lt "$nodes" ]; do
     site=$out/site-$i
-    if [ ! -e "$site/node.key" ]; then
+    # One whose private key is at its site alone is there as well: a new one would lock that site out.
+    if [ ! -e "$site/node.key" ] && [ ! -e "$out/nodes/node-$i.pub" ]; then
         mkdir -p "$site"
         ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f "$site/node.key"
         mv "$site/node.key.pub" "$out/nodes/node-$i.pub"
@@ -168,4 +205,5 @@ if [ "$(id -u)" = 0 ]; then
     chmod 755 "$out"
     chmod 644 "$out/ca.crt"
 fi
+refuse_open_keys
 echo "keys for $nodes nodes and for a server at:$(printf ' %s' $hosts) are in $out"

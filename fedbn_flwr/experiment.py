@@ -10,7 +10,7 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,8 +72,10 @@ class _Recorded(Wrapper):
         self.done = 0 if before is None else before.round  # Flower counts from 1 again
         self.trained = {} if before is None else dict(before.trained)  # partition -> its last round
         self.kept_round = self.done  # to which the server may come back
-        self.asks_clients = personal(strategy) if run.evaluate.clients is None else run.evaluate.clients
+        by_rule = personal(strategy) or not run.evaluate.server
+        self.asks_clients = by_rule if run.evaluate.clients is None else run.evaluate.clients
         self.metrics: dict[str, Any] = {}
+        self.answered = 0  # clients that trained in this round
 
     def evaluates(self, server_round: int) -> bool:
         return server_round % self.run.evaluate.every == 0 or server_round == self.run.rounds
@@ -97,6 +99,7 @@ class _Recorded(Wrapper):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         replies = list(replies)
+        self.answered = sum(reply.has_content() for reply in replies)
         self.trained |= dict.fromkeys(_partitions(replies), server_round + self.done)
         arrays, metrics = super().aggregate_train(server_round + self.done, replies)
         self.metrics |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
@@ -142,6 +145,16 @@ def _own_figures(replies: Sequence[Message]) -> dict[str, float]:
                 if whose == "own" and what in ("loss", "accuracy") and isinstance(value, float):
                     told.setdefault(f"own-{what}-{domain}" if domain else key, []).append(value)
     return {key: statistics.fmean(values) for key, values in told.items()}
+
+
+def _judge_of(prepared: Prepared) -> Callable[[ArrayRecord, ArrayRecord], tuple[dict[str, Any], str]] | None:
+    """Judges a global model (see _judge); None where there is none, or no data to judge it by."""
+    run, dataset = prepared.run, prepared.dataset
+    if dataset is None or not has_global_model(prepared.strategy):
+        return None
+    test_of = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
+    domains = {name: test_of(rows) for name, rows in rows_by_domain(dataset).items()}
+    return functools.partial(_judge, prepared, test=test_of(), domains=domains)
 
 
 def _judge(
@@ -269,10 +282,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
     metered = MeteredGrid(grid)
     total = Traffic()
     strategy = _Recorded(prepared.strategy, run, before)
-    test_of = functools.partial(
-        TestBatches, prepared.dataset.test, moments_of(run, prepared.dataset), run.evaluate.batch_size
-    )
-    test, domains = test_of(), {name: test_of(rows) for name, rows in rows_by_domain(prepared.dataset).items()}
+    judge = _judge_of(prepared)
     initial = {
         key: value.detach().cpu().numpy().copy()
         for key, value in model.state_dict().items()
@@ -301,13 +311,15 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
         outside = current
         if strategy.evaluates(server_round) and has_global_model(strategy):
             outside = global_model(strategy, server_round, current, metered)
-            figures, summary["evaluated_with"] = _judge(prepared, outside, current, test, domains)
-        elif not has_global_model(strategy):  # its figures are the clients' means
+        if strategy.evaluates(server_round) and judge is not None:
+            figures, summary["evaluated_with"] = judge(outside, current)
+        elif judge is None:  # the clients' means
             metrics = strategy.metrics
             figures = {key: metrics[f"clients_{key}"] for key in ("loss", "accuracy") if f"clients_{key}" in metrics}
         now = time.monotonic()
         line = {
             "round": server_round,
+            "clients": strategy.answered,
             **figures,
             **strategy.metrics,
             **vars(metered.take()),
@@ -396,8 +408,14 @@ def _blank_summary(prepared: Prepared) -> dict[str, Any]:
         **({"memory_format": "channels_last"} if run.train.channels_last else {}),
         "parameters": sum(parameter.numel() for parameter in prepared.model.parameters()),
         "device": str(prepared.device),
-        "accuracy_of": "the global model" if has_global_model(prepared.strategy) else "the clients' models, mean",
+        "accuracy_of": _accuracy_of(prepared),
     }
+
+
+def _accuracy_of(prepared: Prepared) -> str:
+    if not has_global_model(prepared.strategy):
+        return "the clients' models, mean"
+    return "the global model" if prepared.dataset is not None else "the clients' models on their test images, mean"
 
 
 def _account(summary: dict[str, Any], total: Traffic, line: Mapping[str, Any]) -> None:

@@ -93,8 +93,9 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         memory=data.memory,
         readers=data.readers,
     ).to(torch.device(device))
-    if data.classes is not None and data.classes != dataset.classes:
-        raise SettingsError(f"data.classes is {data.classes}, but {data.name!r} has {dataset.classes} classes")
+    for key, found in (("classes", dataset.classes), ("channels", dataset.channels)):
+        if (given := getattr(data, key)) is not None and given != found:
+            raise SettingsError(f"data.{key} is {given}, but {data.name!r} has {found} {key}")
     return dataset
 
 
@@ -147,7 +148,33 @@ def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tupl
     return dataset.moments
 
 
-def make_model(run: Settings, dataset: DataSet) -> nn.Module:
+@dataclass(frozen=True)
+class Shape:
+    """What a model must know of the images; a DataSet knows it too."""
+
+    classes: int
+    channels: int
+    size: tuple[int, int]
+    dense: bool  # whether each pixel has a label
+
+
+def _shape_without_data(run: Settings) -> Shape:
+    """As the experiment says it, for a server that has no data."""
+    data = run.data
+    missing = [f"data.{key}" for key in ("classes", "channels", "size") if getattr(data, key) is None]
+    if missing:
+        raise SettingsError(
+            f"evaluate.server is false, so the server reads no data, and {', '.join(missing)} must be given, for "
+            "instance data: {classes: 10, channels: 3, size: 32}"
+        )
+    assert data.classes is not None
+    assert data.channels is not None
+    assert data.size is not None
+    size = (data.size, data.size) if isinstance(data.size, int) else data.size
+    return Shape(data.classes, data.channels, size, dense=data.crop is not None)
+
+
+def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
     """The run's model, its first weights a function of the seed."""
     classes = run.model.classes or dataset.classes
     if classes != dataset.classes:
@@ -166,14 +193,16 @@ def make_model(run: Settings, dataset: DataSet) -> nn.Module:
 
 
 def make_strategy(run: Settings) -> Strategy:
-    # Everybody trains unless the file says otherwise; whether clients evaluate is `evaluate.clients`.
+    # Everybody trains unless the file says otherwise; whether clients evaluate is `evaluate.clients`. A run begins with
+    # all clients (experiment.check_nodes), and goes on without those that it loses.
     least = 1 if run.clients == 1 else 2
+    _check_demands(run.strategy, run.clients)
     strategy = build_strategy(
         run.strategy,
         seed=run.seed,
         min_train_nodes=least,
         min_evaluate_nodes=least,
-        min_available_nodes=run.clients,
+        min_available_nodes=least,
         node_timeout=run.engine.node_timeout,
     )
     check(strategy, run.rounds)
@@ -183,6 +212,15 @@ def make_strategy(run: Settings) -> Strategy:
             "can be evaluated; leave evaluate.clients out"
         )
     return strategy
+
+
+def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
+    """A round that needs more nodes than there are would wait for them, and end the run."""
+    for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
+        if isinstance(needed := spec.get(key), int) and needed > clients:
+            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
+    if isinstance(base := spec.get("base"), Mapping):
+        _check_demands(base, clients)
 
 
 def strategy_name(spec: Mapping[str, Any]) -> str:
@@ -204,7 +242,7 @@ class Prepared:
 
     run: Settings
     name: str
-    dataset: DataSet
+    dataset: DataSet | None  # None: the server has no data
     model: nn.Module
     strategy: Strategy
     device: torch.device
@@ -214,13 +252,16 @@ def prepare_run(run: Settings, name: str) -> Prepared:
     run = resolve(run)
     device = choose_device(run.engine.device)
     strategy = make_strategy(run)
-    dataset = load_data(run.data, str(device))
-    _check_labels(run, dataset)
-    partition_of(run.data, run.clients, run.seed, str(device))
-    moments_of(run, dataset)
-    model = make_model(run, dataset).to(device)
+    dataset = None
+    if run.evaluate.server:
+        dataset = load_data(run.data, str(device))
+        partition_of(run.data, run.clients, run.seed, str(device))
+        moments_of(run, dataset)
+    shape = dataset or _shape_without_data(run)
+    _check_labels(run, shape)
+    model = make_model(run, shape).to(device)
     _check_norm(run, model, strategy)
-    _try_model(run, model, dataset, device)
+    _try_model(run, model, shape, device)
     return Prepared(run, name, dataset, model, strategy, device)
 
 
@@ -232,7 +273,7 @@ def prepare(experiment: Experiment) -> list[Prepared]:
     return [prepare_run(run, name) for run, name in zip(experiment.runs, names, strict=True)]
 
 
-def _check_labels(run: Settings, dataset: DataSet) -> None:
+def _check_labels(run: Settings, dataset: DataSet | Shape) -> None:
     """What a file says of crops fits the labels: one for each image, or one for each pixel."""
     name, cut = run.data.name, run.data.crop
     if not dataset.dense:
@@ -264,7 +305,7 @@ def _check_norm(run: Settings, model: nn.Module, strategy: Strategy) -> None:
             )
 
 
-def _try_model(run: Settings, model: nn.Module, dataset: DataSet, device: torch.device) -> None:
+def _try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
     """Two images through the model: a wrong size shows here rather than on a client."""
     model.eval()
     sizes = [dataset.size]
@@ -351,8 +392,11 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
             f"this node is partition-id={node.get('partition-id')} of num-partitions={clients}, the experiment has "
             f'clients={run.clients}; set --node-config "partition-id=... num-partitions={run.clients}"'
         )
-    if "data" in node:  # a site that has its own: all of it is this client's
-        mine = {"name": str(node["data"]), "root": None, "domains": (), "partition": settings.Iid(kind="iid")}
+    if "data" in node or "domain" in node:  # a site that has its own: all of it is this client's
+        mine: dict[str, Any] = {"partition": settings.Iid(kind="iid")}
+        mine["domains"] = (str(node["domain"]),) if "domain" in node else ()
+        if "data" in node:
+            mine |= {"name": str(node["data"]), "root": None}
         dataset = load_data(run.data.model_copy(update=mine), str(device))
         _check_labels(run, dataset)
         indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))

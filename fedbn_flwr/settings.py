@@ -110,6 +110,7 @@ class Data(_Section):
     train: str | None = None  # split names
     test: str | None = None
     classes: Positive | None = None  # checked against the data where given
+    channels: Positive | None = None  # likewise
     size: Size | None = None  # resize to size x size, or to a height and a width
     # How an image of another shape gets there, the catalogue's where not given: stretch; crop: the middle is cut out
     fit: Literal["stretch", "crop"] | None = None
@@ -186,9 +187,19 @@ class Train(_Section):
 
 class Evaluate(_Section):
     every: Positive = 1  # rounds between evaluations of the global model; the last round always counts
-    clients: bool | None = None  # let clients evaluate their models too; None: where the rule personalises
+    # Let clients evaluate their models too; None: where the rule personalises, or nobody else evaluates.
+    clients: bool | None = None
+    server: bool = True  # false: the server has no data
     statistics: Literal["model", "reestimated"] = "model"  # batch norm's, of the global model on the test images
     batch_size: Positive = 500
+
+    @model_validator(mode="after")
+    def _somebody_does(self) -> Evaluate:
+        if not self.server and self.clients is False:
+            raise ValueError("server and clients are both false; somebody must evaluate")
+        if not self.server and self.statistics == "reestimated":
+            raise ValueError("statistics cannot be 'reestimated' on the server's test images where server is false")
+        return self
 
 
 class Engine(_Section):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import INFO, WARNING
+from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,8 @@ class FedAvg(FlowerFedAvg):
         """The nodes of this round: a function of the seed, the round and the partitions."""
         needed = max(self.min_available_nodes, least)
         nodes = self._wait_for_nodes(grid, needed)
+        for node in sorted(self._partitions.keys() - set(nodes), key=self._position):
+            log(WARNING, "round %d, %s: without %s, which is not connected", server_round, purpose, self._who(node))
         count = max(int(len(nodes) * fraction), least)
         if count < len(nodes):
             self._ask_for_partitions(grid, [node for node in nodes if node not in self._partitions])
@@ -117,7 +119,13 @@ class FedAvg(FlowerFedAvg):
                     "or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
                 )
             if now - told > 10:
-                log(INFO, "Waiting for nodes: %d of %d are connected", len(nodes), needed)
+                log(
+                    WARNING,
+                    "Waiting for nodes: %d of %d are connected, at most %.0f s more",
+                    len(nodes),
+                    needed,
+                    deadline - now,
+                )
                 told = now
             time.sleep(0.2)
         return nodes

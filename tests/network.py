@@ -44,11 +44,11 @@ def make_keys(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def read_compose(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+def read_compose(variables: Mapping[str, str] | None = None, file: Path = COMPOSE) -> dict[str, Any]:
     """The file as Compose reads it: `${NAME:-default}` filled in, anchors and merges resolved."""
     given = variables or {}
-    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: given.get(m[1]) or m[2], COMPOSE.read_text(encoding="utf-8"))
-    assert "$" not in text, "docker-compose.yml uses an interpolation that this reader does not know"
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: given.get(m[1]) or m[2], file.read_text(encoding="utf-8"))
+    assert "$" not in text, "the compose file uses an interpolation that this reader does not know"
     content = yaml.safe_load(text)
     assert isinstance(content, dict)
     return content
@@ -69,7 +69,7 @@ class Service:
         self.name = name
         self.log = folder / "output.txt"
         self._stop = signal.Signals[stop]
-        with self.log.open("wb") as output:
+        with self.log.open("ab") as output:  # after those of its earlier lives
             self._process = subprocess.Popen(
                 command,
                 cwd=folder / HOME[1:],
@@ -126,10 +126,10 @@ class Deployment:
     `folder` gets the keys, the volumes, and one folder per service with its output.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: Path = COMPOSE, variables: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.keys = folder / "keys"
-        self.services: dict[str, Any] = read_compose()["services"]
+        self.services: dict[str, Any] = read_compose(variables, file)["services"]
         self.running: dict[str, Service] = {}
         self._ports: dict[tuple[str, int], int] = {}
 
@@ -138,6 +138,10 @@ class Deployment:
     def mounts(self, service: str) -> dict[str, Path]:
         """Where each folder inside the container lies on this host."""
         folders = {HOME: self.folder / service / HOME[1:]}
+        if service.startswith("supernode-"):
+            # Its --node-config names folders of the container in which the app runs.
+            app = self.mounts(service.replace("supernode", "superexec-clientapp"))
+            folders |= {target: app[target] for target in ("/data", "/state")}
         for volume in self.services[service].get("volumes", []):
             if isinstance(volume, str):
                 source, target = volume.split(":")[:2]
@@ -145,6 +149,8 @@ class Deployment:
                 source, target = volume["source"], volume["target"]
             if source == KEYS or source.startswith(KEYS + "/"):
                 folders[target] = self.keys / source[len(KEYS) :].lstrip("/")
+            elif source.startswith("/"):
+                folders[target] = Path(source)
             elif source.startswith("."):
                 folders[target] = ROOT / source
             else:
@@ -317,26 +323,37 @@ class Deployment:
         assert done.returncode == 0, f"{shlex.join(['flwr', *words])}\n{done.stdout}{done.stderr}\n{self.outputs()}"
         return done.stdout
 
-    def run_app(self, run_config: Mapping[str, Any], seconds: float = 300) -> Path:
-        """Run this checkout with `run_config`, and return the folder of its one training run."""
+    def submit(self, run_config: Mapping[str, Any]) -> str:
+        """Have this checkout run with `run_config`, and return the run's id."""
         settings = self.folder / "run-config.toml"
         # JSON's strings, numbers and booleans are TOML's.
         settings.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in run_config.items()))
+        answer = json.loads(self.flwr("run", str(ROOT), "remote", "--run-config", str(settings), "--format", "json"))
+        return str(answer["run-id"])
+
+    def status(self, run_id: str) -> str:
+        listed = json.loads(self.flwr("ls", "remote", "--run-id", run_id, "--format", "json"))
+        return str(listed["runs"][0]["status"])
+
+    def log(self, run_id: str) -> str:
+        """What the ServerApp printed; it is in the SuperLink's keeping, not in a container's output."""
+        return self.flwr("log", run_id, "remote", "--show")
+
+    def wait_for_end(self, run_id: str, seconds: float = 300) -> str:
+        """The status of the run when it has ended, or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not (last := self.status(run_id)).startswith("finished") and time.monotonic() < deadline:
+            time.sleep(2)
+        return last
+
+    def run_app(self, run_config: Mapping[str, Any], seconds: float = 300) -> Path:
+        """Run this checkout with `run_config`, and return the folder of its one training run."""
         out = Path(run_config["out"]) if "out" in run_config else self.mounts("superexec-serverapp")["/runs"]
         before = set(out.glob("**/config.yaml"))
-        answer = json.loads(self.flwr("run", str(ROOT), "remote", "--run-config", str(settings), "--format", "json"))
-        run_id = str(answer["run-id"])
-
-        def status() -> str:
-            listed = json.loads(self.flwr("ls", "remote", "--run-id", run_id, "--format", "json"))
-            return str(listed["runs"][0]["status"])
-
-        deadline = time.monotonic() + seconds
-        while not (last := status()).startswith("finished") and time.monotonic() < deadline:
-            time.sleep(2)
-        if last != "finished:completed":
-            # What the ServerApp printed is in the SuperLink's keeping, not in a container's output.
-            log = self.flwr("log", run_id, "remote", "--show")
-            raise AssertionError(f"the run is {last!r} after at most {seconds:g} s\n{log}\n{self.outputs()}")
+        run_id = self.submit(run_config)
+        if (last := self.wait_for_end(run_id, seconds)) != "finished:completed":
+            raise AssertionError(
+                f"the run is {last!r} after at most {seconds:g} s\n{self.log(run_id)}\n{self.outputs()}"
+            )
         (config,) = set(out.glob("**/config.yaml")) - before
         return config.parent

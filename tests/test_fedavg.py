@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flwr.serverapp.strategy as flower
@@ -355,6 +355,36 @@ def test_waiting_for_nodes_has_an_end(federation: Federations) -> None:
     with pytest.raises(RunFailed, match=r"2 of 5 nodes connected within 0\.3 s"):
         strategy.start(fed.grid(), fed.arrays(), num_rounds=1)
     assert 0.3 <= time.monotonic() - began < 5
+
+
+def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_is_back(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """And with too few it waits, says for what, and ends."""
+    fed = federation((8, 8, 8))
+
+    class Coming(LocalGrid):
+        connected = [{1, 2, 3}, {1, 3}, {1, 2, 3}, {3}]  # before each round
+
+        def get_node_ids(self) -> list[int]:
+            return [node for node in super().get_node_ids() if node in self.connected[0]]
+
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if (number := len(replies)) > 1:
+                asked.append(number)
+                self.connected = self.connected[1:]
+            return replies
+
+    asked: list[int] = []
+    strategy = FedAvg(fraction_evaluate=0.0, node_timeout=0.3)
+    grid = Coming(fed.app(), 3, node_ids=(1, 2, 3))
+    with pytest.raises(RunFailed, match=r"1 of 2 nodes connected within 0\.3 s"):
+        strategy.start(grid, fed.arrays(), num_rounds=4)
+    assert asked == [3, 2, 3]
+    told = [record.getMessage() for record in flower_log.records]
+    assert "round 2, train: without client 1 (node 2), which is not connected" in told
+    assert any(line.startswith("Waiting for nodes: 1 of 2 are connected, at most 0 s more") for line in told)
 
 
 # --- with other people's code ------------------------------------------------

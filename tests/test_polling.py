@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.engine import PollingGrid, polling
@@ -93,6 +94,47 @@ def test_a_message_that_is_refused_is_an_error_of_its_node(federation: Federatio
     grid = SlowGrid(federation((4, 4)).app(), 2, refused=[1])
     replies = list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=7))
     assert {reply.metadata.src_node_id: reply.has_error() for reply in replies} == {1: True, 2: False}
+
+
+class Starting(SlowGrid):
+    """Nodes as a SuperLink lists them, each with the time of its last start; node 2 starts anew at the third look."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.listed = itertools.count(1)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        second = "later" if next(self.listed) >= 3 else "once"
+        return [NodeInfo(node_id=1, last_activated_at="once"), NodeInfo(node_id=2, last_activated_at=second)]
+
+
+def test_a_node_that_was_started_anew_is_not_waited_for(federation: Federations, slept: list[float]) -> None:
+    """The SuperLink sees it online and makes no error of the message that it has lost."""
+    grid = Starting(federation((4, 4)).app(), 2, lost=[2])
+    replies = {reply.metadata.src_node_id: reply for reply in PollingGrid(grid).send_and_receive(questions(1, 2))}
+    assert replies[1].has_content()
+    assert "started anew" in replies[2].error.reason
+    assert sum(slept) < 20
+
+
+def test_what_a_node_sent_before_it_was_started_anew_counts(federation: Federations, slept: list[float]) -> None:
+    class Late(Starting):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            self.looks = itertools.count(0 if next(self.listed) > 4 else -1)  # there when the start is seen
+            return super().pull_messages(message_ids)
+
+    replies = list(PollingGrid(Late(federation((4, 4)).app(), 2)).send_and_receive(questions(1, 2)))
+    assert [reply.has_content() for reply in replies] == [True, True]
+
+
+def test_the_log_says_what_is_waited_for(
+    federation: Federations, slept: list[float], flower_log: pytest.LogCaptureFixture
+) -> None:
+    grid = SlowGrid(federation((4, 4)).app(), 2, lost=[2])
+    list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=300))
+    told = [record.getMessage() for record in flower_log.records]
+    assert len(told) == 3, "after about 60, 120 and 240 s"
+    assert all("waiting for 1 of 2 replies since" in line and "at most 300 s" in line for line in told)
 
 
 class Watching:

@@ -11,8 +11,9 @@ from torch import nn
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.preparing import make_client, prepare_run
-from fedbn_flwr.settings import Settings, read_experiment
+from fedbn_flwr.preparing import make_client, make_strategy, prepare_run
+from fedbn_flwr.settings import Settings, parse_yaml, read_experiment
+from fedbn_flwr.strategies import FedAvg
 
 SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.steps=2"
 
@@ -84,3 +85,23 @@ def test_a_norm_with_arithmetic_of_its_own_is_refused_where_it_would_be_lost(rul
 
 def test_other_rules_take_it() -> None:
     prepare_run(run_of({"name": "FixBN", "freeze_round": 1}, "brn"), "run")
+
+
+def strategy_of(text: str) -> object:
+    (run,) = read_experiment(parse_yaml(text)).runs
+    return make_strategy(run)
+
+
+def test_a_round_needs_two_clients_unless_the_experiment_says_otherwise() -> None:
+    for clients, spec, needed in ((1, "", 1), (5, "", 2), (5, ", min_train_nodes: 4", 4)):
+        strategy = strategy_of(f"{{clients: {clients}, strategy: {{name: FedAvg{spec}}}}}")
+        assert isinstance(strategy, FedAvg)
+        assert strategy.min_train_nodes == needed
+        assert strategy.min_available_nodes <= needed, "a lost client would stop the run"
+
+
+@pytest.mark.parametrize("spec", ["{name: FedBN, min_train_nodes: 4}", "{name: FixBN, freeze_round: 1, base: {name: "
+                                  "FedAvg, min_available_nodes: 4}}"])  # fmt: skip
+def test_more_nodes_than_there_are_cannot_be_asked_for(spec: str) -> None:
+    with pytest.raises(SettingsError, match=r"strategy\.min_\w+ of Fed\w+ is 4, but there are 3 clients"):
+        strategy_of(f"{{clients: 3, strategy: {spec}}}")

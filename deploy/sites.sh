@@ -1,0 +1,74 @@
+#!/bin/sh
+# Makes a deployment for another number of sites than three: keys for those that have none, and a compose file.
+#   deploy/sites.sh [--gpu] N [HOST ...]       then: docker compose up --build --detach
+#
+# HOST as for keys.sh. Written are docker-compose.sites.yml, which is docker-compose.yml with the services, networks and
+# volumes of site 0 repeated for each site, and into .env what makes `docker compose` take it: SITES and COMPOSE_FILE.
+# Each site has its own networks, key, data and state, as there. Run it again after docker-compose.yml has changed.
+set -eu
+cd "$(dirname "$0")/.."
+
+fail() {
+    echo "sites.sh: $1" >&2
+    exit 1
+}
+
+gpu=
+if [ "${1:-}" = --gpu ]; then
+    gpu=yes
+    shift
+fi
+sites=${1:-}
+case $sites in
+    '' | *[!0-9]* | 0*) fail "usage: deploy/sites.sh [--gpu] N [HOST ...]; N is '$sites', expected a number from 1" ;;
+esac
+shift
+
+# What belongs to a site: a service with all that is under it, or one line of a list or mapping.
+repeat() {
+    awk -v sites="$sites" '
+        function site(text, i) {
+            gsub(/-0/, "-" i, text); gsub(/_0/, "_" i, text); gsub(/partition-id=0/, "partition-id=" i, text)
+            return text
+        }
+        function flush(  i) {
+            if (block != "") for (i = 0; i < sites; i++) printf "%s", site(block, i)
+            block = ""
+        }
+        /^[^ ]/ || /^  [^ ]/ { inside = 0 }
+        /^  (supernode|superexec-clientapp)-[0-9]+:/ { inside = 1; mine = /-0:/ }
+        inside { if (mine) block = block $0 "\n"; next }
+        /^ +(- )?(data|state|site|exchange)-[0-9]+:?$/ {
+            if (/-0:?$/) for (i = 0; i < sites; i++) print site($0, i)
+            next
+        }
+        { flush(); print }
+        END { flush() }
+    ' "$1"
+}
+
+files=docker-compose.sites.yml
+{
+    echo "# Written by deploy/sites.sh for $sites sites; changes are lost when it runs again."
+    repeat docker-compose.yml | sed "s/\${SITES:-3}/\${SITES:-$sites}/"
+} >docker-compose.sites.yml
+if [ -n "$gpu" ]; then
+    repeat docker-compose.gpu.yml >docker-compose.sites.gpu.yml
+    files=$files:docker-compose.sites.gpu.yml
+fi
+
+if [ -e deploy/keys/ca/ca.key ]; then
+    deploy/keys.sh --add --nodes "$sites" "$@"
+else
+    deploy/keys.sh --nodes "$sites" "$@"
+fi
+
+touch .env
+{
+    grep -v -e '^SITES=' -e '^COMPOSE_FILE=' .env || true
+    echo "SITES=$sites"
+    echo "COMPOSE_FILE=$files"
+} >.env.new
+cat .env.new >.env # keeps its mode and owner
+rm .env.new
+echo "$sites sites: docker compose up --build --detach --remove-orphans"
