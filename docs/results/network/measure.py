@@ -61,7 +61,7 @@ NODE_RUNS = {
     "FedTAN streams": {"strategy": {"name": "FedTAN"}},
     "FedTAN streams, cnn": {"strategy": {"name": "FedTAN"}, "model": {"name": "cnn"}},
     # Four exchanges rather than 38: one takes as long whatever it carries.
-    "FedTAN messages, cnn": {"strategy": {"name": "FedTAN", "direct": False}, "model": {"name": "cnn"}, "rounds": 2},
+    "FedTAN messages, cnn": {"strategy": {"name": "FedTAN", "direct": False}, "model": {"name": "cnn"}, "rounds": 1},
 }
 
 
@@ -87,7 +87,7 @@ class Sites(Deployment):
 def nodes(sites: int) -> None:
     with tempfile.TemporaryDirectory() as folder, Sites(Path(folder), sites) as deployment:
         for label, run in NODE_RUNS.items():
-            settings = experiment(sites, 3, {label: copy.deepcopy(run)})
+            settings = experiment(sites, 2 if sites > 2 else 3, {label: copy.deepcopy(run)})
             done = deployment.run_app({"experiment": json.dumps(settings)}, seconds=1800)
             rounds = history(done)
             note(
@@ -154,10 +154,10 @@ async def proxy(mine: int, other: int, seconds: float) -> None:
 
 
 def local(clients: int, strategy: dict[str, Any], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """A run of eight rounds on the local engine, all clients alive at once."""
+    """A run of six rounds on the local engine, all clients alive at once."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "latency.yaml"
-        file.write_text(json.dumps(experiment(clients, 8, {"run": {"strategy": strategy}})))
+        file.write_text(json.dumps(experiment(clients, 6, {"run": {"strategy": strategy}})))
         words = [sys.executable, "-m", "fedbn_flwr.cli", "run", str(file), f"engine.workers={clients}"]
         subprocess.run(
             [*words, "--out", f"{folder}/out"],
