@@ -70,7 +70,7 @@ refuse_open_keys() {
     for key in "$out"/*/*.key; do
         [ -e "$key" ] || continue
         if has_mode "$key" 4 && has_mode "$(dirname "$key")" 1; then
-            fail "$key is readable by others; chmod 700 $out, then ask whether somebody has read it"
+            fail "$key is readable by others; chmod 700 $out (what root made: $(dirname "$key")), and ask who may have read it"
         fi
     done
 }
