@@ -370,6 +370,7 @@ def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tupl
     services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
     port = deployment.port("superexec-serverapp", 8001)
     pids: dict[int, int] = {}
+    before: set[int] = set()
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(fedtan, deployment, **strategy)
 
@@ -377,15 +378,22 @@ def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tupl
             wait_for(what, lambda: run.done() or bool(ready()), seconds, every=0.02)
             assert not run.done(), run.result()
 
+        def opened() -> bool:
+            # It is open for training alone: processes seen before that have answered an earlier question.
+            seen = {pid for service in services for pid in service.apps()}
+            if sockets(port, "0A"):
+                return True
+            before.clear()
+            before.update(seen)
+            return False
+
         def started(client: int) -> bool:
             new = [pid for pid in services[client].apps() if pid not in before]
             pids.update(zip([client], new, strict=False))
             return client in pids
 
         try:
-            # It is open for training alone: processes that are there by now have answered an earlier question.
-            wait("the exchange service", lambda: sockets(port, "0A"), 120)
-            before = {pid for service in services for pid in service.apps()}
+            wait("the exchange service", opened, 120)
             wait("client 0", lambda: started(0), 120)
             os.kill(pids[0], signal.SIGSTOP)
             wait("clients 1 and 2", lambda: started(1) and started(2) and sockets(port, "01") == 2, 120)
@@ -413,9 +421,9 @@ def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(d
 
 @pytest.mark.engines
 def test_a_client_that_stalls_costs_the_time_of_one_exchange(deployment: Deployment) -> None:
-    with one_client_stopped(deployment, exchange_timeout=40) as (run, pids):
+    with one_client_stopped(deployment, exchange_timeout=90) as (run, pids):
         port = deployment.port("superexec-serverapp", 8001)
-        wait_for("the end of round 1", lambda: run.done() or not sockets(port, "0A"), 120)
+        wait_for("the end of round 1", lambda: run.done() or not sockets(port, "0A"), 180)
         assert Path(f"/proc/{pids[0]}").exists(), "it is still there, and nobody waits for it"
         os.kill(pids[0], signal.SIGKILL)
         first, _ = history(run.result(300))
