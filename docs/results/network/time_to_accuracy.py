@@ -1,0 +1,63 @@
+"""Seconds to an accuracy as a function of the round trip: rounds from ../mnist, round trips per iteration from here.
+
+    python docs/results/network/time_to_accuracy.py
+
+A round of one message takes R seconds whatever the rule. One that meets on streams takes R and a round trip for each
+exchange, and four to connect. The network of ../mnist.md has one batch norm, which the runs there exchanged as in the
+paper (mean, variance, gradients). `never`: the accuracy was not reached by every seed in 500 rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+RUNS = json.loads((Path(__file__).parents[1] / "mnist" / "noniid-lr0.1.json").read_text())
+RULES = ("FedAvg+BN", "FixBN", "FedAvg+GN", "FedTAN", "FedTAN-II M=10", "FedTAN-II M=50")
+CONNECT = 4  # round trips: TCP, TLS, HTTP/2, the token
+
+
+def rounds_to(label: str, accuracy: float) -> float | None:
+    """Mean over seeds of the first evaluated round (every tenth is) with that accuracy."""
+    found = []
+    for run in RUNS:
+        if run["settings"]["label"] == label:
+            reached = [point["round"] for point in run["curve"] if point["accuracy"] >= accuracy]
+            if not reached:
+                return None
+            found.append(reached[0])
+    return statistics.fmean(found)
+
+
+def round_trips(label: str, rounds: float, exchanges: int) -> float:
+    """Of all rounds together."""
+    if label == "FedTAN":
+        return rounds * (exchanges + CONNECT)
+    if label.startswith("FedTAN-II"):
+        return min(rounds, int(label.rpartition("=")[2])) * (exchanges + CONNECT)
+    return 0.0
+
+
+for norms, exchanges in ((1, 3), (19, 38)):
+    print(f"\n{norms} batch norms, {exchanges} exchanges in an iteration")
+    for accuracy in (0.75, 0.85, 0.90, 0.93):
+        print(f"  {100 * accuracy:.0f} %: rule, rounds, round trips in all")
+        table = {}
+        for label in RULES:
+            rounds = rounds_to(label, accuracy)
+            if rounds is None:
+                print(f"    {label:16} never")
+                continue
+            table[label] = rounds, round_trips(label, rounds, exchanges)
+            print(f"    {label:16} {rounds:6.0f} {table[label][1]:8.0f}")
+        tan, trips = table.get("FedTAN", (None, None))
+        for label, (rounds, others) in table.items():
+            if tan is None or trips is None or label == "FedTAN":
+                continue
+            # tan R + trips t = rounds R + others t
+            if rounds <= tan:
+                print(f"    {label} is there no later than FedTAN, whatever the round trip")
+            elif trips > others:
+                share = (rounds - tan) / (trips - others)
+                print(f"    {label} overtakes FedTAN where a round trip is above {share:.3f} R")
