@@ -24,6 +24,7 @@ from .errors import MessageError
 from .evaluation import evaluate, reestimate
 from .layerwise import Exchange, LayerwiseStep
 from .models import frozen_norm
+from .packing import Block
 from .parts import Parts, copied
 from .roles import Role
 from .sgd import SGD
@@ -183,11 +184,11 @@ class BNClient(NumPyClient):
                 first_step=self._first_step(config, exchange),
                 channels_last=self.channels_last,
             )
-        back = protocol.returned_roles(config)
-        sent = self._parts.taken(key for key, role in self.roles.items() if key in arrays or role in back)
+        back, came = protocol.returned_roles(config), set(arrays)
+        sent = self._parts.taken(key for key, role in self.roles.items() if key in came or role in back)
         # Only now, when nothing can fail any more: a round that is replayed begins where this one began.
         state = NodeState(self.records, run)
-        state.save("local", self._parts.taken(key for key in self.roles if key not in arrays))
+        state.save("local", self._parts.taken(key for key in self.roles if key not in came))
         more: dict[str, Arrays] = {}
         if control is not None:
             more[protocol.CONTROL_RECORD] = self._finish_control(control, named, extras, state)
@@ -339,31 +340,31 @@ class BNClient(NumPyClient):
         """The received arrays, and for all other keys what this node last had (or was built with)."""
         if not self._parts.are_current():
             self._parts = Parts(self.model, self.device)
-        own = self._parts.shapes
+        own, came = self._parts.shapes, set(arrays)
         if unknown := [key for key in arrays if key not in own]:
             raise MessageError(
                 f"the server sent {unknown[0]!r}, which this client's model does not have; its keys begin "
                 f"{list(own)[:3]}. Server and clients must build the same model"
             )
         kept = NodeState(self.records, run).load("local")
-        absent = [key for key in own if key not in arrays and key not in kept]
+        absent = [key for key in own if key not in came and key not in kept]
         # A message without any array (Standalone) is meant so; one that lacks some is of another model.
         if arrays and (lacking := [key for key in absent if self.roles[key] is Role.WEIGHTS]):
             raise MessageError(
                 f"the server did not send {lacking[0]!r} ({len(lacking)} such keys), and this node has none"
             )
-        values = {**kept, **arrays}
-        for key, value in values.items():
-            if value.shape != own[key]:
-                raise MessageError(
-                    f"{key!r} has shape {tuple(value.shape)} in the message and {own[key]} in this client's model"
-                )
-            if key.endswith("running_var") and value.size and value.min() < 0:
+        shapes = arrays.layout.shapes if isinstance(arrays, Block) else {key: arrays[key].shape for key in arrays}
+        for key, shape in {**{key: value.shape for key, value in kept.items()}, **shapes}.items():
+            if shape != own[key]:
+                raise MessageError(f"{key!r} has shape {shape} in the message and {own[key]} in this client's model")
+        for key in came:
+            if key.endswith("running_var") and (value := arrays[key]).size and value.min() < 0:
                 raise MessageError(
                     f"the server sent a negative variance ({key!r} has {value.min():g}). A server optimiser (FedAdam, "
                     "FedAvgM, ...) must not step statistics: wrap it as MeanStatistics(FedAdam(...))"
                 )
-        self._parts.load(values)
+        self._parts.load({key: value for key, value in kept.items() if key not in came})
+        self._parts.load(arrays)
 
 
 def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:

@@ -148,13 +148,11 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     """The arrays of a record, for reading."""
     first = next(iter(arrays.values()), None)
     block = first.__dict__["_owner"] if isinstance(first, Array) else None
-    if isinstance(block, Block) and len(block) == len(arrays) and all(_is_of(a, block) for a in arrays.values()):
-        return block
+    if isinstance(block, Block) and len(block) == len(arrays):
+        inside = ((key, each.__dict__) for key, each in arrays.items())
+        if all(each.get("_owner") is block and each["_key"] == key for key, each in inside):
+            return block
     return {key: value.value if isinstance(value, Array) else _read(value) for key, value in arrays.items()}
-
-
-def _is_of(array: FlowerArray, block: Block) -> bool:
-    return isinstance(array, Array) and array.__dict__["_owner"] is block
 
 
 def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:

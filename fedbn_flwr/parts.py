@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .aggregate import Arrays
-from .packing import Block, layout
+from .packing import Block, Layout, layout
 from .roles import Role, roles
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a model's arrays arrive in one piece, and what of it goes into which tensor."""
+
+    host: Tensor
+    here: Tensor  # on the model's device
+    pieces: list[Tensor]  # of `here`
+    into: list[Tensor]
 
 
 class Parts:
@@ -28,6 +39,7 @@ class Parts:
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         self._flat = {key: tensor.view(-1) for key, tensor in self.tensors.items() if tensor.is_contiguous()}
         self._views = {key: tensor.numpy() for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
+        self._stages: dict[Layout, Stage | None] = {}
         self._held = [
             (table, name, tensor, tensor.data_ptr())
             for module in model.modules()
@@ -42,6 +54,12 @@ class Parts:
 
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys, which have their shapes."""
+        if isinstance(arrays, Block) and (stage := self._stage(arrays.layout)) is not None:
+            np.copyto(stage.host.numpy(), arrays.flat)
+            if stage.here is not stage.host:
+                stage.here.copy_(stage.host)
+            torch._foreach_copy_(stage.into, stage.pieces)
+            return
         for key, value in arrays.items():
             tensor = self.tensors[key]
             if not tensor.is_floating_point():
@@ -51,6 +69,20 @@ class Parts:
                 np.copyto(view, value, casting="unsafe")
             else:
                 tensor.copy_(torch.from_numpy(np.array(value)))
+
+    def _stage(self, where: Layout) -> Stage | None:
+        """For arrays of this layout; None where they are not copied as they are."""
+        if where not in self._stages:
+            keys = list(where.places)
+            fits = all(key in self._flat and self._flat[key].dtype == self._flat[keys[0]].dtype for key in keys)
+            stage = None
+            if fits and torch.empty(0, dtype=self._flat[keys[0]].dtype).numpy().dtype == where.dtype:
+                host = torch.empty(where.size, dtype=self._flat[keys[0]].dtype)
+                here = host if self.device.type == "cpu" else torch.empty_like(host, device=self.device)
+                pieces = [here[place] for place in where.places.values()]
+                stage = Stage(host, here, pieces, [self._flat[key] for key in keys])
+            self._stages[where] = stage
+        return self._stages[where]
 
     def taken(self, keys: Iterable[str]) -> Arrays:
         """Copies of the tensors with these keys, as they are now."""

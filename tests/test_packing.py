@@ -76,6 +76,16 @@ def test_a_model_is_one_block_and_stays_one() -> None:
     same(part, {key: value for key, value in MODEL.items() if "bn" not in key})
 
 
+def test_arrays_under_other_names_are_not_taken_for_their_block() -> None:
+    record = pack(MODEL)
+    renamed = {f"module.{key}": array for key, array in record.items()}
+    same(unpack(renamed), {f"module.{key}": value for key, value in MODEL.items()})
+    one, other = "conv.weight", "bn.running_var"
+    swapped = {**record, one: record[other], other: record[one]}
+    same(unpack(swapped), {**MODEL, one: MODEL[other], other: MODEL[one]})
+    same(unpack({**record, one: pack(MODEL)[one]}), MODEL)
+
+
 def test_records_of_several_origins_become_one_block() -> None:
     changed = {"conv.weight": -MODEL["conv.weight"]}
     found = unpack(record_of({**pack(MODEL), **pack(changed)}))
