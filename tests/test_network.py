@@ -365,6 +365,8 @@ def sockets(port: int, state: str) -> int:
 def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tuple[Future[Path], dict[int, int]]]:
     """A run whose first round waits: client 0 is stopped before it connects, 1 and 2 have begun the first exchange.
 
+    Not for long: after some 20 s Flower starts another process in place of one that has not claimed its message.
+
     Yields the run and the clients' process ids.
     """
     services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
@@ -420,14 +422,25 @@ def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(d
 
 
 @pytest.mark.engines
-def test_a_client_that_stalls_costs_the_time_of_one_exchange(deployment: Deployment) -> None:
-    with one_client_stopped(deployment, exchange_timeout=90) as (run, pids):
-        port = deployment.port("superexec-serverapp", 8001)
-        wait_for("the end of round 1", lambda: run.done() or not sockets(port, "0A"), 180)
-        assert Path(f"/proc/{pids[0]}").exists(), "it is still there, and nobody waits for it"
-        os.kill(pids[0], signal.SIGKILL)
+def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(deployment: Deployment) -> None:
+    """Its connection stays, but it answers no pings; the round's time for an exchange (600 s) need not pass."""
+    with one_client_stopped(deployment) as (run, pids):
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            os.kill(pids[0], signal.SIGCONT)
+            path = deployment.mounts("superexec-serverapp")["/runs"]
+            known = {file: file.stat().st_size for file in path.glob("**/history.jsonl")}
+            wait_for(
+                "the end of round 1",
+                lambda: run.done() or {f: f.stat().st_size for f in path.glob("**/history.jsonl")} != known,
+                240,
+            )
+            assert Path(f"/proc/{pids[1]}").exists(), "it is still there, stopped"
+        finally:
+            os.kill(pids[1], signal.SIGKILL)
         first, _ = history(run.result(300))
-    assert first["messages_up"] == 2 * 2 + 2
+    # It may have sent its part of the first exchange before it was stopped; of the second it has none, and no model.
+    assert first["messages_up"] - 2 in (2 + 2, 3 + 2)
 
 
 @pytest.mark.engines
