@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ def test_supernodes_go_on_with_what_their_folders_hold(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path / "deployment")
     for service in deployment.services.values():
         words = service.get("command", [])
-        service["command"] = [f"{word} state='{state}'" if "partition-id" in word else word for word in words]
+        service["command"] = [re.sub(r"state='[^']*'", f"state='{state}'", word) for word in words]
     (out / "FedBN" / "config.yaml").rename(out / "FedBN" / "kept.yaml")  # run_app looks for a new one
     words = " ".join(f"'{word}'" for word in resuming.overrides("short FedBN"))
     with deployment:
