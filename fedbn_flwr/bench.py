@@ -134,9 +134,9 @@ def overhead(options: Options) -> Iterator[Figure]:
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
         batches = ClientBatches(data, torch.arange(len(data.labels)), MOMENTS, batch_size=batch, client=client, seed=0)
-        model = build_model("resnet20", 10, "bn").to(device)
-        return BNClient(model, batches, lr=0.01, momentum=0.9, steps=steps, context=context)
+        return BNClient(parts, batches, lr=0.01, momentum=0.9, steps=steps, context=context)
 
+    parts = Parts(build_model("resnet20", 10, "bn"), device)  # which an experiment's clients share too
     first = _arrays(bare.model)
 
     def rounds(workers: int, clients: int) -> Iterator[float]:
