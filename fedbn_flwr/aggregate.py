@@ -165,25 +165,22 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
         if not _is_finite(value):
             bad = int(value.size - np.isfinite(value).sum())
             return f"{key!r} has {bad} of {value.size} values that are not finite (the client diverged?)"
-        if _is_negative(key, value):
+        if negative_variance(arrays, key):
             return f"{key!r} has a negative variance ({value.min():g})"
     return None
 
 
 def _is_sound(block: Block) -> bool:
-    return _is_finite(block.flat) and not any(_is_variance(key) and _is_negative(key, block[key]) for key in block)
+    return _is_finite(block.flat) and not any(negative_variance(block, key) for key in block)
 
 
 def _is_finite(value: Array) -> bool:
     return value.dtype.kind not in "fc" or bool(np.isfinite(value).all())
 
 
-def _is_variance(key: str) -> bool:
-    return key.endswith("running_var")
-
-
-def _is_negative(key: str, value: Array) -> bool:
-    return _is_variance(key) and value.size > 0 and bool(value.min() < 0)
+def negative_variance(arrays: Arrays, key: str) -> bool:
+    """Whether this key is a running variance below zero somewhere, which no batch has."""
+    return key.endswith("running_var") and arrays[key].size > 0 and bool(arrays[key].min() < 0)
 
 
 def _some(keys: Sequence[str]) -> str:

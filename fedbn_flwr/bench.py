@@ -37,8 +37,7 @@ from .data.images import Images
 from .engine import LocalGrid
 from .models import build_model
 from .packing import pack, unpack
-from .parts import Parts, copied
-from .roles import Role, roles
+from .parts import Parts, initial_arrays
 from .serving import client_app
 from .strategies import FedAvg, FedTAN
 
@@ -109,11 +108,6 @@ def _images(count: int, device: torch.device) -> Images:
     return Images(images.to(device), torch.randint(0, 10, (count,), generator=generator).to(device))
 
 
-def _arrays(model: nn.Module) -> ArrayRecord:
-    state = model.state_dict()
-    return pack(copied({key: state[key] for key, role in roles(model).items() if role is not Role.COUNTER}))
-
-
 # --- what is measured -----------------------------------------------------------
 
 
@@ -137,7 +131,7 @@ def overhead(options: Options) -> Iterator[Figure]:
         return BNClient(parts, batches, lr=0.01, momentum=0.9, steps=steps, context=context)
 
     parts = Parts(build_model("resnet20", 10, "bn"), device)  # which an experiment's clients share too
-    first = _arrays(bare.model)
+    first = pack(initial_arrays(bare.model))
 
     def rounds(workers: int, clients: int) -> Iterator[float]:
         strategy = FedAvg(min_available_nodes=clients, min_train_nodes=clients)
@@ -214,7 +208,7 @@ def fedtan(options: Options) -> Iterator[Figure]:
 
     grid = LocalGrid(client_app(make_client), clients)
     strategy = FedTAN(min_available_nodes=clients)
-    arrays = _arrays(models[0])
+    arrays = pack(initial_arrays(models[0]))
     strategy.prepare(1, arrays)
     plain = build_model("resnet20", 10, "bn").to(device)
 
@@ -244,7 +238,7 @@ class _Idle(NumPyClient):
 def round_(options: Options) -> Iterator[Figure]:
     """A round in which nobody trains, aggregation included; and the aggregation of large models."""
     model = build_model("resnet20", 10, "bn")
-    parts, arrays = Parts(model), _arrays(model)
+    parts, arrays = Parts(model), pack(initial_arrays(model))
     data = _images(20, torch.device("cpu"))
 
     def make_client(context: Context) -> BNClient:
@@ -294,7 +288,7 @@ def _aggregation(options: Options) -> Iterator[Figure]:
 def scale(options: Options) -> Iterator[Figure]:
     """10,000 registered clients, 100 of which take part in a round."""
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))
-    arrays = _arrays(model)
+    arrays = pack(initial_arrays(model))
 
     def start(registered: int) -> tuple[LocalGrid, Callable[[], None]]:
         grid = LocalGrid(client_app(lambda context: _Idle()), registered)

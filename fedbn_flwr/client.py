@@ -19,7 +19,7 @@ from flwr.client import NumPyClient
 from torch import nn
 
 from . import draws, protocol
-from .aggregate import Arrays
+from .aggregate import Arrays, negative_variance
 from .errors import MessageError
 from .evaluation import evaluate, reestimate
 from .layerwise import Exchange, LayerwiseStep
@@ -358,10 +358,10 @@ class BNClient(NumPyClient):
             if shape != own[key]:
                 raise MessageError(f"{key!r} has shape {shape} in the message and {own[key]} in this client's model")
         for key in came:
-            if key.endswith("running_var") and (value := arrays[key]).size and value.min() < 0:
+            if negative_variance(arrays, key):
                 raise MessageError(
-                    f"the server sent a negative variance ({key!r} has {value.min():g}). A server optimiser (FedAdam, "
-                    "FedAvgM, ...) must not step statistics: wrap it as MeanStatistics(FedAdam(...))"
+                    f"the server sent a negative variance ({key!r} has {arrays[key].min():g}). A server optimiser "
+                    "(FedAdam, FedAvgM, ...) must not step statistics: wrap it as MeanStatistics(FedAdam(...))"
                 )
         self._parts.load({key: value for key, value in kept.items() if key not in came})
         self._parts.load(arrays)

@@ -30,6 +30,8 @@ from .errors import RunFailed, SettingsError
 from .evaluation import evaluate, reestimate
 from .lookup import from_run_config
 from .models.renorm import BatchRenorm
+from .packing import pack, unpack
+from .parts import initial_arrays
 from .preparing import (
     Prepared,
     choose_device,
@@ -44,10 +46,8 @@ from .results.folder import RunFolder
 from .results.ledger import MeteredGrid, Traffic
 from .results.progress import RunProgress
 from .results.report import write_report
-from .roles import Role, roles
 from .serving import client_app
 from .settings import Experiment, Settings
-from .state import pack, unpack
 from .strategies import (
     CannotSave,
     Wrapper,
@@ -275,7 +275,7 @@ def _bring_back_clients(
 
 def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProgress, done: int) -> dict[str, Any]:
     """Train one run to its end and return its summary."""
-    run, model = prepared.run, prepared.model
+    run = prepared.run
     before = folder.checkpoint.read() if done else None
     if before is not None and before.strategy is None:
         raise SettingsError(f"{str(folder.path)!r} cannot be resumed: {before.unsaved}")
@@ -283,12 +283,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
     total = Traffic()
     strategy = _Recorded(prepared.strategy, run, before)
     judge = _judge_of(prepared)
-    initial = {
-        key: value.detach().cpu().numpy().copy()
-        for key, value in model.state_dict().items()
-        if roles(model)[key] is not Role.COUNTER
-    }
-    arrays = pack(initial) if before is None else before.model.array_records["arrays"]
+    arrays = pack(initial_arrays(prepared.model)) if before is None else before.model.array_records["arrays"]
     identity = {protocol.RUN: prepared.name, protocol.TOKEN: secrets.token_hex(16) if before is None else before.token}
     summary = _blank_summary(prepared)
     if "evaluated_with" in (earlier := folder.summary()) and done:

@@ -91,6 +91,12 @@ class Parts:
         return _side_by_side(keys, flat, [self.shapes[key] for key in keys])
 
 
+def initial_arrays(model: nn.Module) -> Arrays:
+    """What a server begins with: all of a model but batch norm's counters, which nobody sends."""
+    of, state = roles(model), model.state_dict()
+    return copied({key: state[key] for key in state if of[key] is not Role.COUNTER})
+
+
 def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     """The tensors' values as they are now."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors.values()]

@@ -21,7 +21,8 @@ from .aggregate import Arrays
 from .client import BNClient, Config, Update
 from .errors import FedbnError, MessageError
 from .layerwise import Answer, Exchange, Frame, Line, Pending, Place, Session
-from .state import NodeState, pack, unpack
+from .packing import pack, unpack
+from .state import NodeState
 from .statefolder import remembered, return_to
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]

@@ -1,6 +1,6 @@
 """An experiment file, checked and frozen.
 
-Configuration stops here: `experiment.py` turns these objects into plain arguments, and nothing below it ever
+Configuration stops here: `preparing.py` turns these objects into plain arguments, and nothing below it ever
 sees one. Every fault in a file is reported at once, by key, with what was found and what would be right.
 docs/experiments.md explains the keys.
 """

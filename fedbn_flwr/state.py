@@ -12,8 +12,6 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from .aggregate import Arrays
 from .packing import pack, unpack
 
-__all__ = ["NodeState", "pack", "unpack"]
-
 _RUN = "fedbn.run"
 _ARRAYS = "fedbn.arrays."
 

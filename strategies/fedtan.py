@@ -32,9 +32,9 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.layerwise import Direct
 from fedbn_flwr.layerwise.direct import is_loopback, split
 from fedbn_flwr.layerwise.wire import HEADER_LIMIT
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.roles import Role, roles
-from fedbn_flwr.state import pack, unpack
 
 from .fedavg import FedAvg
 from .fixbn import FixBN

@@ -20,9 +20,8 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import record_of
+from fedbn_flwr.packing import pack, record_of, unpack
 from fedbn_flwr.roles import Role, roles, split
-from fedbn_flwr.state import pack, unpack
 
 from .memory import inside, numbers
 from .wrapper import Wrapper, check_some_left, refused

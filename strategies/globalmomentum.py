@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import weighted_mean
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.state import pack
+from fedbn_flwr.packing import pack
 
 from .wrapper import Wrapper, shares, take_record, with_record
 

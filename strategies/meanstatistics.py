@@ -19,8 +19,8 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import Arrays, cast, fault, weighted_mean
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.roles import Role, roles, split
-from fedbn_flwr.state import pack, unpack
 
 from .wrapper import Wrapper, check_some_left, refused
 

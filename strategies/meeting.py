@@ -15,8 +15,8 @@ from flwr.serverapp import Grid
 from fedbn_flwr import protocol
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.layerwise import AGREED, FAILED, Direct, ExchangeService, Frame, Lost, WireError, decode, encode
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.state import pack, unpack
 
 # Nodes, the number of exchanges so far, and what the last one came to: the cohort's tensors and images.
 Outgoing = tuple[Sequence[int], int, ArrayRecord, int]

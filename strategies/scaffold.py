@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import Array, weighted_mean
-from fedbn_flwr.state import pack, unpack
+from fedbn_flwr.packing import pack, unpack
 
 from .fedavg import FedAvg
 from .wrapper import take_record, with_record

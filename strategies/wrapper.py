@@ -14,8 +14,8 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.aggregate import Arrays, fault
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.roles import Role, roles, split
-from fedbn_flwr.state import unpack
 
 from .memory import inside, nested, restore, state
 

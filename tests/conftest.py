@@ -33,7 +33,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
-from fedbn_flwr.state import pack
+from fedbn_flwr.packing import pack
 
 from .packages import clean_environment, wheel  # noqa: F401 (fixtures)
 

@@ -8,7 +8,7 @@ import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.state import pack, unpack
+from fedbn_flwr.packing import pack, unpack
 
 # Given a train message's config and records as they came, the reply's, and the client's partition.
 Hook = Callable[[RecordDict, RecordDict, int], None]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.state import pack, unpack
+from fedbn_flwr.packing import pack, unpack
 
 Federations = Callable[..., Any]
 

@@ -41,8 +41,8 @@ from fedbn_flwr.layerwise import (
     encode,
 )
 from fedbn_flwr.layerwise.direct import METHOD, TOKEN
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.results.ledger import MeteredGrid, Traffic
-from fedbn_flwr.state import unpack
 from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN, GlobalMomentum
 
 from .network import make_keys, missing_tools

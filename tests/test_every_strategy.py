@@ -14,9 +14,9 @@ from flwr.app import ArrayRecord, Message
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm, roles
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.roles import Role
-from fedbn_flwr.state import pack, unpack
 from fedbn_flwr.strategies import STRATEGIES, build_strategy
 
 from .conftest import Batches

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.state import pack, unpack
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.strategies import FedAvg
 
 Federations = Callable[..., Any]

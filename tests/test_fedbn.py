@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm, roles
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.roles import Role
-from fedbn_flwr.state import pack, unpack
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, SiloBN, Standalone, has_global_model, notes, personal
 
 from .localnorm import by_hand

@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.state import unpack
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.strategies import FedAvg, FedBS, FedProx
 
 from .records import between

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.state import unpack
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.strategies import FedAvg, FedProx
 
 Federations = Callable[..., Any]

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from fedbn_flwr import LocalGrid, build_model, client_app, serving
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.layerwise import LayerwiseStep
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.state import unpack
 from fedbn_flwr.strategies import FedAvg, FedAvgGlobalStats, FedTAN, FedTANII
 
 from .cohort import run_cohort

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, build_model, client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.wsconv import RELU_GAMMA, WSConv2d
-from fedbn_flwr.state import unpack
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.strategies import FedAvg, FedWon
 from fedbn_flwr.training import AdaptiveClip
 

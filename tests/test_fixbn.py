@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.state import pack, unpack
 from fedbn_flwr.strategies import FedAvg, FixBN, prepare
 
 Federations = Callable[..., Any]

@@ -17,8 +17,8 @@ from flwr.client import NumPyClient
 
 from fedbn_flwr import client_app, protocol
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.roles import Role, roles
-from fedbn_flwr.state import unpack
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, MeanStatistics, SiloBN
 
 from .command import ROOT

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, build_model, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.preparing import make_client
 from fedbn_flwr.results.ledger import MeteredGrid, elements
-from fedbn_flwr.state import NodeState, unpack
+from fedbn_flwr.state import NodeState
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, GlobalMomentum
 
 from .records import BAD_RECORDS, between

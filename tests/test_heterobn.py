@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, convert_norm, roles
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.models.norms import StaticBatchNorm
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.state import unpack
 from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, global_model
 
 from .conftest import small_net

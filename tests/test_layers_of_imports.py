@@ -35,6 +35,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "settings",
             "aggregate",
             "packing",
+            "grids",
             "roles",
             "state",
             "protocol",

@@ -16,8 +16,8 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import build_model
+from fedbn_flwr.packing import pack
 from fedbn_flwr.results.ledger import MeteredGrid, Traffic, array_bytes, elements
-from fedbn_flwr.state import pack
 from fedbn_flwr.strategies import FedAvg
 
 Federations = Callable[..., Any]

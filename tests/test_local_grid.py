@@ -19,7 +19,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.state import pack, unpack
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.strategies import FedAvg
 
 Handler = Callable[[Message, Context], Any]

@@ -28,6 +28,7 @@ from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment import run_one, serve
 from fedbn_flwr.lookup import load_experiment
+from fedbn_flwr.packing import pack
 from fedbn_flwr.preparing import make_client, prepare
 from fedbn_flwr.recordfile import dump, parse
 from fedbn_flwr.results import checkpoint
@@ -35,7 +36,6 @@ from fedbn_flwr.results.checkpoint import CheckpointFolder, Snapshot
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.progress import RunProgress
-from fedbn_flwr.state import pack
 from fedbn_flwr.statefolder import StateFolder, remembered, return_to
 from fedbn_flwr.strategies import (
     STRATEGIES,

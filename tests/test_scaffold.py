@@ -13,7 +13,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, client_app
-from fedbn_flwr.state import NodeState, unpack
+from fedbn_flwr.packing import unpack
+from fedbn_flwr.state import NodeState
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold, prepare
 
 from .conftest import Batches, Federation

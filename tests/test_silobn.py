@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedbn_flwr.state import unpack
+from fedbn_flwr.packing import unpack
 from fedbn_flwr.strategies import FedAvg, SiloBN, describe_strategies
 
 Federations = Callable[..., Any]

@@ -11,8 +11,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch.nn import functional as F
 
+from fedbn_flwr.packing import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.state import pack, unpack
 from fedbn_flwr.strategies import Standalone
 
 from .test_fedbn import replaced

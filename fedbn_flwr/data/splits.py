@@ -26,8 +26,10 @@ Parts = list[np.ndarray]  # the rows of each client
 def _flowers() -> Any:
     """flwr_datasets.partitioner, without the plots that its package imports: SciPy's statistics and seaborn, 2 s."""
     package, name = "flwr_datasets", "flwr_datasets.partitioner"
-    if package in sys.modules or name in sys.modules:
-        return importlib.import_module(name) if package in sys.modules else sys.modules[name]
+    if name in sys.modules:
+        return sys.modules[name]
+    if package in sys.modules:
+        return importlib.import_module(name)
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations is not None

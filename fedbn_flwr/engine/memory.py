@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 from flwr.app import Context, RecordDict
 
 from ..recordfile import dump, parse
+from ..results.ledger import array_bytes
 
 
 class Contexts:
@@ -44,11 +44,7 @@ class Contexts:
     def _note(self, node: int, state: RecordDict) -> None:
         if self._folder is None:
             return
-        size = sum(
-            math.prod(array.shape) * np.dtype(array.dtype).itemsize
-            for record in state.array_records.values()
-            for array in record.values()
-        )
+        size = array_bytes(state)
         self._total += size - self._here.pop(node, 0)
         self._here[node] = size
         while self._total > self._budget and len(self._here) > 1:

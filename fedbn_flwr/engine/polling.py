@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import Protocol
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message
 from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from ..errors import SettingsError
+from ..grids import GridAround
 
 VARIABLE = "FEDBN_POLL_SECONDS"
 _LONGEST = 3.0  # seconds; Flower's own
@@ -34,7 +34,7 @@ class Watch(Protocol):
     def given_up(self) -> frozenset[int]: ...
 
 
-class PollingGrid(Grid):
+class PollingGrid(GridAround):
     """`grid`, whose `send_and_receive` looks for replies after `interval` seconds, then at growing intervals.
 
     An error that the SuperLink makes for a node that is gone comes from the SuperLink's own node; here it comes from
@@ -45,7 +45,7 @@ class PollingGrid(Grid):
     """
 
     def __init__(self, grid: Grid, interval: float | None = None) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self._interval = _interval() if interval is None else interval
         self._watch: Watch | None = None
 
@@ -62,7 +62,7 @@ class PollingGrid(Grid):
         if not messages:
             return []
         before = self._activations()
-        message_ids = list(self._grid.push_messages(messages))
+        message_ids = list(self.inner.push_messages(messages))
         asked: dict[str, Message] = {}
         replies: list[Message] = []
         for number, message in enumerate(messages):
@@ -79,7 +79,7 @@ class PollingGrid(Grid):
                 anew = _changed(before, self._activations())
                 looked = time.monotonic()
             # After that look: what such a node sent before is here, and counts.
-            for reply in list(self._grid.pull_messages(list(asked))):
+            for reply in list(self.inner.pull_messages(list(asked))):
                 if reply.metadata.reply_to_message_id in asked:
                     replies.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
             for key, message in list(asked.items()):
@@ -104,30 +104,7 @@ class PollingGrid(Grid):
 
     def _activations(self) -> dict[int, str]:
         """When each connected node was last started, by the SuperLink's clock; empty where the grid does not tell."""
-        return {node.node_id: node.last_activated_at for node in self._grid.get_nodes() if node.last_activated_at}
-
-    # --- as it is ---
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self._grid.push_messages(list(messages))
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._grid.pull_messages(message_ids)
-
-    def set_run(self, run: Run) -> None:
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        return self._grid.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self._grid.get_node_ids()
+        return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}
 
 
 def _changed(before: Mapping[int, str], now: Mapping[int, str]) -> frozenset[int]:

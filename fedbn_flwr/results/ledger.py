@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from .. import protocol
+from ..grids import GridAround
 
 
 @dataclass
@@ -54,18 +54,13 @@ def elements(content: RecordDict) -> int:
     return sum(math.prod(array.shape) for record in content.array_records.values() for array in record.values())
 
 
-class MeteredGrid(Grid):
+class MeteredGrid(GridAround):
     """A grid that keeps a ledger of what passes through another."""
 
     def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self._now = Traffic()
         self._lock = threading.Lock()
-
-    @property
-    def inner(self) -> Grid:
-        """The grid that does the work."""
-        return self._grid
 
     def take(self) -> Traffic:
         """What has passed since the last call."""
@@ -102,39 +97,19 @@ class MeteredGrid(Grid):
         if not messages:
             return []
         self._note_down(messages)
-        replies = list(self._grid.send_and_receive(messages, timeout=timeout))
+        replies = list(self.inner.send_and_receive(messages, timeout=timeout))
         self._note_up(replies)
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
         self._note_down(messages)
-        return self._grid.push_messages(messages)
+        return self.inner.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = list(self._grid.pull_messages(message_ids))
+        replies = list(self.inner.pull_messages(message_ids))
         self._note_up(replies)
         return replies
-
-    def set_run(self, run: Run) -> None:
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self._grid.get_node_ids()
 
 
 def _count_down(page: Traffic, contents: Iterable[RecordDict]) -> None:
