@@ -49,8 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Carry out an experiment: a shipped one by name (see `fedbn list experiments`) or a YAML file.",
         epilog="Example: fedbn run demo rounds=10 train.lr=0.05 --out runs/try",
     )
-    run.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
-    run.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, such as rounds=10 train.lr=0.05")
+    _add_experiment(run, "rounds=10 train.lr=0.05")
     run.add_argument("--engine", choices=("local", "ray"), help="local: ours; ray: Flower's simulation by flwr run")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to train (auto: a GPU if there is one)")
     run.add_argument("--out", type=Path, metavar="DIR", help="where the run folders go (runs/NAME-TIME)")
@@ -72,8 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Show how an experiment's data is split: images of each class that each client holds.",
         epilog="Example: fedbn partition demo clients=10 data.partition='{kind: dirichlet, alpha: 0.1}'",
     )
-    splitting.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
-    splitting.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, such as clients=10")
+    _add_experiment(splitting, "clients=10")
     splitting.add_argument("--out", type=Path, metavar="FILE.png", help="where the plot goes (partition.png)")
     splitting.set_defaults(command=_partition)
 
@@ -112,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     flwr.add_argument("arguments", nargs=argparse.REMAINDER, metavar="run [APP] [OPTION ...]")
     flwr.set_defaults(command=_flwr)
     return parser
+
+
+def _add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"changes to it, such as {changes}")
 
 
 def _run(arguments: argparse.Namespace) -> int:

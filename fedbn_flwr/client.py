@@ -45,6 +45,7 @@ from .training import (
 
 Config = Mapping[str, Any]
 Metrics = dict[str, Any]  # numbers
+TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class BNClient(NumPyClient):
     train_data, eval_data
         Iterables of (inputs, targets), such as a DataLoader; or, for data whose order is a function of the
         round, an object with `num_examples` and `epoch(server_round, epoch)`. `eval_data` may be several sets
-        by name.
+        by name, or a function that makes what is to be evaluated on when it is asked for.
     lr
         The learning rate, or a function of the round.
     epochs, steps
@@ -96,7 +97,7 @@ class BNClient(NumPyClient):
         self,
         model: nn.Module | Parts,
         train_data: Epochs | Iterable[Batch],
-        eval_data: Iterable[Batch] | Mapping[str, Iterable[Batch]] | None = None,
+        eval_data: TestSets | Callable[[], TestSets] | None = None,
         *,
         lr: float | Callable[[int], float] = 0.1,
         epochs: int | None = None,
@@ -213,7 +214,8 @@ class BNClient(NumPyClient):
         if self.eval_data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         self._load(arrays, protocol.run_of(config))
-        sets = self.eval_data if isinstance(self.eval_data, Mapping) else {"": self.eval_data}
+        data = self.eval_data() if callable(self.eval_data) else self.eval_data
+        sets = data if isinstance(data, Mapping) else {"": data}
         metrics: Metrics = {}
         for name, data in sets.items():
             found = evaluate(self.model, data, self.loss, self.device)

@@ -404,11 +404,6 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
         dataset = load_data(run.data, str(device))
         indices = partition_of(run.data, clients, run.seed, str(device))[client]
         own = own_test(run.data, clients, run.seed, str(device))[client]
-    test = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
-    tests = {"": test(), "own": test(own)} if len(own) else {"": test()}
-    for domain, rows in rows_by_domain(dataset).items():
-        if len(both := own[torch.isin(own, rows)]):
-            tests[f"own@{domain}"] = test(both)
     last = run.train.channels_last
     shelf = _shelf((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
     if (parts := shelf.take()) is None:
@@ -427,7 +422,7 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
             pad=run.data.pad,
             cut=run.data.crop if dataset.dense else None,
         ),
-        tests,
+        functools.partial(_tests_of, run, dataset, own),
         lr=functools.partial(learning_rate, run),
         epochs=run.train.epochs,
         steps=run.train.steps,
@@ -443,6 +438,16 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
         shelf.keep(parts)
         weakref.finalize(made, shelf.give_back, parts)
     return made
+
+
+def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBatches]:
+    """What a client is tested on: all test images, those that are its own, and of these each domain's."""
+    test = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
+    tests = {"": test(), "own": test(own)} if len(own) else {"": test()}
+    for domain, rows in rows_by_domain(dataset).items():
+        if len(both := own[torch.isin(own, rows)]):
+            tests[f"own@{domain}"] = test(both)
+    return tests
 
 
 class _Shelf:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.packing import pack
 
+from .network import Deployment, missing_tools
 from .packages import clean_environment, wheel  # noqa: F401 (fixtures)
 
 # The same examples in every run: a test that fails, fails for everybody.
@@ -150,3 +151,21 @@ def federation() -> Callable[..., Federation]:
         return Federation(net, data, options)
 
     return make
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for local copies of data sets; nothing is cached from one test to the next."""
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDBN_DATA", raising=False)
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SuperLink and its sites as processes, for all tests of a file."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    with Deployment(tmp_path_factory.mktemp("deployment")) as running:
+        yield running

@@ -25,14 +25,6 @@ from .test_data import png
 AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
 
 
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FEDBN_DATA", raising=False)
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
 def picture(seed: int, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"bytes": png(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)), "path": None}
 

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from fedbn_flwr.results.folder import RunFolder
 
 from .command import fedbn
-from .network import Deployment, missing_tools, wait_for
+from .network import Deployment, wait_for
 
 pytestmark = pytest.mark.engines
 
@@ -34,14 +34,6 @@ EXPERIMENT: dict[str, Any] = {
     "strategy": {"name": "FedAvg", "min_train_nodes": 2},
     "engine": {"device": "cpu", "checkpoint_every": 1, "timeout": 600, "node_timeout": 120},
 }
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
-    with Deployment(tmp_path_factory.mktemp("faults")) as running:
-        yield running
 
 
 class Run:

@@ -22,14 +22,6 @@ DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 NUMBERS = {name: i for i, name in enumerate(sorted([*KEPT, "aircraft_carrier", "zigzag"]))}
 
 
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FEDBN_DATA", raising=False)
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
 def picture(file: Path, value: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(png(np.full((6, 9, 3), value, dtype=np.uint8)))

@@ -265,14 +265,6 @@ def test_sites_gives_the_number_of_keys(tmp_path: Path, monkeypatch: pytest.Monk
 # --- the real thing ---
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
-    with Deployment(tmp_path_factory.mktemp("deployment")) as running:
-        yield running
-
-
 @pytest.mark.engines
 def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment) -> None:
     run = deployment.run_app({"experiment": json.dumps(EXPERIMENT), "set": "engine.device=cpu"})
