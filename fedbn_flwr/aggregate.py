@@ -5,6 +5,7 @@ Nothing here knows messages, rounds or strategies.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -32,12 +33,13 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-# How many replies a sum takes at a time, and how many elements of each: so a piece of the sum stays in the
-# processor's cache while all of them are added to it.
-_REPLIES = 8
+# How many replies a sum takes at a time, and how many elements of each: so the pieces lie close to the processor.
+# Threads take larger ones, or they wait for Python's lock.
+_REPLIES = 16
 _PIECE = 16384
+_PIECE_OF_THREADS = 65536
 _THREADS = min(8, os.cpu_count() or 1)
-_STRETCH = 1 << 20  # elements, at least, for each thread: starting one takes as long as adding some 100,000
+_LARGE = 1 << 20  # elements from which a sum is worth threads: starting one takes as long as adding some 100,000
 
 
 def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
@@ -53,17 +55,24 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
     first: Arrays = {}
     sums: dict[str, Array] = {}
     block: Layout | None = None  # of replies whose arrays all lie side by side, and so are one array
+    begun = False
     while some := list(itertools.islice(numbered, _REPLIES)):
-        if not sums:
+        if not begun:
             first = some[0][0]
             block = first.layout if isinstance(first, Block) else None
-            sums = {key: np.zeros(part.size) for key, part in _parts(first, block).items()}
+            sums = {key: np.empty(part.size) for key, part in _parts(first, block).items()}
         if block is not None and not all(isinstance(reply, Block) and reply.layout is block for reply, _ in some):
             sums, block = {key: sums[""][place] for key, place in block.places.items()}, None
         parts = [(_parts(reply, block), share) for reply, share in some]
         start = _parts(first, block)
-        for key, total in sums.items():
-            _add_in_threads(total, [(part[key], share) for part, share in parts], start[key])
+        _add_shares(
+            [(total, [part[key] for part, _ in parts], start[key]) for key, total in sums.items()],
+            np.array([share for _, share in parts]),
+            begun,
+        )
+        begun = True
+        parts.clear()
+        some.clear()  # before the next are read
     start = _parts(first, block)
     if block is not None:
         return Block(block, _mean(sums[""], start[""]))
@@ -77,36 +86,42 @@ def _parts(reply: Arrays, block: Layout | None) -> dict[str, Array]:
     return {key: value.reshape(-1) for key, value in reply.items()}
 
 
-def _add_in_threads(total: Array, values: Sequence[tuple[Array, float]], start: Array) -> None:
-    """A large sum by several threads, a stretch of elements each: the numbers do not depend on how many."""
-    threads = min(_THREADS, total.size // _STRETCH)
+Sum = tuple[Array, Sequence[Array], Array]  # a total, what is to be added to it, and the first of all values
+
+
+def _add_shares(sums: Sequence[Sum], shares: Array, begun: bool) -> None:
+    """Add shares of values to each total, or begin it with them; by several threads where there is much to do.
+
+    The numbers do not depend on how many threads there are, or on where an element lies.
+    """
+    threads = min(_THREADS, sum(total.size for total, _, _ in sums) // _LARGE)
+    length = _PIECE if threads < 2 else _PIECE_OF_THREADS
+    pieces = [
+        (total[place], [value[place] for value in values], start[place])
+        for total, values, start in sums
+        for place in (slice(begin, begin + length) for begin in range(0, total.size, length))
+    ]
     if threads < 2:
-        _add(total, values, start)
+        _add(pieces, shares, begun)
         return
-    ends = [total.size * k // threads for k in range(threads + 1)]
-    stretches = [slice(a, b) for a, b in itertools.pairwise(ends)]
     with ThreadPoolExecutor(threads) as pool:
-        for done in [
-            pool.submit(_add, total[part], [(value[part], share) for value, share in values], start[part])
-            for part in stretches
-        ]:
+        for done in [pool.submit(_add, pieces[k::threads], shares, begun) for k in range(threads)]:
             done.result()
 
 
-def _add(total: Array, values: Sequence[tuple[Array, float]], start: Array) -> None:
-    """Add each share times value to `total`; of what has float64's precision itself, the distance to `start`."""
-    relative = _is_exact(start.dtype)
-    scratch = np.empty(min(_PIECE, total.size))
-    for begin in range(0, total.size, _PIECE):
-        piece = slice(begin, begin + _PIECE)
-        into = total[piece]
-        scaled = scratch[: into.size]
-        for value, share in values:
-            scaled[:] = value[piece]
-            if relative:
-                scaled -= start[piece]
-            scaled *= share
-            into += scaled
+def _add(pieces: Sequence[Sum], shares: Array, begun: bool) -> None:
+    """Of what has float64's precision itself, the distance to the first value is added."""
+    # Two at least: of a single column einsum would sum in another order than of many.
+    widest = max((total.size for total, _, _ in pieces), default=0)
+    scratch = np.zeros((len(shares), max(widest, 2)))
+    for total, values, start in pieces:
+        rows = scratch[:, : total.size]
+        for row, value in zip(rows, values, strict=True):
+            row[:] = value
+            if _is_exact(start.dtype):
+                row -= start
+        found = np.einsum("i,ij->j", shares, scratch[:, : max(total.size, 2)])[: total.size]
+        np.add(total, found, out=total) if begun else np.copyto(total, found)
 
 
 def _mean(total: Array, start: Array) -> Array:
@@ -150,7 +165,7 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
     """
     if isinstance(arrays, Block) and isinstance(like, Block) and arrays.layout is like.layout:
         whole = expected is None or arrays.layout.places.keys() == set(expected)
-        if whole and _is_sound(arrays):
+        if whole and _is_finite(arrays.flat) and negative_variance(arrays) is None:
             return None  # the common case, at once; what is wrong is found below
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
@@ -165,22 +180,35 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
         if not _is_finite(value):
             bad = int(value.size - np.isfinite(value).sum())
             return f"{key!r} has {bad} of {value.size} values that are not finite (the client diverged?)"
-        if negative_variance(arrays, key):
-            return f"{key!r} has a negative variance ({value.min():g})"
+    if negative := negative_variance(arrays):
+        return negative
     return None
-
-
-def _is_sound(block: Block) -> bool:
-    return _is_finite(block.flat) and not any(negative_variance(block, key) for key in block)
 
 
 def _is_finite(value: Array) -> bool:
     return value.dtype.kind not in "fc" or bool(np.isfinite(value).all())
 
 
-def negative_variance(arrays: Arrays, key: str) -> bool:
-    """Whether this key is a running variance below zero somewhere, which no batch has."""
-    return key.endswith("running_var") and arrays[key].size > 0 and bool(arrays[key].min() < 0)
+def negative_variance(arrays: Arrays) -> str | None:
+    """Which running variance is below zero somewhere, as no batch's is; None where all are as they should be."""
+    if isinstance(arrays, Block):
+        variances = arrays.flat[_variances(arrays.layout)]
+        if not (variances < 0).any():
+            return None
+    for key, value in arrays.items():
+        if key.endswith(_VARIANCE) and (value < 0).any():
+            return f"{key!r} has a negative variance ({value.min():g})"
+    return None
+
+
+_VARIANCE = "running_var"
+
+
+@functools.lru_cache(maxsize=256)
+def _variances(where: Layout) -> NDArray[np.intp]:
+    """Where in a block its running variances lie."""
+    places = [np.arange(place.start, place.stop) for key, place in where.places.items() if key.endswith(_VARIANCE)]
+    return np.concatenate([np.empty(0, np.intp), *places])
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -35,6 +35,7 @@ from .client import BNClient
 from .data import ClientBatches
 from .data.images import Images
 from .engine import LocalGrid
+from .engine.memory import keep_freed_memory
 from .models import build_model
 from .packing import pack, unpack
 from .parts import Parts, initial_arrays
@@ -368,6 +369,7 @@ BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
 
 def run(names: Sequence[str], options: Options, *, as_json: bool) -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    keep_freed_memory()  # as `fedbn run` does
     found: dict[str, list[Figure]] = {}
     threads = torch.get_num_threads()
     for name in names or BENCHMARKS:

@@ -145,7 +145,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return run_installed(experiment.runs[0].clients, words)
     import logging
 
+    from .engine.memory import keep_freed_memory
+
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    keep_freed_memory()
     run_locally(experiment, run_config, out, resume=arguments.resume).announce()
     return 0
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +163,9 @@ class BNClient(NumPyClient):
         self._load(arrays, run)
         lr = self.lr(server_round) if callable(self.lr) else self.lr
         seed = draws.number(self.seed, "model", server_round, int(self.partition_id or 0))
-        with draws.streams(seed, self.device), frozen_norm(self.model, protocol.frozen_roles(config)):
+        self._parts.set_training()
+        frozen = protocol.frozen_roles(config)
+        with draws.streams(seed, self.device), frozen_norm(self.model, frozen) if frozen else nullcontext():
             named = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
             optimizer = SGD(named, lr, self.momentum, self.weight_decay)
             adjust: list[Adjust] = []
@@ -312,7 +315,7 @@ class BNClient(NumPyClient):
     ) -> None:
         if not (config.get(protocol.MOMENTUM) or self.keep_momentum):
             return
-        buffers = NodeState(self.records, run).load("momentum")
+        buffers = dict(NodeState(self.records, run).load("momentum"))
         if config.get(protocol.MOMENTUM):
             if not self.momentum:
                 raise MessageError("the server maintains momentum, but this client trains without (momentum is 0)")
@@ -342,13 +345,26 @@ class BNClient(NumPyClient):
         """The received arrays, and for all other keys what this node last had (or was built with)."""
         if not self._parts.are_current():
             self._parts = Parts(self.model, self.device)
+        kept = NodeState(self.records, run).load("local")
+        if not self._parts.fits(arrays, kept):
+            self._check(arrays, kept)
+            kept = {key: value for key, value in kept.items() if key not in arrays}
+        if negative := negative_variance(arrays):
+            raise MessageError(
+                f"the server sent no model: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must not step "
+                "statistics: wrap it as MeanStatistics(FedAdam(...))"
+            )
+        self._parts.load(kept)
+        self._parts.load(arrays)
+
+    def _check(self, arrays: Arrays, kept: Arrays) -> None:
+        """That what came and what the node kept make up this client's model."""
         own, came = self._parts.shapes, set(arrays)
         if unknown := [key for key in arrays if key not in own]:
             raise MessageError(
                 f"the server sent {unknown[0]!r}, which this client's model does not have; its keys begin "
                 f"{list(own)[:3]}. Server and clients must build the same model"
             )
-        kept = NodeState(self.records, run).load("local")
         absent = [key for key in own if key not in came and key not in kept]
         # A message without any array (Standalone) is meant so; one that lacks some is of another model.
         if arrays and (lacking := [key for key in absent if self.roles[key] is Role.WEIGHTS]):
@@ -359,14 +375,6 @@ class BNClient(NumPyClient):
         for key, shape in {**{key: value.shape for key, value in kept.items()}, **shapes}.items():
             if shape != own[key]:
                 raise MessageError(f"{key!r} has shape {shape} in the message and {own[key]} in this client's model")
-        for key in came:
-            if negative_variance(arrays, key):
-                raise MessageError(
-                    f"the server sent a negative variance ({key!r} has {arrays[key].min():g}). A server optimiser "
-                    "(FedAdam, FedAvgM, ...) must not step statistics: wrap it as MeanStatistics(FedAdam(...))"
-                )
-        self._parts.load({key: value for key, value in kept.items() if key not in came})
-        self._parts.load(arrays)
 
 
 def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:

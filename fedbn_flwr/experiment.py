@@ -30,7 +30,7 @@ from .errors import RunFailed, SettingsError
 from .evaluation import evaluate, reestimate
 from .lookup import from_run_config
 from .models.renorm import BatchRenorm
-from .packing import pack, unpack
+from .packing import arrays_in, metrics_in, pack, unpack
 from .parts import initial_arrays
 from .preparing import (
     Prepared,
@@ -126,7 +126,7 @@ class _Recorded(Wrapper):
 def _partitions(replies: Iterable[Message]) -> Iterator[int]:
     """Of the clients that trained, as far as they tell."""
     for reply in replies:
-        for metrics in reply.content.metric_records.values() if reply.has_content() else ():
+        for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
             if isinstance(partition := metrics.get(protocol.PARTITION), int):
                 yield partition
 
@@ -138,7 +138,7 @@ def _own_figures(replies: Sequence[Message]) -> dict[str, float]:
     """
     told: dict[str, list[float]] = {}
     for reply in replies:
-        for metrics in reply.content.metric_records.values() if reply.has_content() else ():
+        for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
             for key, value in metrics.items():
                 where, _, what = key.partition("-")
                 whose, _, domain = where.partition("@")
@@ -220,7 +220,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
         if reply.has_error():
             problems.append(f"node {node}: {reply.error.reason}")
             continue
-        answer = next(iter(reply.content.metric_records.values()), MetricRecord())
+        answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
         partition_id = int(answer.get(protocol.PARTITION, -1))  # type: ignore[arg-type]
         holders.setdefault(partition_id, []).append(node)
         if protocol.STATE_ROUND in answer:
@@ -283,7 +283,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
     total = Traffic()
     strategy = _Recorded(prepared.strategy, run, before)
     judge = _judge_of(prepared)
-    arrays = pack(initial_arrays(prepared.model)) if before is None else before.model.array_records["arrays"]
+    arrays = pack(initial_arrays(prepared.model)) if before is None else arrays_in(before.model)["arrays"]
     identity = {protocol.RUN: prepared.name, protocol.TOKEN: secrets.token_hex(16) if before is None else before.token}
     summary = _blank_summary(prepared)
     if "evaluated_with" in (earlier := folder.summary()) and done:

@@ -3,21 +3,23 @@
 Flower keeps an array as the bytes of a .npy file: on the way from one function to the next in the same process a
 model would be written and parsed again for every message. So what we pack stays a NumPy array until somebody asks for
 its bytes (a network, a file), and the arrays of a model lie side by side in one flat `Block`, on which a mean or a
-check is one operation instead of one per key. To Flower and to other people's code all this is an ArrayRecord.
+check is one operation instead of one per key. To Flower and to other people's code all this is an ArrayRecord, whose
+entries are made when somebody looks at one.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 Values = Mapping[str, NDArray[Any]]
@@ -134,18 +136,80 @@ class Array(FlowerArray):
         return Array, (owner, self.__dict__["_key"])
 
 
+class _Entries(MutableMapping[str, FlowerArray]):
+    """The entries of a record that is one block: most are never looked at, so `made` begins empty."""
+
+    __slots__ = ("block", "made")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.made: dict[str, FlowerArray] | None = None
+
+    def _all(self) -> dict[str, FlowerArray]:
+        if self.made is None:
+            self.made = {key: Array(self.block, key) for key in self.block}
+        return self.made
+
+    def __getitem__(self, key: str) -> FlowerArray:
+        return self._all()[key]
+
+    def __setitem__(self, key: str, value: FlowerArray) -> None:
+        self._all()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._all()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.block if self.made is None else self.made)
+
+    def __len__(self) -> int:
+        return len(self.block if self.made is None else self.made)
+
+    def __contains__(self, key: object) -> bool:
+        return key in (self.block if self.made is None else self.made)
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def copy(self) -> MutableMapping[str, FlowerArray]:
+        return _Entries(self.block) if self.made is None else self.made.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Entries, (self.block,)) if self.made is None else (dict, (self.made,))
+
+
+# A RecordDict's own `array_records` are mappings that write back to it; to build one takes longer than most messages.
+
+
+def arrays_in(content: RecordDict) -> dict[str, ArrayRecord]:
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
+
+
+def metrics_in(content: RecordDict) -> dict[str, MetricRecord]:
+    return {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
+
+
+def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
+    return {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
+
+
 def pack(arrays: Values) -> ArrayRecord:
     """An ArrayRecord of these arrays, which their owner may then change."""
-    if objects := [key for key, value in arrays.items() if value.dtype.hasobject]:
-        raise TypeError(f"{objects[0]!r} holds Python objects; only numbers can be sent")
     block = arrays if isinstance(arrays, Block) else flat_block(arrays)
+    one_for_all = itertools.islice(arrays.items(), 1) if block is not None else arrays.items()
+    if objects := [key for key, value in one_for_all if value.dtype.hasobject]:
+        raise TypeError(f"{objects[0]!r} holds Python objects; only numbers can be sent")
     if block is None:  # of several dtypes
         return _record({key: Array(_kept(value)) for key, value in arrays.items()})
-    return _record({key: Array(block, key) for key in block})
+    made = ArrayRecord()
+    made.__dict__["_data"] = _Entries(block)
+    return made
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     """The arrays of a record, for reading."""
+    if (whole := _block_of(arrays)) is not None:
+        return whole
     first = next(iter(arrays.values()), None)
     block = first.__dict__["_owner"] if isinstance(first, Array) else None
     if isinstance(block, Block) and len(block) == len(arrays):
@@ -153,6 +217,20 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
         if all(each.get("_owner") is block and each["_key"] == key for key, each in inside):
             return block
     return {key: value.value if isinstance(value, Array) else _read(value) for key, value in arrays.items()}
+
+
+def size_of(record: ArrayRecord) -> tuple[int, int]:
+    """How many elements a record has, and their bytes: as they travel, without names and headers."""
+    if (block := _block_of(record)) is not None:
+        return block.flat.size, block.flat.nbytes
+    counts = [(math.prod(array.shape), np.dtype(array.dtype).itemsize) for array in record.values()]
+    return sum(count for count, _ in counts), sum(count * size for count, size in counts)
+
+
+def _block_of(arrays: Mapping[str, FlowerArray]) -> Block | None:
+    """The block that a record is, where nobody has touched its entries."""
+    entries = arrays.__dict__["_data"] if isinstance(arrays, ArrayRecord) else None
+    return entries.block if isinstance(entries, _Entries) and entries.made is None else None
 
 
 def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:

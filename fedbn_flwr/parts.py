@@ -24,6 +24,9 @@ class Stage:
     into: list[Tensor]
 
 
+Plan = tuple[list[Tensor], Layout] | None
+
+
 class Parts:
     """The tensors of a model on its device: `roles` and `tensors` by state dict key, `parameters` by name."""
 
@@ -40,9 +43,12 @@ class Parts:
         self._flat = {key: tensor.view(-1) for key, tensor in self.tensors.items() if tensor.is_contiguous()}
         self._views = {key: tensor.numpy() for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
         self._stages: dict[Layout, Stage | None] = {}
+        self._fits: dict[tuple[Layout, ...], bool] = {}
+        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._modules = list(model.modules())
         self._held = [
             (table, name, tensor, tensor.data_ptr())
-            for module in model.modules()
+            for module in self._modules
             for table in (module._parameters, module._buffers)
             for name, tensor in table.items()
             if tensor is not None
@@ -51,6 +57,25 @@ class Parts:
     def are_current(self) -> bool:
         """Whether the model still has these tensors: its owner may have moved it, or given it others."""
         return all(table.get(name) is tensor and tensor.data_ptr() == at for table, name, tensor, at in self._held)
+
+    def set_training(self) -> None:
+        """Training mode for all modules; to set what is set takes longer than to see that it is."""
+        if not all(module.training for module in self._modules):
+            self.model.train()
+
+    def fits(self, *sets: Arrays) -> bool:
+        """Whether these blocks together are arrays of this model, each once, with all weights; False if unknown."""
+        blocks = [block for block in sets if len(block)]
+        if not all(isinstance(block, Block) for block in blocks):
+            return False
+        layouts = tuple(block.layout for block in blocks if isinstance(block, Block))
+        if layouts not in self._fits:
+            shapes = [item for where in layouts for item in where.shapes.items()]
+            keys = {key for key, _ in shapes}
+            weights = {key for key, role in self.roles.items() if role is Role.WEIGHTS}
+            known = all(self.shapes.get(key) == shape for key, shape in shapes)
+            self._fits[layouts] = known and len(keys) == len(shapes) and weights <= keys
+        return self._fits[layouts]
 
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys, which have their shapes."""
@@ -86,9 +111,22 @@ class Parts:
 
     def taken(self, keys: Iterable[str]) -> Arrays:
         """Copies of the tensors with these keys, as they are now."""
-        keys = list(keys)
-        flat = [self._flat[key] if key in self._flat else self.tensors[key].reshape(-1) for key in keys]
-        return _side_by_side(keys, flat, [self.shapes[key] for key in keys])
+        wanted = tuple(keys)
+        if wanted not in self._plans:
+            self._plans[wanted] = self._plan(wanted)
+        plan = self._plans[wanted]
+        if plan is not None:
+            flat, where = plan
+            return Block(where, torch.cat(flat).cpu().numpy())
+        return copied({key: self.tensors[key] for key in wanted})
+
+    def _plan(self, keys: tuple[str, ...]) -> Plan:
+        """The tensors of these keys and how they lie in one block; None where they do not make one."""
+        flat = [self._flat[key] for key in keys if key in self._flat]
+        if len(flat) < len(keys) or len({values.dtype for values in flat}) != 1:
+            return None
+        dtype = torch.empty(0, dtype=flat[0].dtype).numpy().dtype
+        return flat, layout(dtype.str, keys, tuple(self.shapes[key] for key in keys))
 
 
 def initial_arrays(model: nn.Module) -> Arrays:
@@ -98,15 +136,11 @@ def initial_arrays(model: nn.Module) -> Arrays:
 
 
 def copied(tensors: Mapping[str, Tensor]) -> Arrays:
-    """The tensors' values as they are now."""
+    """The tensors' values as they are now; of those of one dtype a block, in one go from the device."""
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
     flat = [tensor.detach().reshape(-1) for tensor in tensors.values()]
-    return _side_by_side(list(tensors), flat, [tuple(tensor.shape) for tensor in tensors.values()])
-
-
-def _side_by_side(keys: list[str], flat: list[Tensor], shapes: list[tuple[int, ...]]) -> Arrays:
-    """Copies; those of one dtype in one go from the device, and in one block."""
     if len({values.dtype for values in flat}) != 1:
         each = [np.array(values.cpu().numpy()) for values in flat]
-        return {key: values.reshape(shape) for key, values, shape in zip(keys, each, shapes, strict=True)}
+        return {key: values.reshape(shape) for key, values, shape in zip(tensors, each, shapes, strict=True)}
     block = torch.cat(flat).cpu().numpy()
-    return Block(layout(block.dtype.str, tuple(keys), tuple(shapes)), block)
+    return Block(layout(block.dtype.str, tuple(tensors), shapes), block)

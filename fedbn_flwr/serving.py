@@ -21,7 +21,7 @@ from .aggregate import Arrays
 from .client import BNClient, Config, Update
 from .errors import FedbnError, MessageError
 from .layerwise import Answer, Exchange, Frame, Line, Pending, Place, Session
-from .packing import pack, unpack
+from .packing import arrays_in, configs_in, pack, unpack
 from .state import NodeState
 from .statefolder import remembered, return_to
 
@@ -189,7 +189,7 @@ def _begin(
     step: int,
 ) -> _Parked:
     client = _layerwise_client(make)
-    arrays = state.load("cohort.0")
+    arrays = dict(state.load("cohort.0"))
     if not arrays:
         raise MessageError(f"message {step} of round {token[1]} came to a node that was never sent the model")
     arrays.pop("images")
@@ -235,7 +235,7 @@ def _brought(pending: Pending, client: BNClient) -> Update:
 
 
 def _answer(state: NodeState, step: int) -> Answer:
-    arrays = state.load(f"cohort.{step}")
+    arrays = dict(state.load(f"cohort.{step}"))
     if not arrays:
         raise MessageError(f"the answer to exchange {step} never came to this node")
     images = int(arrays.pop("images"))
@@ -247,7 +247,7 @@ def _answer(state: NodeState, step: int) -> Answer:
 
 def _arrays(message: Message) -> ArrayRecord:
     """The model's arrays; a lone record may have any name, as Flower's strategies allow."""
-    records = message.content.array_records
+    records = arrays_in(message.content)
     if "arrays" in records:
         return records["arrays"]
     if len(records) != 1:
@@ -256,11 +256,11 @@ def _arrays(message: Message) -> ArrayRecord:
 
 
 def _config(message: Message) -> ConfigRecord:
-    return next(iter(message.content.config_records.values()), ConfigRecord())
+    return next(iter(configs_in(message.content).values()), ConfigRecord())
 
 
 def _extras(message: Message, record: ArrayRecord) -> dict[str, Arrays]:
-    return {name: unpack(other) for name, other in message.content.array_records.items() if other is not record}
+    return {name: unpack(other) for name, other in arrays_in(message.content).items() if other is not record}
 
 
 def _reply(update: Update) -> RecordDict:

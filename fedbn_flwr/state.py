@@ -6,7 +6,6 @@ carries the name of the training run it belongs to, and another run starts empty
 
 from __future__ import annotations
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from .aggregate import Arrays
@@ -29,10 +28,10 @@ class NodeState:
                 del records[key]
             records[_RUN] = ConfigRecord({"name": run})
 
-    def load(self, name: str) -> dict[str, np.ndarray]:
+    def load(self, name: str) -> Arrays:
         """The arrays kept under `name`; empty where there are none."""
         record = self.records.get(_ARRAYS + name)
-        return dict(unpack(record)) if isinstance(record, ArrayRecord) else {}
+        return unpack(record) if isinstance(record, ArrayRecord) else {}
 
     def save(self, name: str, arrays: Arrays) -> None:
         self.records[_ARRAYS + name] = pack(arrays)

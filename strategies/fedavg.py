@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr import draws, protocol
 from fedbn_flwr.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.packing import pack, record_of, unpack
+from fedbn_flwr.packing import arrays_in, metrics_in, pack, record_of, unpack
 
 from .memory import numbers
 from .wrapper import check, prepare
@@ -141,7 +141,7 @@ class FedAvg(FlowerFedAvg):
                 self._note_partition(reply)
 
     def _note_partition(self, reply: Message) -> None:
-        for metrics in reply.content.metric_records.values():
+        for metrics in metrics_in(reply.content).values():
             partition = metrics.get(protocol.PARTITION)
             if isinstance(partition, int):
                 self._partitions[reply.metadata.src_node_id] = partition
@@ -172,7 +172,7 @@ class FedAvg(FlowerFedAvg):
             )
         self.shares = {reply.metadata.src_node_id: weight for reply, weight in zip(usable, weights, strict=True)}
         mean = pack(weighted_mean((unpack(self._arrays(content)) for content in contents), weights))
-        if self._global is not None:  # what did not travel stays as it is, in its place
+        if self._global is not None and list(mean) != list(self._global):  # what did not travel stays as it is
             mean = record_of({key: mean.get(key, value) for key, value in self._global.items()})
         return mean, self._mean_metrics(contents, self.train_metrics_aggr_fn)
 
@@ -227,14 +227,14 @@ class FedAvg(FlowerFedAvg):
 
     def _problem(self, content: RecordDict, with_arrays: bool) -> str | None:
         """Why a reply cannot be aggregated, or None."""
-        if len(content.metric_records) != 1:
-            return f"the reply has {len(content.metric_records)} MetricRecords, expected one"
-        weight = next(iter(content.metric_records.values())).get(self.weighted_by_key)
+        if len(metrics_in(content)) != 1:
+            return f"the reply has {len(metrics_in(content))} MetricRecords, expected one"
+        weight = next(iter(metrics_in(content).values())).get(self.weighted_by_key)
         if isinstance(weight, list) or weight is None or not np.isfinite(weight) or weight < 0:
             return f"the reply's metrics have {self.weighted_by_key!r} = {weight!r}, expected a number, zero or more"
         if not with_arrays:
             return None
-        records = content.array_records
+        records = arrays_in(content)
         if self.arrayrecord_key not in records and len(records) != 1:
             return f"the reply has {len(records)} ArrayRecords, expected one"
         if self._global is None:
@@ -254,14 +254,14 @@ class FedAvg(FlowerFedAvg):
         return self._unpacked[1]
 
     def _arrays(self, content: RecordDict) -> ArrayRecord:
-        records = content.array_records
+        records = arrays_in(content)
         return records[self.arrayrecord_key] if self.arrayrecord_key in records else next(iter(records.values()))
 
     def _mean_metrics(
         self, contents: list[RecordDict], mean: Callable[[list[RecordDict], str], MetricRecord]
     ) -> MetricRecord:
         """The clients' mean metrics, of the keys that all of them sent; a partition's number has no mean."""
-        records = [next(iter(content.metric_records.values())) for content in contents]
+        records = [next(iter(metrics_in(content).values())) for content in contents]
         common = set.intersection(*(set(record) for record in records))
         common -= {protocol.PARTITION, protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES} - {self.weighted_by_key}
         kept = [
@@ -305,7 +305,7 @@ class FedAvg(FlowerFedAvg):
 
 
 def _weight(content: RecordDict, key: str) -> float:
-    value = next(iter(content.metric_records.values()))[key]
+    value = next(iter(metrics_in(content).values()))[key]
     assert isinstance(value, int | float), "checked by _problem"
     return float(value)
 

@@ -32,7 +32,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.layerwise import Direct
 from fedbn_flwr.layerwise.direct import is_loopback, split
 from fedbn_flwr.layerwise.wire import HEADER_LIMIT
-from fedbn_flwr.packing import pack, unpack
+from fedbn_flwr.packing import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.roles import Role, roles
 
@@ -123,7 +123,7 @@ class FedTAN(FedAvg):
             return messages
         shared = {key: config[key] for key in config}
         shared |= {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward}
-        record: ArrayRecord = next(iter(messages[0].content.array_records.values()))
+        record: ArrayRecord = next(iter(arrays_in(messages[0].content).values()))
         nodes = [message.metadata.dst_node_id for message in messages]
         if (direct := self._service()) is not None:
             return self._meet_directly(direct, server_round, record, shared, nodes, grid)
@@ -235,11 +235,11 @@ class FedTAN(FedAvg):
     def _agree(self, replies: Sequence[Message]) -> tuple[ArrayRecord, int, int]:
         """The cohort's tensors, the images in all batches, and the exchanges that follow."""
         contents = [reply.content for reply in replies]
-        metrics = [next(iter(content.metric_records.values())) for content in contents]
+        metrics = [next(iter(metrics_in(content).values())) for content in contents]
         key = protocol.NUM_EXAMPLES if self.weights_by == "data" else protocol.BATCH_EXAMPLES
         weights = [_number(each[key]) for each in metrics]
-        arrays = [unpack(content.array_records["arrays"]) for content in contents]
-        if contents[0].config_records["config"]["what"] == "moments":
+        arrays = [unpack(arrays_in(content)["arrays"]) for content in contents]
+        if configs_in(contents[0])["config"]["what"] == "moments":
             mean, var = pooled_moments([a["mean"] for a in arrays], [a["var"] for a in arrays], weights)
             agreed: Arrays = {"mean": mean, "var": var}
         else:
@@ -291,9 +291,9 @@ def _frozen(config: ConfigRecord) -> bool:
 
 def _exchange_problem(content: RecordDict, left: int | None) -> str | None:
     """Why a reply to an exchange cannot be used, or None; `left` as in `_answers`."""
-    if set(content.array_records) != {"arrays"} or len(content.metric_records) != 1 or "config" not in content:
+    if set(arrays_in(content)) != {"arrays"} or len(metrics_in(content)) != 1 or "config" not in content:
         return "the reply is not that of a layer-wise step; serve the client by fedbn_flwr.client_app"
-    metrics = next(iter(content.metric_records.values()))
+    metrics = next(iter(metrics_in(content).values()))
     for key in (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT):
         value = metrics.get(key)
         if isinstance(value, list) or value is None or not np.isfinite(value) or value < 0:
@@ -302,11 +302,11 @@ def _exchange_problem(content: RecordDict, left: int | None) -> str | None:
     if not follow.is_integer() or follow > _MOST_EXCHANGES or (left is not None and follow != left - 1):
         expected = f"a whole number up to {_MOST_EXCHANGES}" if left is None else left - 1
         return f"it says that {follow:g} exchanges follow, expected {expected}"
-    what = content.config_records["config"].get("what")
+    what = configs_in(content)["config"].get("what")
     if what not in _TENSORS:
         return f"it sent {what!r}, expected one of {', '.join(_TENSORS)}"
     try:
-        arrays = unpack(content.array_records["arrays"])
+        arrays = unpack(arrays_in(content)["arrays"])
     except Exception as error:  # what a client sends may be anything
         return f"the reply's arrays cannot be read: {error}"
     if set(arrays) != _TENSORS[what]:
@@ -329,9 +329,9 @@ def _frame_limit(model: ArrayRecord) -> int:
 
 def _form(content: RecordDict) -> tuple[Any, ...]:
     """What must agree among the replies to one exchange."""
-    metrics = next(iter(content.metric_records.values()))
-    shapes = tuple((name, array.dtype, *array.shape) for name, array in content.array_records["arrays"].items())
-    return (content.config_records["config"]["what"], metrics[protocol.EXCHANGES_LEFT], *shapes)
+    metrics = next(iter(metrics_in(content).values()))
+    shapes = tuple((name, array.dtype, *array.shape) for name, array in arrays_in(content)["arrays"].items())
+    return (configs_in(content)["config"]["what"], metrics[protocol.EXCHANGES_LEFT], *shapes)
 
 
 def _number(value: Any) -> float:

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import pack, record_of, unpack
+from fedbn_flwr.packing import arrays_in, metrics_in, pack, record_of, unpack
 from fedbn_flwr.roles import Role, roles, split
 
 from .memory import inside, numbers
@@ -125,7 +125,7 @@ class FixBN(Wrapper):
         super().restore(records)
         if self.freeze_round == "auto":
             self._last_free = numbers(records, "fixbn")["last-free"]
-            for who, record in inside("drift", records).array_records.items():
+            for who, record in arrays_in(inside("drift", records)).items():
                 arrays = unpack(record)
                 self._drifts[who] = _Drift(deque(arrays["changes"].tolist(), self.window), arrays.get("last"))
 
@@ -147,9 +147,7 @@ class FixBN(Wrapper):
             config.pop(protocol.FREEZE, None)
         messages = list(super().configure_train(server_round, arrays, config, grid))
         # FedBN's clients freeze what they keep at home, each its own: the server's is not what they hold.
-        self._sent = {
-            key for message in messages[:1] for sent in message.content.array_records.values() for key in sent
-        }
+        self._sent = {key for message in messages[:1] for sent in arrays_in(message.content).values() for key in sent}
         return messages
 
     def aggregate_train(
@@ -177,7 +175,7 @@ class FixBN(Wrapper):
         for reply in replies:
             if not reply.has_content():
                 continue
-            record = next(iter(reply.content.array_records.values()))
+            record = next(iter(arrays_in(reply.content).values()))
             statistics = split(record, roles(record), {Role.STATISTICS})[0]
             if not statistics:
                 raise SettingsError("freeze_round is 'auto', but the clients send no statistics to decide by")
@@ -195,7 +193,7 @@ class FixBN(Wrapper):
         assert self._frozen is not None
         if not reply.has_content():
             return reply
-        for record in reply.content.array_records.values():
+        for record in arrays_in(reply.content).values():
             for key in keys:
                 if key not in record:
                     continue
@@ -213,7 +211,7 @@ class FixBN(Wrapper):
 
 def _who(reply: Message) -> str:
     """A client's name, by its partition where it tells one: node ids are new when a run goes on elsewhere."""
-    for metrics in reply.content.metric_records.values():
+    for metrics in metrics_in(reply.content).values():
         if isinstance(partition := metrics.get(protocol.PARTITION), int):
             return f"partition {partition}"
     return f"node {reply.metadata.src_node_id}"

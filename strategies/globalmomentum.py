@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import weighted_mean
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import pack
+from fedbn_flwr.packing import arrays_in, pack
 
 from .wrapper import Wrapper, shares, take_record, with_record
 
@@ -46,7 +46,7 @@ class GlobalMomentum(Wrapper):
 
     def restore(self, records: RecordDict) -> None:
         super().restore(records)
-        self._momentum = records.array_records.get("momentum")
+        self._momentum = arrays_in(records).get("momentum")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

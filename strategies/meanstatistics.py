@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import Arrays, cast, fault, weighted_mean
-from fedbn_flwr.packing import pack, unpack
+from fedbn_flwr.packing import arrays_in, metrics_in, pack, unpack
 from fedbn_flwr.roles import Role, roles, split
 
 from .wrapper import Wrapper, check_some_left, refused
@@ -70,8 +70,8 @@ class MeanStatistics(Wrapper):
 
 
 def _record(reply: Message) -> ArrayRecord:
-    return next(iter(reply.content.array_records.values()))
+    return next(iter(arrays_in(reply.content).values()))
 
 
 def _metrics(reply: Message) -> MetricRecord:
-    return next(iter(reply.content.metric_records.values()))
+    return next(iter(metrics_in(reply.content).values()))

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import Array, weighted_mean
-from fedbn_flwr.packing import pack, unpack
+from fedbn_flwr.packing import arrays_in, pack, unpack
 
 from .fedavg import FedAvg
 from .wrapper import take_record, with_record
@@ -44,7 +44,7 @@ class Scaffold(FedAvg):
 
     def restore(self, records: RecordDict) -> None:
         super().restore(records)
-        self._control = dict(unpack(records.array_records["control"])) if "control" in records else None
+        self._control = dict(unpack(arrays_in(records)["control"])) if "control" in records else None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

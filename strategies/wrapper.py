@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.aggregate import Arrays, fault
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.packing import unpack
+from fedbn_flwr.packing import arrays_in, unpack
 from fedbn_flwr.roles import Role, roles, split
 
 from .memory import inside, nested, restore, state
@@ -102,11 +102,11 @@ def take_record(replies: Iterable[Message], name: str, model: ArrayRecord) -> tu
     read, problems = {}, {}
     for reply in (reply for reply in replies if reply.has_content()):
         node = reply.metadata.src_node_id
-        if name not in reply.content.array_records:
+        if name not in arrays_in(reply.content):
             problems[node] = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
             continue
         try:
-            read[node] = unpack(reply.content.array_records[name])
+            read[node] = unpack(arrays_in(reply.content)[name])
         except Exception as error:  # what a client sends may be anything
             problems[node] = f"cannot be read: {error}"
     votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())

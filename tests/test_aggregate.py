@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from fedbn_flwr import aggregate
 from fedbn_flwr.aggregate import fault, normalised, weighted_mean
+from fedbn_flwr.packing import Block, flat_block
 
 DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
 
@@ -132,6 +134,25 @@ def test_replies_are_read_a_few_at_a_time() -> None:
     mean = weighted_mean(replies(), [1] * 40)
     np.testing.assert_allclose(mean["w"], 19.5)
     assert most <= 18, "those that are being added, those just added, and the first: not all forty"
+
+
+def test_the_numbers_depend_neither_on_threads_nor_on_where_an_element_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines agree to the bit: one may send a model as one block, another key by key."""
+    random = np.random.default_rng(0)
+    sizes = {"one": 1, "two": 2, "odd": 37, "more": 5001}
+    weights = list(random.random(19))
+    replies = [{key: random.normal(size=size) for key, size in sizes.items()} for _ in weights]
+    apart = weighted_mean(replies, weights)
+    blocks = [flat_block(reply) for reply in replies]
+    for piece, threads in ((16384, 1), (7, 1), (64, 3)):
+        monkeypatch.setattr(aggregate, "_PIECE", piece)
+        monkeypatch.setattr(aggregate, "_PIECE_OF_THREADS", piece)
+        monkeypatch.setattr(aggregate, "_THREADS", threads)
+        monkeypatch.setattr(aggregate, "_LARGE", 100)
+        together = weighted_mean([block for block in blocks if block is not None], weights)
+        assert isinstance(together, Block)
+        for key in sizes:
+            np.testing.assert_array_equal(together[key], apart[key], err_msg=f"{key}, pieces of {piece}")
 
 
 def same_shape(dtype: type, elements: st.SearchStrategy[float]) -> st.SearchStrategy[list[np.ndarray]]:

@@ -13,7 +13,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 
-from fedbn_flwr.packing import Array, Block, flat_block, pack, read_npy, record_of, unpack
+from fedbn_flwr.packing import Array, Block, flat_block, pack, read_npy, record_of, size_of, unpack
 
 MODEL = {
     "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2),
@@ -84,6 +84,36 @@ def test_arrays_under_other_names_are_not_taken_for_their_block() -> None:
     swapped = {**record, one: record[other], other: record[one]}
     same(unpack(swapped), {**MODEL, one: MODEL[other], other: MODEL[one]})
     same(unpack({**record, one: pack(MODEL)[one]}), MODEL)
+
+
+def test_a_record_is_changed_like_any_other() -> None:
+    record, other = pack(MODEL), pack(MODEL)
+    before = record.copy()
+    assert record == other == dict(other)
+    assert list(record.keys()) == list(MODEL)
+    assert "scale" in record
+    one = pack({"scale": np.zeros((), np.float32)})["scale"]
+    record["scale"] = one
+    record["new"] = one
+    del record["none"]
+    changed = {**MODEL, "scale": np.zeros((), np.float32), "new": np.zeros((), np.float32)}
+    del changed["none"]
+    same(unpack(record), changed)
+    same(unpack(record.copy()), changed)
+    same(unpack(pickle.loads(pickle.dumps(record))), changed)
+    assert len(record) == len(changed)
+    same(unpack(before), MODEL)  # a copy is a record of its own
+    assert record != before
+
+
+@EITHER
+def test_the_size_is_that_of_all_elements(arrays: dict[str, np.ndarray]) -> None:
+    expected = sum(value.size for value in arrays.values()), sum(value.nbytes for value in arrays.values())
+    record = pack(arrays)
+    assert size_of(record) == expected
+    assert len(list(record.values())) == len(arrays)  # whose entries now exist
+    assert size_of(record) == expected
+    assert size_of(ArrayRecord({key: FlowerArray(value) for key, value in arrays.items()})) == expected
 
 
 def test_records_of_several_origins_become_one_block() -> None:

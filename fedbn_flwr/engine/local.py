@@ -38,7 +38,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from .memory import Contexts
+from .memory import Contexts, keep_freed_memory
 
 UserConfig = Mapping[str, Any]
 
@@ -361,6 +361,7 @@ class _Worker:
 
 def _serve(nodes: _Nodes, connection: Connection, parents: Connection) -> None:
     parents.close()
+    keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; when to end is the parent's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process

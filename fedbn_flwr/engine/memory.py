@@ -1,8 +1,9 @@
-"""Nodes' contexts, with a bound on the memory that what they remember takes: the rest lies in files."""
+"""Nodes' contexts, of which what does not fit a bound lies in files; and what a process does with freed memory."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,21 @@ from flwr.app import Context, RecordDict
 
 from ..recordfile import dump, parse
 from ..results.ledger import array_bytes
+
+_KEPT = 256 << 20  # bytes
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees for the next array of that size, where malloc can be told so (glibc).
+
+    Else a model's arrays go back to the system after each message, and each is then handed out again page by page,
+    which takes longer than to fill it. For processes of our own only: it concerns all of their memory.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        malloc = ctypes.CDLL(None).mallopt
+        malloc(_M_MMAP_THRESHOLD, _KEPT)
+        malloc(_M_TRIM_THRESHOLD, _KEPT)
 
 
 class Contexts:

@@ -5,17 +5,16 @@ Bytes are elements times their size; names, headers and metrics are not counted,
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from .. import protocol
 from ..grids import GridAround
+from ..packing import arrays_in, size_of
 
 
 @dataclass
@@ -43,15 +42,11 @@ class Traffic:
 
 
 def array_bytes(content: RecordDict) -> int:
-    return sum(
-        math.prod(array.shape) * np.dtype(array.dtype).itemsize
-        for record in content.array_records.values()
-        for array in record.values()
-    )
+    return sum(size_of(record)[1] for record in arrays_in(content).values())
 
 
 def elements(content: RecordDict) -> int:
-    return sum(math.prod(array.shape) for record in content.array_records.values() for array in record.values())
+    return sum(size_of(record)[0] for record in arrays_in(content).values())
 
 
 class MeteredGrid(GridAround):
