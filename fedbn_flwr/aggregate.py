@@ -33,11 +33,10 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-# How many replies a sum takes at a time, and how many elements of each: so the pieces lie close to the processor.
-# Threads take larger ones, or they wait for Python's lock.
+# How many replies a sum takes at a time, and how many elements of each. Smaller pieces would lie closer to the
+# processor, but threads then wait for Python's lock.
 _REPLIES = 16
-_PIECE = 16384
-_PIECE_OF_THREADS = 65536
+_PIECE = 32768
 _THREADS = min(8, os.cpu_count() or 1)
 _LARGE = 1 << 20  # elements from which a sum is worth threads: starting one takes as long as adding some 100,000
 
@@ -95,11 +94,10 @@ def _add_shares(sums: Sequence[Sum], shares: Array, begun: bool) -> None:
     The numbers do not depend on how many threads there are, or on where an element lies.
     """
     threads = min(_THREADS, sum(total.size for total, _, _ in sums) // _LARGE)
-    length = _PIECE if threads < 2 else _PIECE_OF_THREADS
     pieces = [
         (total[place], [value[place] for value in values], start[place])
         for total, values, start in sums
-        for place in (slice(begin, begin + length) for begin in range(0, total.size, length))
+        for place in (slice(begin, begin + _PIECE) for begin in range(0, total.size, _PIECE))
     ]
     if threads < 2:
         _add(pieces, shares, begun)

@@ -64,7 +64,8 @@ class BNClient(NumPyClient):
     Parameters
     ----------
     model
-        Any module. Its batch norms are found by type. (Or the Parts of one, for a model that serves many clients.)
+        Any module. Its batch norms are found by type. (Or the Parts of one, for a model that serves many clients: its
+        tensors must then stay the ones that it has.)
     train_data, eval_data
         Iterables of (inputs, targets), such as a DataLoader; or, for data whose order is a function of the
         round, an object with `num_examples` and `epoch(server_round, epoch)`. `eval_data` may be several sets
@@ -128,6 +129,7 @@ class BNClient(NumPyClient):
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parts = model if isinstance(model, Parts) else Parts(model, device)
+        self._is_fixed = isinstance(model, Parts)
         self.records = RecordDict() if context is None else context.state
         self.partition_id = None if context is None else context.node_config.get("partition-id")
 
@@ -343,7 +345,7 @@ class BNClient(NumPyClient):
 
     def _load(self, arrays: Arrays, run: str | None) -> None:
         """The received arrays, and for all other keys what this node last had (or was built with)."""
-        if not self._parts.are_current():
+        if not (self._is_fixed or self._parts.are_current()):
             self._parts = Parts(self.model, self.device)
         kept = NodeState(self.records, run).load("local")
         if not self._parts.fits(arrays, kept):

@@ -143,10 +143,11 @@ def test_the_numbers_depend_neither_on_threads_nor_on_where_an_element_lies(monk
     weights = list(random.random(19))
     replies = [{key: random.normal(size=size) for key, size in sizes.items()} for _ in weights]
     apart = weighted_mean(replies, weights)
+    alone = weighted_mean([{"one": reply["one"]} for reply in replies], weights)
+    np.testing.assert_array_equal(alone["one"], apart["one"])
     blocks = [flat_block(reply) for reply in replies]
     for piece, threads in ((16384, 1), (7, 1), (64, 3)):
         monkeypatch.setattr(aggregate, "_PIECE", piece)
-        monkeypatch.setattr(aggregate, "_PIECE_OF_THREADS", piece)
         monkeypatch.setattr(aggregate, "_THREADS", threads)
         monkeypatch.setattr(aggregate, "_LARGE", 100)
         together = weighted_mean([block for block in blocks if block is not None], weights)
