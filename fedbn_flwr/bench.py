@@ -38,7 +38,7 @@ from .engine import LocalGrid
 from .engine.memory import keep_freed_memory
 from .models import build_model
 from .packing import pack, unpack
-from .parts import Parts, initial_arrays
+from .parts import Parts, initial_arrays, side_by_side
 from .serving import client_app
 from .strategies import FedAvg, FedTAN
 
@@ -131,7 +131,7 @@ def overhead(options: Options) -> Iterator[Figure]:
         batches = ClientBatches(data, torch.arange(len(data.labels)), MOMENTS, batch_size=batch, client=client, seed=0)
         return BNClient(parts, batches, lr=0.01, momentum=0.9, steps=steps, context=context)
 
-    parts = Parts(build_model("resnet20", 10, "bn"), device)  # which an experiment's clients share too
+    parts = Parts(side_by_side(build_model("resnet20", 10, "bn").to(device)))  # which an experiment's clients share too
     first = pack(initial_arrays(bare.model))
 
     def rounds(workers: int, clients: int) -> Iterator[float]:
@@ -239,7 +239,7 @@ class _Idle(NumPyClient):
 def round_(options: Options) -> Iterator[Figure]:
     """A round in which nobody trains, aggregation included; and the aggregation of large models."""
     model = build_model("resnet20", 10, "bn")
-    parts, arrays = Parts(model), pack(initial_arrays(model))
+    parts, arrays = Parts(side_by_side(model)), pack(initial_arrays(model))
     data = _images(20, torch.device("cpu"))
 
     def make_client(context: Context) -> BNClient:

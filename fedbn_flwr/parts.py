@@ -104,8 +104,8 @@ class Parts:
             if fits and torch.empty(0, dtype=self._flat[keys[0]].dtype).numpy().dtype == where.dtype:
                 host = torch.empty(where.size, dtype=self._flat[keys[0]].dtype)
                 here = host if self.device.type == "cpu" else torch.empty_like(host, device=self.device)
-                pieces = [here[place] for place in where.places.values()]
-                stage = Stage(host, here, pieces, [self._flat[key] for key in keys])
+                into = joined([self._flat[key] for key in keys])
+                stage = Stage(host, here, list(here.split([len(piece) for piece in into])), into)
             self._stages[where] = stage
         return self._stages[where]
 
@@ -126,7 +126,43 @@ class Parts:
         if len(flat) < len(keys) or len({values.dtype for values in flat}) != 1:
             return None
         dtype = torch.empty(0, dtype=flat[0].dtype).numpy().dtype
-        return flat, layout(dtype.str, keys, tuple(self.shapes[key] for key in keys))
+        return joined(flat), layout(dtype.str, keys, tuple(self.shapes[key] for key in keys))
+
+
+def side_by_side(model: nn.Module) -> nn.Module:
+    """The model, its tensors moved next to each other in the order of its state dict: to be copied as one.
+
+    For models of our own making: whoever holds a parameter's memory by other means would lose it.
+    """
+    first = next(model.parameters(), torch.empty(0))
+    once = {
+        id(tensor): tensor
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and tensor.is_contiguous()
+        if (tensor.dtype, tensor.device) == (first.dtype, first.device)
+    }
+    if once:
+        flat = torch.cat([tensor.detach().view(-1) for tensor in once.values()])
+        for tensor, piece in zip(once.values(), flat.split([tensor.numel() for tensor in once.values()]), strict=True):
+            tensor.data = piece.view(tensor.shape)
+    return model
+
+
+def joined(flat: list[Tensor]) -> list[Tensor]:
+    """The same elements in fewer tensors: neighbours in one memory become one."""
+    found: list[Tensor] = []
+    for piece in flat:
+        if found and _follows(piece, found[-1]):
+            found[-1] = found[-1].as_strided((len(found[-1]) + len(piece),), (1,))
+        else:
+            found.append(piece)
+    return found
+
+
+def _follows(piece: Tensor, last: Tensor) -> bool:
+    one_memory = piece.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return one_memory and piece.storage_offset() == last.storage_offset() + len(last)
 
 
 def initial_arrays(model: nn.Module) -> Arrays:

@@ -22,7 +22,7 @@ from .data.catalogue import CATALOGUE, find
 from .errors import SettingsError
 from .lookup import from_run_config, run_names
 from .models import build_model
-from .parts import Parts
+from .parts import Parts, side_by_side
 from .results.holdings import Holdings
 from .roles import computes_as_batch_norm
 from .settings import Experiment, Settings
@@ -407,8 +407,10 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
     last = run.train.channels_last
     shelf = _shelf((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
     if (parts := shelf.take()) is None:
-        model = make_model(run, dataset)
-        parts = Parts(model.to(memory_format=torch.channels_last) if last else model, device)  # type: ignore[call-overload]
+        model = make_model(run, dataset).to(device)
+        if last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        parts = Parts(model if ":" in run.model.name else side_by_side(model))
     made = BNClient(
         parts,
         ClientBatches(
