@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
 from fedbn_flwr.data import ClientBatches, load
 from fedbn_flwr.data.augment import RATIO, SCALE, Window, crop_and_resize, random_rotate, resized_crop_boxes
+from fedbn_flwr.data.images import Images
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 28, 28), (3, 20, 31)])
@@ -87,3 +91,36 @@ def test_what_a_client_sees_is_a_function_of_its_place(kind: str) -> None:
     assert first(1).equal(first(1))
     assert not first(1).equal(first(1, ()))
     assert first(1).shape == first(1, ()).shape
+
+
+class Transfers(TorchDispatchMode):
+    """Copies from the CPU to another device: how many, and which of them the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.waited_for: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, args[0].device):
+            self.made += 1
+            if not kwargs.get("non_blocking"):
+                self.waited_for.append(args[0].shape)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("augment", [(), ("crop", "flip", "rotate"), ("resized_crop", "flip")], ids="+".join)
+def test_no_batch_makes_the_host_wait_for_the_device(augment: tuple[str, ...]) -> None:
+    """On PyTorch's device without memory, which takes part in everything but the arithmetic."""
+    device = torch.device("meta")
+    data = Images(torch.zeros(20, 3, 16, 16, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)).to(device)
+    moments = ((0.5,) * 3, (0.25,) * 3)
+    batches = ClientBatches(data, torch.arange(20), moments, batch_size=5, client=0, seed=0, augment=augment)
+    with Transfers() as transfers:
+        shapes = [
+            (tuple(inputs.shape), inputs.device.type, targets.device.type) for inputs, targets in batches.epoch(1, 0)
+        ]
+    assert shapes == [((5, 3, 16, 16), "meta", "meta")] * 4
+    assert transfers.made >= 4, "each batch's rows, at least, go there"
+    assert transfers.waited_for == []

@@ -83,8 +83,8 @@ def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Ten
         inside = (steps * (length[:, None] / found) - 0.5).clamp(min=0)
         return (2 * (start[:, None] + inside.minimum(length[:, None] - 1.0)) + 1) / whole - 1
 
-    rows = places(top, tall, size[0], height).to(images.device)
-    columns = places(left, wide, size[1], width).to(images.device)
+    rows = places(top, tall, size[0], height).to(images.device, non_blocking=True)
+    columns = places(left, wide, size[1], width).to(images.device, non_blocking=True)
     grid = torch.stack(
         [columns[:, None, :].expand(-1, size[0], -1), rows[:, :, None].expand(-1, -1, size[1])], dim=3
     )  # [N, h, w, (x, y)]
@@ -109,7 +109,7 @@ def random_crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
     """Each image padded with zeros and cut back to its size, at a place of its own."""
     count, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, (pad, pad, pad, pad))
-    corner = torch.randint(0, 2 * pad + 1, (2, count, 1), generator=generator).to(images.device)
+    corner = torch.randint(0, 2 * pad + 1, (2, count, 1), generator=generator).to(images.device, non_blocking=True)
     rows = corner[0] + torch.arange(height, device=images.device)  # [N, H]
     columns = corner[1] + torch.arange(width, device=images.device)  # [N, W]
     which = torch.arange(count, device=images.device)[:, None, None]
@@ -119,10 +119,8 @@ def random_crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
 
 def random_flip(generator: torch.Generator, *parts: Tensor) -> list[Tensor]:
     """Each image mirrored left to right, or not; what belongs to it, such as labels of pixels, with it."""
-    flipped = torch.rand(len(parts[0]), generator=generator) < 0.5
-    return [
-        torch.where(flipped.to(part.device).view(-1, *[1] * (part.ndim - 1)), part.flip(-1), part) for part in parts
-    ]
+    flipped = (torch.rand(len(parts[0]), generator=generator) < 0.5).to(parts[0].device, non_blocking=True)
+    return [torch.where(flipped.view(-1, *[1] * (part.ndim - 1)), part.flip(-1), part) for part in parts]
 
 
 def random_rotate(images: Tensor, generator: torch.Generator, most: float = 30.0) -> Tensor:
@@ -143,7 +141,8 @@ def rotate(images: Tensor, angle: Tensor) -> Tensor:
     # Where in the image each pixel comes from: [N, H, W].
     column = (cos * x - sin * y + (width - 1) / 2).round().long()
     row = (sin * x + cos * y + (height - 1) / 2).round().long()
-    inside = ((column >= 0) & (column < width) & (row >= 0) & (row < height))[:, None].to(images.device)
-    place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).flatten(1)[:, None].to(images.device)
+    inside = ((column >= 0) & (column < width) & (row >= 0) & (row < height))[:, None]
+    place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).flatten(1)[:, None]
+    inside, place = (values.to(images.device, non_blocking=True) for values in (inside, place))
     found = images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view_as(images)
     return found * inside

@@ -78,7 +78,7 @@ class Images:
 
     def batches(self, plan: Iterable[Asked[Note]]) -> Iterator[tuple[Tensor, Tensor, Note]]:
         for asked in plan:
-            rows = asked.rows.to(self.device)
+            rows = asked.rows.to(self.device, non_blocking=True)  # or the host would wait for the step before
             images = self.images[rows]
             targets = self.labels[rows] if self.masks is None else self.masks[rows]
             if asked.window is not None:
