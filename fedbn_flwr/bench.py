@@ -164,6 +164,63 @@ def overhead(options: Options) -> Iterator[Figure]:
         yield figure(f"steps per second / bare loop on one core, {n} workers", found, "x", least=0.9 * n)
 
 
+def gpu(options: Options) -> Iterator[Figure]:
+    """On a GPU: replayed steps against the eager bare loop, and FedTAN's round against eager FedAvg's."""
+    if options.device.type == "cuda":
+        yield from _on_device(options)
+
+
+def _on_device(options: Options) -> Iterator[Figure]:
+    batch, steps, clients, device = 20, options.steps, 5, options.device
+    data = _images(batch * steps, device)
+    bare = BareLoop(data.images, data.labels, batch, device)
+    first = pack(initial_arrays(bare.model))
+
+    def rounds(strategy: FedAvg, steps: int, **how: Any) -> Callable[[], None]:
+        models: dict[int, Parts] = {}
+        number = 0
+
+        def make_client(context: Context) -> BNClient:
+            client = int(context.node_config["partition-id"])
+            which = client if isinstance(strategy, FedTAN) else 0  # whose rounds run side by side
+            if which not in models:
+                model = build_model("resnet20", 10, "bn").to(device)
+                if how.get("channels_last"):
+                    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                models[which] = Parts(side_by_side(model))
+            rows = torch.arange(len(data.labels))
+            batches = ClientBatches(data, rows, MOMENTS, batch_size=batch, client=client, seed=0)
+            return BNClient(models[which], batches, lr=0.01, momentum=0.9, steps=steps, context=context, **how)
+
+        grid = LocalGrid(client_app(make_client), clients)
+        strategy.prepare(1, first)
+
+        def one_round() -> None:
+            nonlocal number
+            number += 1
+            _round(strategy, grid, number, first)  # which ends on the host: nothing is under way any more
+
+        for _ in range(3):  # what is recorded is recorded here
+            one_round()
+        return one_round
+
+    fast: dict[str, Any] = {"precision": torch.bfloat16, "channels_last": True}
+    bare(steps)
+    for name, how, least in (
+        ("eager", {}, None),
+        ("replayed", {"cuda_graphs": True}, 5.0),
+        ("replayed, bfloat16 and channels-last", {"cuda_graphs": True, **fast}, None),
+    ):
+        one_round = rounds(FedAvg(min_available_nodes=clients), steps, **how)
+        ratios = [clients * seconds(lambda: bare(steps)) / seconds(one_round) for _ in range(options.repeats)]
+        yield figure(f"steps per second / eager bare loop, batch 20, {name}", ratios, "x", least=least)
+    one, other = (
+        rounds(strategy, 1) for strategy in (FedTAN(min_available_nodes=clients), FedAvg(min_available_nodes=clients))
+    )
+    ratios = [seconds(one) / seconds(other) for _ in range(options.repeats)]
+    yield figure("round of one step, five clients: FedTAN / eager FedAvg", ratios, "x", most=4)
+
+
 def _round(strategy: FedAvg, grid: LocalGrid, number: int, arrays: ArrayRecord) -> ArrayRecord:
     messages = list(strategy.configure_train(number, arrays, ConfigRecord(), grid))
     mean, _ = strategy.aggregate_train(number, grid.send_and_receive(messages))
@@ -364,6 +421,7 @@ BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "round": round_,
     "scale": scale,
     "start": start,
+    "gpu": gpu,
 }
 
 
@@ -382,6 +440,8 @@ def run(names: Sequence[str], options: Options, *, as_json: bool) -> None:
                 told = "" if each.met is None else f"   goal: {each.goal}" + ("" if each.met else " (missed)")
                 spread = f"({each.low:.3g} to {each.high:.3g})"
                 print(f"  {each.name}: {each.value:.3g} {each.unit} {spread}{told}", flush=True)
+        if not found[name] and not as_json:
+            print(f"  nothing measured on {options.device.type}")
         torch.set_num_threads(threads)
     if as_json:
         from .results.folder import environment

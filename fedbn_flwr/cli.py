@@ -14,7 +14,8 @@ from typing import Any
 from . import __version__
 from .errors import FedbnError, SettingsError, did_you_mean
 
-BENCHMARKS = ("overhead", "exchange", "fedtan", "round", "scale", "start")  # those of bench.py, which imports torch
+# Those of bench.py, which imports torch.
+BENCHMARKS = ("overhead", "exchange", "fedtan", "round", "scale", "start", "gpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,12 @@ class BNClient(NumPyClient):
         model has logits for each).
     channels_last
         Train with images and filters in this memory format: faster convolutions, other last bits.
+    precision
+        torch.bfloat16: training passes run under PyTorch's autocast, in bfloat16 where it thinks it safe. Weights,
+        their gradients, statistics and the steps of SGD stay float32, and so do evaluation and FedTAN's first step.
+    cuda_graphs
+        On a GPU, record a step as a CUDA graph and replay it; where a step cannot be recorded, it is computed as
+        without. Give the model as Parts that all clients share: a recording belongs to its tensors.
     seed
         Of what the model draws itself (dropout), and of a DataLoader that shuffles: both become functions of
         (seed, round, client).
@@ -109,6 +116,8 @@ class BNClient(NumPyClient):
         keep_momentum: bool = False,
         loss: Loss = cross_entropy,
         channels_last: bool = False,
+        precision: torch.dtype | None = None,
+        cuda_graphs: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
         context: Context | None = None,
@@ -126,6 +135,8 @@ class BNClient(NumPyClient):
         self.loss = loss
         self.seed = seed
         self.channels_last = channels_last
+        self.precision = precision
+        self.cuda_graphs = cuda_graphs
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parts = model if isinstance(model, Parts) else Parts(model, device)
@@ -159,7 +170,12 @@ class BNClient(NumPyClient):
         `exchange` carries a layer-wise step's tensors to the other clients and back.
         """
         protocol.check_known(config)
-        extras = {} if extras is None else extras
+        with _alone(self.model):
+            return self._train_round(arrays, config, {} if extras is None else extras, exchange)
+
+    def _train_round(
+        self, arrays: Arrays, config: Config, extras: Mapping[str, Arrays], exchange: Exchange | None
+    ) -> Update:
         server_round = int(config.get(protocol.ROUND, 1))
         run = protocol.run_of(config)
         self._load(arrays, run)
@@ -178,8 +194,13 @@ class BNClient(NumPyClient):
                 adjust.append(Proximal(named.values(), mu))
             if clip := float(config.get(protocol.CLIP, 0.0)):
                 adjust.append(AdaptiveClip(self._clipped(named), clip))
-            # After the gradient and before the step: a layer-wise round is sent its records with its last message.
-            adjust.append(_once(lambda: self._set_momentum(optimizer, named, config, extras, run)))
+            around = None
+            if exchange is None:
+                self._set_momentum(optimizer, named, config, extras, run)
+                if self.cuda_graphs and self._parts.replays is not None:
+                    around = self._parts.replays.around
+            else:  # between gradient and step: such a round is sent its records with its last message
+                adjust.append(_once(lambda: self._set_momentum(optimizer, named, config, extras, run)))
             loss, _, first_batch = train(
                 self.model,
                 local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
@@ -189,6 +210,8 @@ class BNClient(NumPyClient):
                 adjust=adjust,
                 first_step=self._first_step(config, exchange),
                 channels_last=self.channels_last,
+                precision=self.precision,
+                around=around,
             )
         back, came = protocol.returned_roles(config), set(arrays)
         sent = self._parts.taken(key for key, role in self.roles.items() if key in came or role in back)
@@ -377,6 +400,24 @@ class BNClient(NumPyClient):
         for key, shape in {**{key: value.shape for key, value in kept.items()}, **shapes}.items():
             if shape != own[key]:
                 raise MessageError(f"{key!r} has shape {shape} in the message and {own[key]} in this client's model")
+
+
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those in the middle of a round
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Inside, no other client may train this very model: layer-wise rounds run side by side, and would mix."""
+    if model in _TRAINED:
+        raise MessageError(
+            "another client is in the middle of a round with this very model; clients of a layer-wise round train side "
+            "by side, so make_client must give each a model of its own"
+        )
+    _TRAINED.add(model)
+    try:
+        yield
+    finally:
+        _TRAINED.discard(model)
 
 
 def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .aggregate import Arrays
 from .packing import Block, Layout, layout
+from .replay import Replays
 from .roles import Role, roles
 
 
@@ -42,6 +43,7 @@ class Parts:
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         self._flat = {key: tensor.view(-1) for key, tensor in self.tensors.items() if tensor.is_contiguous()}
         self._views = {key: tensor.numpy() for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
+        self.replays = Replays(list(self.tensors.values())) if self.device.type == "cuda" else None
         self._stages: dict[Layout, Stage | None] = {}
         self._fits: dict[tuple[Layout, ...], bool] = {}
         self._plans: dict[tuple[str, ...], Plan] = {}

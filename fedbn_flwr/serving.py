@@ -59,9 +59,10 @@ def client_app(make_client: MakeClient) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         config = _config(message)
-        if protocol.DIRECT in config:
-            return answer("train", _directly, message, context)
-        return answer("train", _layerwise if protocol.COHORT_STEP in config else _train, message, context)
+        if protocol.COHORT_STEP in config:
+            return answer("train", _layerwise, message, context)
+        _abandon(context)
+        return answer("train", _directly if protocol.DIRECT in config else _train, message, context)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -146,6 +147,12 @@ class _Parked:
 
 # By run and node. Only a cache: a node's next message may come to another process, which replays the round.
 _parked: dict[tuple[int, int], _Parked] = {}
+
+
+def _abandon(context: Context) -> None:
+    """Let go of a round that still waits here: the server has gone on without its end."""
+    if (parked := _parked.pop((context.run_id, context.node_id), None)) is not None:
+        parked.session.abandon()
 
 
 def _layerwise(make: Make, message: Message, context: Context) -> RecordDict:

@@ -6,7 +6,7 @@ before its first step, and because a model's tensors are stepped together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -51,3 +51,15 @@ class SGD:
             self.buffers.update({name: step.clone() for name, step in new.items()})
             steps = [self.buffers[name] for name in trained]
         torch._foreach_add_(weights, steps, alpha=-self.lr)
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers, one for each parameter: zero where there was none yet, which steps as none would."""
+        if not self.momentum:
+            return []
+        for name, parameter in self.parameters.items():
+            if name not in self.buffers:
+                self.buffers[name] = torch.zeros_like(parameter, requires_grad=False)
+        return [self.buffers[name] for name in self.parameters]
+
+    def kind(self) -> Hashable:
+        return (SGD, self.lr, self.momentum, self.weight_decay, *(id(p) for p in self.parameters.values()))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -101,38 +102,109 @@ def train(
     adjust: Sequence[Adjust] = (),
     first_step: Gradient | None = None,
     channels_last: bool = False,
+    precision: torch.dtype | None = None,
+    around: Callable[[Step], Steps] | None = None,
 ) -> tuple[float, int, int]:
     """One optimiser step per batch; returns the mean loss (by examples), the steps, and the first batch's size.
 
     `adjust` are functions that change the gradients between backward and step, in this order: what a rule adds
     (a proximal term, control variates, clipping). `first_step` finds loss and gradients of the first batch in
     place of plain backpropagation: FedTAN's, which meets the other clients. The model's mode (training, or with
-    parts frozen) is the caller's. `channels_last` lays images out as the model's filters are then to be.
+    parts frozen) is the caller's. `channels_last` lays images out as the model's filters are then to be. With a
+    `precision` (bfloat16) PyTorch's autocast chooses which operations of a pass run in it; weights, statistics and
+    steps stay as they are. `around` makes steps in another way, to the same end: by replays of a recorded one.
     """
-    # Summed on the device: asking for each loss would make the host wait at every step.
-    total = torch.zeros((), device=device, dtype=torch.float64)
-    examples = steps = first = 0
+    step = Step(model, optimizer, loss_fn, device=device, adjust=adjust, precision=precision)
+    steps = step if around is None else around(step)
+    examples = count = first = 0
     for inputs, targets in batches:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         if channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-        gradient = first_step if first_step is not None and steps == 0 else _backpropagate
-        loss = gradient(model, inputs, targets, loss_fn)
-        for change in adjust:
-            change()
-        optimizer.step()
-        total += loss * len(targets)
+        if first_step is not None and count == 0:
+            step(inputs, targets, first_step)
+        else:
+            steps(inputs, targets)
         examples += len(targets)
-        steps += 1
+        count += 1
         first = first or examples
-    return float(total) / max(examples, 1), steps, first
+    steps.finish()
+    return float(step.loss) / max(examples, 1), count, first
 
 
-def _backpropagate(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
-    loss = loss_fn(model(inputs), targets)
-    loss.backward()
-    return loss.detach()
+class Steps(Protocol):
+    """Makes the steps of a round, and leaves their outcome where one by one they would."""
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """What decides a step beside batch and model: in `tensors`, at the same places as long as it lives, and `kind`.
+
+    Of two of the same kind, one does with the other's tensors what the other would.
+    """
+
+    def tensors(self) -> list[Tensor]: ...
+
+    def kind(self) -> Hashable: ...
+
+
+class Step:
+    """One optimiser step on a batch; `loss` is the sum of the losses so far, each times its examples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Loss,
+        *,
+        device: torch.device,
+        adjust: Sequence[Adjust] = (),
+        precision: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.device = device
+        self.adjust = adjust
+        self.precision = precision
+        # On the device: asking for each loss would make the host wait at every step.
+        self.loss = torch.zeros((), device=device, dtype=torch.float64)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, gradient: Gradient | None = None) -> None:
+        self.optimizer.zero_grad()
+        loss = (gradient or self._backpropagate)(self.model, inputs, targets, self.loss_fn)
+        for change in self.adjust:
+            change()
+        self.optimizer.step()
+        self.loss += loss * len(targets)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def _backpropagate(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+        with nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision):
+            loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    # A step is itself recordable.
+
+    def tensors(self) -> list[Tensor]:
+        return [self.loss, *(tensor for part in self._parts() for tensor in part.tensors())]
+
+    def kind(self) -> Hashable:
+        modes = tuple(module.training for module in self.model.modules())
+        return (self.loss_fn, self.precision, modes, *(part.kind() for part in self._parts()))
+
+    def _parts(self) -> Iterator[Recordable]:
+        for part in (self.optimizer, *self.adjust):
+            if not isinstance(part, Recordable):
+                raise TypeError(f"a step with {part!r} cannot be recorded: it has no tensors() and no kind()")
+            yield part
 
 
 # --- what rules add to a gradient --------------------------------------------
@@ -153,6 +225,12 @@ class Proximal:
             if parameter.grad is not None:
                 parameter.grad.add_(parameter.detach() - start, alpha=self.mu)
 
+    def tensors(self) -> list[Tensor]:
+        return [start for _, start in self.anchors]
+
+    def kind(self) -> Hashable:
+        return (Proximal, self.mu, *(id(parameter) for parameter, _ in self.anchors))
+
 
 class Correction:
     """SCAFFOLD's c - c_i, added to each gradient; remembers the mean of the gradients as they were."""
@@ -160,7 +238,7 @@ class Correction:
     def __init__(self, corrections: Mapping[nn.Parameter, Tensor]) -> None:
         self.corrections = dict(corrections)
         self.sums = {parameter: torch.zeros_like(parameter) for parameter in corrections}
-        self.steps = 0
+        self.steps = torch.zeros((), device=next(iter(corrections)).device if corrections else None)
 
     def __call__(self) -> None:
         self.steps += 1
@@ -170,7 +248,13 @@ class Correction:
                 parameter.grad += correction
 
     def mean(self, parameter: nn.Parameter) -> Tensor:
-        return self.sums[parameter] / max(self.steps, 1)
+        return self.sums[parameter] / self.steps.clamp(min=1)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.steps, *self.corrections.values(), *self.sums.values()]
+
+    def kind(self) -> Hashable:
+        return (Correction, *(id(parameter) for parameter in self.corrections))
 
 
 class AdaptiveClip:
@@ -194,6 +278,12 @@ class AdaptiveClip:
             length = _unit_norm(gradient)
             shortened = gradient * (longest / length.clamp(min=1e-6))
             gradient.copy_(torch.where(length > longest, shortened, gradient))
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def kind(self) -> Hashable:
+        return (AdaptiveClip, self.factor, self.eps, *(id(parameter) for parameter in self.parameters))
 
 
 def _unit_norm(x: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedbn_flwr import cli
+from fedbn_flwr.bench import Options, _on_device
 from fedbn_flwr.results.folder import mark_interrupted
 
 from .command import ROOT, environment
@@ -209,3 +211,39 @@ def test_report_joins_seeds_and_names_a_folder_without_runs(tmp_path: Path, caps
     table = capsys.readouterr().out
     assert "FixBN (2 seeds)" in table
     assert "±" in table
+
+
+def test_options_that_change_numbers_are_named_in_the_summary(tmp_path: Path) -> None:
+    options = ["train.precision=bfloat16", "train.channels_last=true", "engine.cuda_graphs=true"]
+    sizes = ["clients=2", "rounds=1", "train.steps=1", "engine.workers=0", "engine.device=cpu"]
+    assert cli.main(["run", "{model: {name: resnet20}}", *sizes, *options, "--out", str(tmp_path / "all")]) == 0
+    assert cli.main(["run", "{model: {name: resnet20}}", *sizes, "--out", str(tmp_path / "none")]) == 0
+    found, plain = (json.loads(next((tmp_path / each).rglob("summary.json")).read_text()) for each in ("all", "none"))
+    assert (found["precision"], found["memory_format"]) == ("bfloat16", "channels_last")
+    assert "cuda_graphs" not in found, "there was no GPU to use them on"
+    assert not {"precision", "memory_format", "cuda_graphs"} & plain.keys()
+
+
+def test_a_benchmark_gives_its_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["bench", "exchange", "overhead", "gpu", "--json", "--repeats", "1", "--steps", "1", "--workers", "1"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["steps"] == 1
+    assert found["environment"]["python"]
+    for name in ("exchange", "overhead"):
+        for figure in found["figures"][name]:
+            assert 0 < figure["low"] <= figure["value"] <= figure["high"]
+            assert figure["name"]
+            assert figure["goal"]
+    if not torch.cuda.is_available():
+        assert found["figures"]["gpu"] == []
+        assert cli.main(["bench", "gpu"]) == 0
+        assert "nothing measured on cpu" in capsys.readouterr().out
+
+
+def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:
+    figures = list(_on_device(Options(repeats=1, steps=2, device=torch.device("cpu"), workers=1)))
+    assert len(figures) == 4
+    assert all(figure.value > 0 for figure in figures)

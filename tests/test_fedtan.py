@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Message
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr import LocalGrid, build_model, client_app, serving
+from fedbn_flwr import BNClient, LocalGrid, build_model, client_app, serving
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.layerwise import LayerwiseStep
 from fedbn_flwr.packing import unpack
@@ -209,6 +209,19 @@ def test_too_few_answers_to_an_exchange_end_the_run_with_reasons(federation: Fed
 
     with pytest.raises(RunFailed, match=r"client 1 could not take part.*the disk is gone"):
         FedTAN(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)
+
+
+def test_clients_that_share_one_model_are_told_so(federation: Federations) -> None:
+    """Rounds run side by side: one model cannot be in the middle of two."""
+    fed = federation((6, 6), model=two_norms)
+    model = two_norms()
+
+    def make(context: Any) -> BNClient:
+        return BNClient(model, fed.data[int(context.node_config["partition-id"])], context=context)
+
+    with pytest.raises(RunFailed, match="another client is in the middle of a round with this very model"):
+        FedTAN(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)
+    FedAvg(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)  # one by one
 
 
 def test_clients_of_different_models_are_told_apart(

@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"fedbn_flwr.serving"}),
     frozenset({"fedbn_flwr.client"}),
     frozenset({"fedbn_flwr.parts", "fedbn_flwr.sgd"}),
-    frozenset({"fedbn_flwr.evaluation"}),
+    frozenset({"fedbn_flwr.evaluation", "fedbn_flwr.replay"}),
     frozenset({"fedbn_flwr.training"}),
     frozenset({"fedbn_flwr.models"}),
     frozenset({"fedbn_flwr.layerwise"}),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.sgd import SGD
 from fedbn_flwr.training import CosineSchedule, Epochs, Proximal, StepSchedule, local_batches, train
 
 CPU = torch.device("cpu")
@@ -242,3 +243,34 @@ def test_evaluating_on_nothing_is_an_error() -> None:
     model, _ = problem()
     with pytest.raises(ValueError, match="no examples"):
         evaluate(model, [], F.cross_entropy, CPU)
+
+
+# --- bfloat16 ----------------------------------------------------------------
+
+
+def test_bfloat16_is_for_passes_alone() -> None:
+    """Convolutions and products compute in it; parameters, gradients, statistics and momentum stay float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    batch = torch.randn(16, 3, 8, 8), torch.arange(16) % 5
+    seen: dict[str, torch.dtype] = {}
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output.dtype}))
+
+    def gradients(precision: torch.dtype | None) -> Tensor:
+        each = copy.deepcopy(model)
+        optimizer = SGD(dict(each.named_parameters()), 0.1, 0.9)
+        loss, *_ = train(each, [batch], optimizer, F.cross_entropy, device=CPU, precision=precision)
+        assert math.isfinite(loss)
+        tensors = [*each.state_dict().values(), *optimizer.buffers.values()]
+        assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
+        assert not each[1].running_mean.equal(model[1].running_mean)
+        return torch.cat([tensor.flatten() for tensor in optimizer.buffers.values()])
+
+    exact = gradients(None)
+    assert set(seen.values()) == {torch.float32}
+    rounded = gradients(torch.bfloat16)
+    assert (seen["0"], seen["4"]) == (torch.bfloat16, torch.bfloat16)
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.02
+    evaluate(model, [batch], F.cross_entropy, CPU)
+    assert set(seen.values()) == {torch.float32}
