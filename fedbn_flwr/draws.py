@@ -28,6 +28,21 @@ def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
     return torch.Generator().manual_seed(number(seed, purpose, *where))
 
 
+def states() -> list[torch.Tensor]:
+    """Where torch's global generators stand: the CPU's, and that of the GPU in use."""
+    import torch
+
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def set_states(found: list[torch.Tensor]) -> None:
+    import torch
+
+    torch.set_rng_state(found[0])
+    for state in found[1:]:
+        torch.cuda.set_rng_state(state)
+
+
 @contextmanager
 def streams(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, torch's global generators of the CPU and of `device` begin at `seed`; outside they are as they were."""

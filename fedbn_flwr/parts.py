@@ -134,7 +134,8 @@ class Parts:
 def side_by_side(model: nn.Module) -> nn.Module:
     """The model, its tensors moved next to each other in the order of its state dict: to be copied as one.
 
-    For models of our own making: whoever holds a parameter's memory by other means would lose it.
+    For models of our own making: whoever holds a parameter's memory by other means would lose it. On a GPU they stay
+    where they are: its kernels want weights that begin at round addresses, and many copies are one launch there.
     """
     first = next(model.parameters(), torch.empty(0))
     once = {
@@ -142,7 +143,7 @@ def side_by_side(model: nn.Module) -> nn.Module:
         for module in model.modules()
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None and tensor.is_contiguous()
-        if (tensor.dtype, tensor.device) == (first.dtype, first.device)
+        if (tensor.dtype, tensor.device) == (first.dtype, torch.device("cpu"))
     }
     if once:
         flat = torch.cat([tensor.detach().view(-1) for tensor in once.values()])

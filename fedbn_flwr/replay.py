@@ -19,6 +19,7 @@ import torch
 from flwr.common import log
 from torch import Tensor
 
+from . import draws
 from .training import Step
 
 Action = Callable[[], None]
@@ -74,24 +75,21 @@ class Replays:
         """Recorded and compared with the step itself; leaves everything as it was."""
         changed = [*self._tensors, *step.tensors()]
         before = [tensor.clone() for tensor in changed]
-        on_gpu = step.device.type == "cuda"
-        with torch.random.fork_rng([step.device] if on_gpu else []):
-            try:
-                recorded = _Recorded(step, inputs.clone(), targets.clone(), self._record, before, changed)
-                drawn = torch.get_rng_state(), torch.cuda.get_rng_state(step.device) if on_gpu else None
-                outcomes = []
-                for action in (recorded.action, recorded.replay):
-                    _restore(changed, before)
-                    torch.set_rng_state(drawn[0])
-                    if drawn[1] is not None:
-                        torch.cuda.set_rng_state(drawn[1], step.device)
-                    action()
-                    outcomes.append([tensor.clone() for tensor in changed])
-                problem = _difference(outcomes[0], outcomes[1], before)
-            except RuntimeError as error:  # an operation that waits for the host, for instance
-                problem = str(error).splitlines()[0]
-            finally:
+        drawn = draws.states()
+        try:
+            recorded = _Recorded(step, inputs.clone(), targets.clone(), self._record, before, changed)
+            outcomes = []
+            for action in (recorded.action, recorded.replay):
                 _restore(changed, before)
+                draws.set_states(drawn)
+                action()
+                outcomes.append([tensor.clone() for tensor in changed])
+            problem = _difference(outcomes[0], outcomes[1], before)
+        except RuntimeError as error:  # an operation that waits for the host, for instance
+            problem = str(error).splitlines()[0]
+        finally:
+            _restore(changed, before)
+            draws.set_states(drawn)
         if problem is None:
             return recorded
         if not self._warned:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .. import draws
 from .step import Answer, Exchange, Pending
 
 
@@ -52,7 +53,7 @@ class Session:
         """Go on (with the cohort's answer, where one is due) until the next Pending, or the round's result."""
         # The generator is shared by all threads: the round has its own stream, and so has our caller. Read before the
         # round goes on: at the same time it would set its own (and the two could wait for each other).
-        outside = torch.get_rng_state()
+        outside = draws.states()
         try:
             if answer is not None:
                 self._given += 1
@@ -62,7 +63,7 @@ class Session:
                 self._thread.start()
             kind, value = self._events.get()
         finally:
-            torch.set_rng_state(outside)
+            draws.set_states(outside)
         if kind == "failed":
             raise value
         return value
@@ -70,11 +71,11 @@ class Session:
     def abandon(self) -> None:
         """Let a parked round go, and its memory with it."""
         # On its way out the round puts back the generator's state it began with: not while others draw from it.
-        outside = torch.get_rng_state()
+        outside = draws.states()
         self._answers.put(None)
         if self._thread is not None:
             self._thread.join(self._patience)
-        torch.set_rng_state(outside)
+        draws.set_states(outside)
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # holds for the calling thread only
@@ -88,10 +89,10 @@ class Session:
     def _exchange(self, pending: Pending) -> Answer:
         self.asked += 1
         if self.asked > self._given:
-            state = torch.get_rng_state()
+            state = draws.states()
             self._events.put(("pending", pending))
             answer = self._wait()
-            torch.set_rng_state(state)
+            draws.set_states(state)
         else:
             answer = self._wait()
         return answer

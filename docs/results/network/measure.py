@@ -61,7 +61,7 @@ NODE_RUNS = {
     "FedTAN streams": {"strategy": {"name": "FedTAN"}},
     "FedTAN streams, cnn": {"strategy": {"name": "FedTAN"}, "model": {"name": "cnn"}},
     # Four exchanges rather than 38: one takes as long whatever it carries.
-    "FedTAN messages, cnn": {"strategy": {"name": "FedTAN", "direct": False}, "model": {"name": "cnn"}, "rounds": 1},
+    "FedTAN messages, cnn": {"strategy": {"name": "FedTAN", "direct": False}, "model": {"name": "cnn"}, "rounds": 2},
 }
 
 
@@ -69,19 +69,15 @@ class Sites(Deployment):
     """The deployment with so many sites."""
 
     def __init__(self, folder: Path, sites: int) -> None:
-        super().__init__(folder)
+        super().__init__(folder, variables={"SITES": str(sites)})
         for kind in ("supernode-{}", "superexec-clientapp-{}"):
             for i in range(3, sites):
                 text = json.dumps(self.services[kind.format(2)])
-                for name in ("supernode-", "site-", "data-", "partition-id=", "exchange-"):
+                for name in ("supernode-", "site-", "data-", "state-", "partition-id=", "exchange-"):
                     text = text.replace(f"{name}2", f"{name}{i}")
                 self.services[kind.format(i)] = json.loads(text)
             for i in range(sites, 3):
                 del self.services[kind.format(i)]
-        for service in self.services.values():
-            service["command"] = [
-                word.replace("num-partitions=3", f"num-partitions={sites}") for word in service.get("command", [])
-            ]
 
 
 def nodes(sites: int) -> None:
