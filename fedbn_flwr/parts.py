@@ -43,7 +43,6 @@ class Parts:
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         self._flat = {key: tensor.view(-1) for key, tensor in self.tensors.items() if tensor.is_contiguous()}
         self._views = {key: tensor.numpy() for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
-        self.replays = Replays(list(self.tensors.values())) if self.device.type == "cuda" else None
         self._stages: dict[Layout, Stage | None] = {}
         self._fits: dict[tuple[Layout, ...], bool] = {}
         self._plans: dict[tuple[str, ...], Plan] = {}
@@ -55,6 +54,9 @@ class Parts:
             for name, tensor in table.items()
             if tensor is not None
         ]
+        # With buffers that no state dict has: a step may change them too.
+        everything = [tensor.detach() for _, _, tensor, _ in self._held]
+        self.replays = Replays(everything) if self.device.type == "cuda" else None
 
     def are_current(self) -> bool:
         """Whether the model still has these tensors: its owner may have moved it, or given it others."""
