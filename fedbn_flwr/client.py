@@ -88,8 +88,8 @@ class BNClient(NumPyClient):
         torch.bfloat16: training passes run under PyTorch's autocast, in bfloat16 where it thinks it safe. Weights,
         their gradients, statistics and the steps of SGD stay float32, and so do evaluation and FedTAN's first step.
     cuda_graphs
-        On a GPU, record a step as a CUDA graph and replay it; where a step cannot be recorded, it is computed as
-        without. Give the model as Parts that all clients share: a recording belongs to its tensors.
+        On a GPU, record a step as a CUDA graph and replay it; where a step cannot be recorded, and in FedTAN's rounds,
+        it is computed as without. Give the model as Parts that all clients share: a recording belongs to its tensors.
     seed
         Of what the model draws itself (dropout), and of a DataLoader that shuffles: both become functions of
         (seed, round, client).
