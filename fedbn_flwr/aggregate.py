@@ -119,7 +119,10 @@ def _add(pieces: Sequence[Sum], shares: Array, begun: bool) -> None:
             if _is_exact(start.dtype):
                 row -= start
         found = np.einsum("i,ij->j", shares, scratch[:, : max(total.size, 2)])[: total.size]
-        np.add(total, found, out=total) if begun else np.copyto(total, found)
+        if begun:
+            total += found
+        else:
+            total[:] = found
 
 
 def _mean(total: Array, start: Array) -> Array:

@@ -7,6 +7,7 @@ plain PyTorch, with nothing federated in it. docs/performance.md says what was f
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ from .parts import Parts, initial_arrays, side_by_side
 from .serving import client_app
 from .strategies import FedAvg, FedTAN
 
+BATCH = 20
 MOMENTS = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
@@ -122,21 +124,15 @@ class Options:
 
 def overhead(options: Options) -> Iterator[Figure]:
     """Local training through the local engine against the bare loop, in steps per second."""
-    batch, steps, device = 20, options.steps, options.device
-    data = _images(batch * steps, device)
-    bare = BareLoop(data.images, data.labels, batch, device)
-
-    def make_client(context: Context) -> BNClient:
-        client = int(context.node_config["partition-id"])
-        batches = ClientBatches(data, torch.arange(len(data.labels)), MOMENTS, batch_size=batch, client=client, seed=0)
-        return BNClient(parts, batches, lr=0.01, momentum=0.9, steps=steps, context=context)
-
+    steps, device = options.steps, options.device
+    data = _images(BATCH * steps, device)
+    bare = BareLoop(data.images, data.labels, BATCH, device)
     parts = Parts(side_by_side(build_model("resnet20", 10, "bn").to(device)))  # which an experiment's clients share too
     first = pack(initial_arrays(bare.model))
 
     def rounds(workers: int, clients: int) -> Iterator[float]:
         strategy = FedAvg(min_available_nodes=clients, min_train_nodes=clients)
-        with LocalGrid(client_app(make_client), clients, workers=workers, threads=1) as grid:
+        with LocalGrid(_clients(data, lambda _: parts, steps), clients, workers=workers, threads=1) as grid:
             arrays, number = first, 0
 
             def one_round() -> None:
@@ -164,6 +160,17 @@ def overhead(options: Options) -> Iterator[Figure]:
         yield figure(f"steps per second / bare loop on one core, {n} workers", found, "x", least=0.9 * n)
 
 
+def _clients(data: Images, parts_of: Callable[[int], Parts], steps: int, **how: Any) -> ClientApp:
+    """Clients that all hold these images, and train the model of their number."""
+
+    def make_client(context: Context) -> BNClient:
+        client = int(context.node_config["partition-id"])
+        batches = ClientBatches(data, torch.arange(len(data.labels)), MOMENTS, batch_size=BATCH, client=client, seed=0)
+        return BNClient(parts_of(client), batches, lr=0.01, momentum=0.9, steps=steps, context=context, **how)
+
+    return client_app(make_client)
+
+
 def gpu(options: Options) -> Iterator[Figure]:
     """On a GPU: replayed steps against the eager bare loop, and FedTAN's round against eager FedAvg's."""
     if options.device.type == "cuda":
@@ -171,28 +178,24 @@ def gpu(options: Options) -> Iterator[Figure]:
 
 
 def _on_device(options: Options) -> Iterator[Figure]:
-    batch, steps, clients, device = 20, options.steps, 5, options.device
-    data = _images(batch * steps, device)
-    bare = BareLoop(data.images, data.labels, batch, device)
+    steps, clients, device = options.steps, 5, options.device
+    data = _images(BATCH * steps, device)
+    bare = BareLoop(data.images, data.labels, BATCH, device)
     first = pack(initial_arrays(bare.model))
 
     def rounds(strategy: FedAvg, steps: int, **how: Any) -> Callable[[], None]:
-        models: dict[int, Parts] = {}
         number = 0
 
-        def make_client(context: Context) -> BNClient:
-            client = int(context.node_config["partition-id"])
-            which = client if isinstance(strategy, FedTAN) else 0  # whose rounds run side by side
-            if which not in models:
-                model = build_model("resnet20", 10, "bn").to(device)
-                if how.get("channels_last"):
-                    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                models[which] = Parts(side_by_side(model))
-            rows = torch.arange(len(data.labels))
-            batches = ClientBatches(data, rows, MOMENTS, batch_size=batch, client=client, seed=0)
-            return BNClient(models[which], batches, lr=0.01, momentum=0.9, steps=steps, context=context, **how)
+        @functools.cache
+        def parts(which: int) -> Parts:
+            model = build_model("resnet20", 10, "bn").to(device)
+            if how.get("channels_last"):
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            return Parts(side_by_side(model))
 
-        grid = LocalGrid(client_app(make_client), clients)
+        # FedTAN's rounds run side by side: a model for each.
+        parts_of = parts if isinstance(strategy, FedTAN) else lambda _: parts(0)
+        grid = LocalGrid(_clients(data, parts_of, steps, **how), clients)
         strategy.prepare(1, first)
 
         def one_round() -> None:
@@ -297,14 +300,9 @@ def round_(options: Options) -> Iterator[Figure]:
     """A round in which nobody trains, aggregation included; and the aggregation of large models."""
     model = build_model("resnet20", 10, "bn")
     parts, arrays = Parts(side_by_side(model)), pack(initial_arrays(model))
-    data = _images(20, torch.device("cpu"))
-
-    def make_client(context: Context) -> BNClient:
-        batches = ClientBatches(data, torch.arange(20), MOMENTS, batch_size=20, client=0, seed=0)
-        return BNClient(parts, batches, steps=0, context=context)
-
+    data = _images(BATCH, torch.device("cpu"))
     strategy = FedAvg(min_available_nodes=5)
-    with LocalGrid(client_app(make_client), 5, threads=1) as grid:
+    with LocalGrid(_clients(data, lambda _: parts, steps=0), 5, threads=1) as grid:
         _round(strategy, grid, 1, arrays)
         values = [1000 * seconds(lambda: _round(strategy, grid, 1, arrays)) for _ in range(10 * options.repeats)]
     yield figure("round without a step, five clients, 270k parameters", values, "ms", most=5)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -189,21 +188,24 @@ def metrics_in(content: RecordDict) -> dict[str, MetricRecord]:
     return {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
 
 
+def metrics_of(content: RecordDict) -> MetricRecord:
+    """A reply's metrics: the first, and of a reply that was screened the only ones."""
+    return next(iter(metrics_in(content).values()))
+
+
 def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
     return {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
 
 
 def pack(arrays: Values) -> ArrayRecord:
     """An ArrayRecord of these arrays, which their owner may then change."""
-    block = arrays if isinstance(arrays, Block) else flat_block(arrays)
-    one_for_all = itertools.islice(arrays.items(), 1) if block is not None else arrays.items()
-    if objects := [key for key, value in one_for_all if value.dtype.hasobject]:
+    if isinstance(arrays, Block):
+        return _record(_Entries(arrays))
+    if objects := [key for key, value in arrays.items() if value.dtype.hasobject]:
         raise TypeError(f"{objects[0]!r} holds Python objects; only numbers can be sent")
-    if block is None:  # of several dtypes
+    if (block := flat_block(arrays)) is None:  # of several dtypes
         return _record({key: Array(_kept(value)) for key, value in arrays.items()})
-    made = ArrayRecord()
-    made.__dict__["_data"] = _Entries(block)
-    return made
+    return _record(_Entries(block))
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
@@ -235,13 +237,12 @@ def _block_of(arrays: Mapping[str, FlowerArray]) -> Block | None:
 
 def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
     """An ArrayRecord of Arrays from several records; Flower's own constructor writes and copies the bytes of each."""
-    values = unpack(arrays)
-    return _record(arrays) if isinstance(values, Block) else pack(values)
+    return pack(unpack(arrays))
 
 
-def _record(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
+def _record(entries: MutableMapping[str, FlowerArray]) -> ArrayRecord:
     made = ArrayRecord()
-    made.__dict__["_data"].update(arrays)
+    made.__dict__["_data"] = entries
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -152,27 +152,22 @@ class Recordable(Protocol):
     def kind(self) -> Hashable: ...
 
 
+@dataclass(eq=False)
 class Step:
     """One optimiser step on a batch; `loss` is the sum of the losses so far, each times its examples."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: Loss,
-        *,
-        device: torch.device,
-        adjust: Sequence[Adjust] = (),
-        precision: torch.dtype | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
-        self.device = device
-        self.adjust = adjust
-        self.precision = precision
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: Loss
+    _: KW_ONLY
+    device: torch.device
+    adjust: Sequence[Adjust] = ()
+    precision: torch.dtype | None = None
+    loss: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
         # On the device: asking for each loss would make the host wait at every step.
-        self.loss = torch.zeros((), device=device, dtype=torch.float64)
+        self.loss = torch.zeros((), device=self.device, dtype=torch.float64)
 
     def __call__(self, inputs: Tensor, targets: Tensor, gradient: Gradient | None = None) -> None:
         self.optimizer.zero_grad()

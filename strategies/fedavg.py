@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr import draws, protocol
 from fedbn_flwr.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.packing import arrays_in, metrics_in, pack, record_of, unpack
+from fedbn_flwr.packing import arrays_in, metrics_in, metrics_of, pack, record_of, unpack
 
 from .memory import numbers
 from .wrapper import check, prepare
@@ -229,7 +229,7 @@ class FedAvg(FlowerFedAvg):
         """Why a reply cannot be aggregated, or None."""
         if len(metrics_in(content)) != 1:
             return f"the reply has {len(metrics_in(content))} MetricRecords, expected one"
-        weight = next(iter(metrics_in(content).values())).get(self.weighted_by_key)
+        weight = metrics_of(content).get(self.weighted_by_key)
         if isinstance(weight, list) or weight is None or not np.isfinite(weight) or weight < 0:
             return f"the reply's metrics have {self.weighted_by_key!r} = {weight!r}, expected a number, zero or more"
         if not with_arrays:
@@ -261,7 +261,7 @@ class FedAvg(FlowerFedAvg):
         self, contents: list[RecordDict], mean: Callable[[list[RecordDict], str], MetricRecord]
     ) -> MetricRecord:
         """The clients' mean metrics, of the keys that all of them sent; a partition's number has no mean."""
-        records = [next(iter(metrics_in(content).values())) for content in contents]
+        records = [metrics_of(content) for content in contents]
         common = set.intersection(*(set(record) for record in records))
         common -= {protocol.PARTITION, protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES} - {self.weighted_by_key}
         kept = [
@@ -305,7 +305,7 @@ class FedAvg(FlowerFedAvg):
 
 
 def _weight(content: RecordDict, key: str) -> float:
-    value = next(iter(metrics_in(content).values()))[key]
+    value = metrics_of(content)[key]
     assert isinstance(value, int | float), "checked by _problem"
     return float(value)
 

@@ -25,7 +25,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import metrics_in
+from fedbn_flwr.packing import metrics_of
 
 from .fedavg import FedAvg
 from .memory import numbers
@@ -107,7 +107,7 @@ class FedBS(FedAvg):
     def _problem(self, content: RecordDict, with_arrays: bool) -> str | None:
         problem = super()._problem(content, with_arrays)
         if problem is None and with_arrays and self._switch_round is None and not 0 <= _loss(content) < np.inf:
-            loss = next(iter(metrics_in(content).values())).get(protocol.TRAIN_LOSS)
+            loss = metrics_of(content).get(protocol.TRAIN_LOSS)
             return (
                 f"the reply's metrics have {protocol.TRAIN_LOSS!r} = {loss!r}, which cannot be a weight; expected a "
                 "number, zero or more"
@@ -117,5 +117,5 @@ class FedBS(FedAvg):
 
 def _loss(content: RecordDict) -> float:
     """The round's mean training loss; NaN where the reply tells none."""
-    loss = next(iter(metrics_in(content).values())).get(protocol.TRAIN_LOSS)
+    loss = metrics_of(content).get(protocol.TRAIN_LOSS)
     return float(loss) if isinstance(loss, int | float) else float("nan")

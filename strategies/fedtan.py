@@ -32,7 +32,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.layerwise import Direct
 from fedbn_flwr.layerwise.direct import is_loopback, split
 from fedbn_flwr.layerwise.wire import HEADER_LIMIT
-from fedbn_flwr.packing import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.packing import arrays_in, configs_in, metrics_in, metrics_of, pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.roles import Role, roles
 
@@ -235,7 +235,7 @@ class FedTAN(FedAvg):
     def _agree(self, replies: Sequence[Message]) -> tuple[ArrayRecord, int, int]:
         """The cohort's tensors, the images in all batches, and the exchanges that follow."""
         contents = [reply.content for reply in replies]
-        metrics = [next(iter(metrics_in(content).values())) for content in contents]
+        metrics = [metrics_of(content) for content in contents]
         key = protocol.NUM_EXAMPLES if self.weights_by == "data" else protocol.BATCH_EXAMPLES
         weights = [_number(each[key]) for each in metrics]
         arrays = [unpack(arrays_in(content)["arrays"]) for content in contents]
@@ -293,7 +293,7 @@ def _exchange_problem(content: RecordDict, left: int | None) -> str | None:
     """Why a reply to an exchange cannot be used, or None; `left` as in `_answers`."""
     if set(arrays_in(content)) != {"arrays"} or len(metrics_in(content)) != 1 or "config" not in content:
         return "the reply is not that of a layer-wise step; serve the client by fedbn_flwr.client_app"
-    metrics = next(iter(metrics_in(content).values()))
+    metrics = metrics_of(content)
     for key in (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT):
         value = metrics.get(key)
         if isinstance(value, list) or value is None or not np.isfinite(value) or value < 0:
@@ -329,9 +329,9 @@ def _frame_limit(model: ArrayRecord) -> int:
 
 def _form(content: RecordDict) -> tuple[Any, ...]:
     """What must agree among the replies to one exchange."""
-    metrics = next(iter(metrics_in(content).values()))
-    shapes = tuple((name, array.dtype, *array.shape) for name, array in arrays_in(content)["arrays"].items())
-    return (configs_in(content)["config"]["what"], metrics[protocol.EXCHANGES_LEFT], *shapes)
+    arrays = unpack(arrays_in(content)["arrays"])  # the record's own entries would be made for this alone
+    shapes = tuple((name, str(array.dtype), *array.shape) for name, array in arrays.items())
+    return (configs_in(content)["config"]["what"], metrics_of(content)[protocol.EXCHANGES_LEFT], *shapes)
 
 
 def _number(value: Any) -> float:

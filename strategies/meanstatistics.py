@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import protocol
 from fedbn_flwr.aggregate import Arrays, cast, fault, weighted_mean
-from fedbn_flwr.packing import arrays_in, metrics_in, pack, unpack
+from fedbn_flwr.packing import arrays_in, metrics_of, pack, unpack
 from fedbn_flwr.roles import Role, roles, split
 
 from .wrapper import Wrapper, check_some_left, refused
@@ -74,4 +74,4 @@ def _record(reply: Message) -> ArrayRecord:
 
 
 def _metrics(reply: Message) -> MetricRecord:
-    return next(iter(metrics_in(reply.content).values()))
+    return metrics_of(reply.content)

@@ -29,11 +29,9 @@ EVERYTHING = ("resized_crop", "crop", "flip", "rotate")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FEDBN_DATA", raising=False)
-    (tmp_path / "pictures").mkdir()
-    return tmp_path / "pictures"
+def folder(root: Path) -> Path:
+    (root / "pictures").mkdir()
+    return root / "pictures"
 
 
 def fill(folder: Path, shapes: list[tuple[int, ...]]) -> None:
