@@ -5,29 +5,30 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Not left for later as the others are: the module has the name of the function, and would stand in its place.
-from .roles import Role, roles
-
 if TYPE_CHECKING:
-    from .client import BNClient
-    from .engine import LocalGrid
-    from .models import build_model, convert_norm
-    from .serving import client_app
+    from .client.app import client_app
+    from .client.client import BNClient
+    from .engines.local import LocalGrid
+    from .models.build import build_model
+    from .norms.convert import convert_norm
+    from .norms.roles import Role, roles
 
 __version__ = "0.1.0"
 __all__ = ["BNClient", "LocalGrid", "Role", "build_model", "client_app", "convert_norm", "roles"]
 
-_HOMES = {
-    "BNClient": ".client",
-    "client_app": ".serving",
-    "LocalGrid": ".engine",
-    "build_model": ".models",
-    "convert_norm": ".models",
+_MODULES = {
+    "BNClient": ".client.client",
+    "client_app": ".client.app",
+    "LocalGrid": ".engines.local",
+    "Role": ".norms.roles",
+    "build_model": ".models.build",
+    "convert_norm": ".norms.convert",
+    "roles": ".norms.roles",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: the command line need not wait for torch to print its help.
-    if name not in _HOMES:
+    # Imported on first use: the command line prints its help without importing torch.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    return getattr(importlib.import_module(_MODULES[name], __name__), name)

@@ -31,16 +31,16 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .aggregate import weighted_mean
-from .client import BNClient
-from .data import ClientBatches
+from .client.app import client_app
+from .client.client import BNClient
+from .client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from .data.batches import ClientBatches
 from .data.images import Images
-from .engine import LocalGrid
-from .engine.memory import keep_freed_memory
-from .models import build_model
-from .packing import pack, unpack
-from .parts import Parts, initial_arrays, side_by_side
-from .serving import client_app
+from .engines.context_cache import keep_freed_memory
+from .engines.local import LocalGrid
+from .messages.aggregate import weighted_mean
+from .messages.arrays import pack, unpack
+from .models.build import build_model
 from .strategies import FedAvg, FedTAN
 
 BATCH = 20
@@ -127,7 +127,9 @@ def overhead(options: Options) -> Iterator[Figure]:
     steps, device = options.steps, options.device
     data = _images(BATCH * steps, device)
     bare = BareLoop(data.images, data.labels, BATCH, device)
-    parts = Parts(side_by_side(build_model("resnet20", 10, "bn").to(device)))  # which an experiment's clients share too
+    parts = ModelTensors(
+        flatten_storage(build_model("resnet20", 10, "bn").to(device))
+    )  # which an experiment's clients share too
     first = pack(initial_arrays(bare.model))
 
     def rounds(workers: int, clients: int) -> Iterator[float]:
@@ -160,7 +162,7 @@ def overhead(options: Options) -> Iterator[Figure]:
         yield figure(f"steps per second / bare loop on one core, {n} workers", found, "x", least=0.9 * n)
 
 
-def _clients(data: Images, parts_of: Callable[[int], Parts], steps: int, **how: Any) -> ClientApp:
+def _clients(data: Images, parts_of: Callable[[int], ModelTensors], steps: int, **how: Any) -> ClientApp:
     """Clients that all hold these images, and train the model of their number."""
 
     def make_client(context: Context) -> BNClient:
@@ -187,11 +189,11 @@ def _on_device(options: Options) -> Iterator[Figure]:
         number = 0
 
         @functools.cache
-        def parts(which: int) -> Parts:
+        def parts(which: int) -> ModelTensors:
             model = build_model("resnet20", 10, "bn").to(device)
             if how.get("channels_last"):
                 model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            return Parts(side_by_side(model))
+            return ModelTensors(flatten_storage(model))
 
         # FedTAN's rounds run side by side: a model for each.
         parts_of = parts if isinstance(strategy, FedTAN) else lambda _: parts(0)
@@ -299,7 +301,7 @@ class _Idle(NumPyClient):
 def round_(options: Options) -> Iterator[Figure]:
     """A round in which nobody trains, aggregation included; and the aggregation of large models."""
     model = build_model("resnet20", 10, "bn")
-    parts, arrays = Parts(side_by_side(model)), pack(initial_arrays(model))
+    parts, arrays = ModelTensors(flatten_storage(model)), pack(initial_arrays(model))
     data = _images(BATCH, torch.device("cpu"))
     strategy = FedAvg(min_available_nodes=5)
     with LocalGrid(_clients(data, lambda _: parts, steps=0), 5, threads=1) as grid:

@@ -119,10 +119,10 @@ def _add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .experiment import default_out, run_locally
-    from .lookup import load_experiment, read_source
-    from .preparing import prepare
-    from .settings import parse_overrides
+    from .experiment.find import load_experiment, read_source
+    from .experiment.prepare import prepare
+    from .experiment.run import default_out, run_locally
+    from .experiment.settings import parse_overrides
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
@@ -138,7 +138,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # Nodes may run elsewhere: they get the experiment's text, not its place.
     run_config = {"experiment": json.dumps({"name": name, **content}), "set": _join(overrides)}
     if experiment.runs[0].engine.name == "ray":
-        from .engine.flower import run_installed
+        from .engines.simulation import run_installed
 
         prepare(experiment)
         with _stopped_by_hand(out):
@@ -146,7 +146,7 @@ def _run(arguments: argparse.Namespace) -> int:
             return run_installed(experiment.runs[0].clients, words)
     import logging
 
-    from .engine.memory import keep_freed_memory
+    from .engines.context_cache import keep_freed_memory
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
     keep_freed_memory()
@@ -169,9 +169,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
-    from .lookup import load_experiment
-    from .preparing import who_holds_what
-    from .results.holdings import holdings_table, plot_holdings
+    from .experiment.find import load_experiment
+    from .experiment.prepare import who_holds_what
+    from .results.partition import holdings_table, plot_holdings
 
     held = who_holds_what(load_experiment(arguments.experiment, arguments.overrides))
     out = arguments.out or Path("partition.png")
@@ -205,8 +205,8 @@ def _list(arguments: argparse.Namespace) -> int:
                 "OWNER/NAME": "any image classification data set on the Hugging Face hub",
             }
         case _:
-            from .lookup import shipped_experiments
-            from .settings import read_file
+            from .experiment.find import shipped_experiments
+            from .experiment.settings import read_file
 
             lines = {name: read_file(file).description for name, file in shipped_experiments().items()}
     if arguments.json:
@@ -226,7 +226,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise SettingsError(f"--{name} is {value}; expected 1 or more")
     from .bench import Options, run
-    from .preparing import choose_device
+    from .experiment.prepare import choose_device
 
     workers = arguments.workers or os.cpu_count() or 1
     options = Options(arguments.repeats, arguments.steps, choose_device(arguments.device), workers)
@@ -234,14 +234,14 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _flwr(arguments: argparse.Namespace) -> int:
-    from .engine.flower import FlwrRun, federation_config, run_app
+    from .engines.simulation import FlwrRun, federation_config, run_app
 
     request = FlwrRun.parse(arguments.arguments)
     run_config, federation = request.run_config, request.federation_config
     if request.project["project"]["name"] == "fedbn-flwr":
-        from .experiment import default_out
-        from .lookup import from_run_config
-        from .preparing import prepare
+        from .experiment.find import from_run_config
+        from .experiment.prepare import prepare
+        from .experiment.run import default_out
 
         defaults = request.project["tool"]["flwr"]["app"]["config"]
         for key in run_config:

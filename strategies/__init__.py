@@ -1,21 +1,8 @@
 """One Flower Strategy per aggregation rule; import them from `fedbn_flwr.strategies`."""
 
-from .fedavg import FedAvg
-from .fedbn import FedBN
-from .fedbs import FedBS
-from .fedprox import FedProx
-from .fedtan import FedAvgGlobalStats, FedTAN, FedTANII
-from .fedwon import FedWon
-from .fixbn import FixBN
-from .globalmomentum import GlobalMomentum
-from .heterobn import HeteroBN
-from .meanstatistics import MeanStatistics
-from .memory import CannotSave, restore, state
-from .registry import STRATEGIES, build_strategy, describe_strategies
-from .scaffold import Scaffold
-from .silobn import SiloBN
-from .standalone import Standalone
-from .wrapper import (
+from ._memory import CannotSave, restore, state
+from ._registry import STRATEGIES, build_strategy, describe_strategies
+from ._wrapper import (
     Wrapper,
     check,
     global_model,
@@ -26,6 +13,19 @@ from .wrapper import (
     prepare,
     replaces_norm,
 )
+from .fedavg import FedAvg
+from .fedbn import FedBN
+from .fedbs import FedBS
+from .fedprox import FedProx
+from .fedtan import FedAvgGlobalStats, FedTAN, FedTANII
+from .fedwon import FedWon
+from .fixbn import FixBN
+from .globalmomentum import GlobalMomentum
+from .heterobn import HeteroBN
+from .meanstatistics import MeanStatistics
+from .scaffold import Scaffold
+from .silobn import SiloBN
+from .standalone import Standalone
 
 __all__ = [
     "FedAvg", "FedAvgGlobalStats", "FedBN", "FedBS", "FedProx", "FedTAN", "FedTANII", "FedWon", "FixBN",

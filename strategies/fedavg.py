@@ -23,13 +23,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
-from fedbn_flwr import draws, protocol
-from fedbn_flwr.aggregate import Arrays, fault, weighted_mean
+from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.packing import arrays_in, metrics_in, metrics_of, pack, record_of, unpack
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
+from fedbn_flwr.messages.arrays import arrays_in, metrics_in, metrics_of, pack, record_of, unpack
 
-from .memory import numbers
-from .wrapper import check, prepare
+from ._memory import numbers
+from ._wrapper import check, prepare
 
 
 class FedAvg(FlowerFedAvg):
@@ -103,7 +104,7 @@ class FedAvg(FlowerFedAvg):
             self._ask_for_partitions(grid, [node for node in nodes if node not in self._partitions])
         nodes.sort(key=self._position)
         if count < len(nodes):
-            random = np.random.default_rng(draws.number(self.seed, f"choose-{purpose}", server_round))
+            random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
             chosen = sorted(random.choice(len(nodes), size=count, replace=False))
             nodes = [nodes[i] for i in chosen]
         return nodes

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import record_of
-from fedbn_flwr.roles import Role, roles, split
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import record_of
+from fedbn_flwr.norms.roles import Role, roles, split
 
 from .fedavg import FedAvg
 

@@ -23,12 +23,12 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import metrics_of
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import metrics_of
 
+from ._memory import numbers
 from .fedavg import FedAvg
-from .memory import numbers
 
 
 class FedBS(FedAvg):

@@ -13,8 +13,8 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages import protocol
 
 from .fedavg import FedAvg
 

@@ -4,12 +4,12 @@ In the first local step every batch norm meets the other clients: forward it ave
 over them, backward the gradients with respect to both. The weighted mean of the clients' gradients is then that of
 ordinary batch norm on the union of their batches. The other E - 1 local steps are ordinary ones.
 
-The client's part is `fedbn_flwr.layerwise`; here is the server's: 2L exchanges with L batch norms (3L as in the
+The client's part is `fedbn_flwr.exchange`; here is the server's: 2L exchanges with L batch norms (3L as in the
 paper), and the model. A client that does not answer an exchange is out of the rest of the round, and the others are
 weighted anew.
 
 Exchanges travel as Flower's messages, or on streams where the deployment has an exchange service
-(`fedbn_flwr.layerwise.direct`, `meeting.py`); the numbers are the same.
+(`fedbn_flwr.exchange.config`, `meeting.py`); the numbers are the same.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr import protocol
-from fedbn_flwr.aggregate import Arrays, pooled_moments, weighted_mean
-from fedbn_flwr.engine.local import LocalGrid
-from fedbn_flwr.engine.polling import PollingGrid
+from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.layerwise import Direct
-from fedbn_flwr.layerwise.direct import is_loopback, split
-from fedbn_flwr.layerwise.wire import HEADER_LIMIT
-from fedbn_flwr.packing import arrays_in, configs_in, metrics_in, metrics_of, pack, unpack
+from fedbn_flwr.exchange.config import Direct, is_loopback, split
+from fedbn_flwr.exchange.direct_round import Ask, Meeting, Outgoing
+from fedbn_flwr.exchange.frames import HEADER_LIMIT
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, pooled_moments, weighted_mean
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, metrics_of, pack, unpack
+from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.roles import Role, roles
 
+from ._wrapper import refused
 from .fedavg import FedAvg
 from .fixbn import FixBN
-from .meeting import Ask, Meeting, Outgoing
-from .wrapper import refused
 
 # What travels in each kind of exchange.
 _TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "gradients": {"mean", "var"}}
@@ -86,7 +85,7 @@ class FedTAN(FedAvg):
         if not isinstance(direct, Direct | bool):
             raise SettingsError(
                 f"direct is {direct!r}; expected true or false (the address is the deployment's: "
-                "FEDBN_EXCHANGE_ADDRESS in the ServerApp's environment), or a fedbn_flwr.layerwise.Direct"
+                "FEDBN_EXCHANGE_ADDRESS in the ServerApp's environment), or a fedbn_flwr.exchange.config.Direct"
             )
         if not exchange_timeout > 0:
             raise SettingsError(f"exchange_timeout is {exchange_timeout!r}; expected seconds above zero")

@@ -1,7 +1,7 @@
 """FedWon (Zhuang, Lyu, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv 2306.05879).
 
 No normalisation at all: batch norms are taken out, convolutions are reparametrised by scaled weight standardisation
-(`model.norm=won`, see `fedbn_flwr.models.wsconv`), and clients clip their gradients adaptively. What remains for
+(`model.norm=won`, see `fedbn_flwr.norms.wsconv`), and clients clip their gradients adaptively. What remains for
 the server is FedAvg.
 
 The paper's lambda is 0.1; it is meant for larger batches, and small ones (1 to 4 images) do without clipping. The last
@@ -16,9 +16,9 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.roles import Role, roles
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.norms.roles import Role, roles
 
 from .fedavg import FedAvg
 

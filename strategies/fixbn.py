@@ -18,13 +18,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import protocol
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import arrays_in, metrics_in, pack, record_of, unpack
-from fedbn_flwr.roles import Role, roles, split
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import arrays_in, metrics_in, pack, record_of, unpack
+from fedbn_flwr.norms.roles import Role, roles, split
 
-from .memory import inside, numbers
-from .wrapper import Wrapper, check_some_left, refused
+from ._memory import inside, numbers
+from ._wrapper import Wrapper, check_some_left, refused
 
 
 class FixBN(Wrapper):

@@ -16,12 +16,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import protocol
-from fedbn_flwr.aggregate import weighted_mean
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import arrays_in, pack
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import weighted_mean
+from fedbn_flwr.messages.arrays import arrays_in, pack
 
-from .wrapper import Wrapper, shares, take_record, with_record
+from ._wrapper import Wrapper, shares, take_record, with_record
 
 
 class GlobalMomentum(Wrapper):

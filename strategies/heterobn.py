@@ -14,11 +14,11 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr import protocol
-from fedbn_flwr.aggregate import fault, weighted_mean
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.packing import pack, record_of, unpack
-from fedbn_flwr.roles import Role, roles
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import fault, weighted_mean
+from fedbn_flwr.messages.arrays import pack, record_of, unpack
+from fedbn_flwr.norms.roles import Role, roles
 
 from .fedavg import FedAvg
 

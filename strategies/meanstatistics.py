@@ -17,12 +17,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import protocol
-from fedbn_flwr.aggregate import Arrays, cast, fault, weighted_mean
-from fedbn_flwr.packing import arrays_in, metrics_of, pack, unpack
-from fedbn_flwr.roles import Role, roles, split
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
+from fedbn_flwr.messages.arrays import arrays_in, metrics_of, pack, unpack
+from fedbn_flwr.norms.roles import Role, roles, split
 
-from .wrapper import Wrapper, check_some_left, refused
+from ._wrapper import Wrapper, check_some_left, refused
 
 
 class MeanStatistics(Wrapper):

@@ -2,7 +2,7 @@
 
 Each client i keeps a control variate c_i, its guess at its own gradient, and the server keeps c, the mean of them
 all. Local steps go along g_i(y) + c - c_i, which takes the clients' drift out. The client's part, asked for by
-`fedbn.control`, is in `fedbn_flwr.client`; it sends back the change of c_i beside its model.
+`fedbn.control`, is in `fedbn_flwr.client.client`; it sends back the change of c_i beside its model.
 
 Where the paper leaves a choice:
 
@@ -19,12 +19,12 @@ from collections.abc import Iterable
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr import protocol
-from fedbn_flwr.aggregate import Array, weighted_mean
-from fedbn_flwr.packing import arrays_in, pack, unpack
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Array, weighted_mean
+from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
 
+from ._wrapper import take_record, with_record
 from .fedavg import FedAvg
-from .wrapper import take_record, with_record
 
 
 class Scaffold(FedAvg):

@@ -7,7 +7,7 @@ reestimated` judges the global model so.
 
 from __future__ import annotations
 
-from fedbn_flwr.roles import Role
+from fedbn_flwr.norms.roles import Role
 
 from .fedbn import LocalNorm
 

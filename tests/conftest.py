@@ -32,11 +32,11 @@ from flwr.clientapp import ClientApp
 from hypothesis import settings
 from torch import Tensor, nn
 
-from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
-from fedbn_flwr.packing import pack
-
-from .network import Deployment, missing_tools
-from .packages import clean_environment, wheel  # noqa: F401 (fixtures)
+from fedbn_flwr import BNClient, LocalGrid, Role, client_app
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.norms.roles import roles
+from tests.support.network import Deployment, missing_tools
+from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
 
 # The same examples in every run: a test that fails, fails for everybody.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=60)

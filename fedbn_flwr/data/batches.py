@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import draws
+from fedbn_flwr import seeding
+
 from .augment import Window, random_crop, random_flip, random_rotate
 from .images import Asked, Source
 
@@ -90,7 +91,7 @@ class ClientBatches:
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The client's images once, in an order of this round and epoch."""
         order = torch.randperm(
-            self.num_examples, generator=draws.generator(self.seed, "order", server_round, self.client, epoch)
+            self.num_examples, generator=seeding.generator(self.seed, "order", server_round, self.client, epoch)
         )
         plan = self._plan(self.indices.cpu()[order], server_round, epoch)
         for images, targets, generator in self.data.batches(plan):
@@ -103,7 +104,7 @@ class ClientBatches:
                 # Batch norm has no variance of one image. It is among those of another epoch's larger batches.
                 return
             # Of each batch its own, which goes on to draw once the images are there.
-            generator = draws.generator(self.seed, "augment", server_round, self.client, epoch, number)
+            generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
             window = None
             if "resized_crop" in self.augment:
                 window = Window.resized(len(rows), generator)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from fedbn_flwr.errors import DataError
+
 from .augment import Window, crop_and_resize
 
 IGNORED = 255  # the label of a pixel that does not count (Cityscapes, Pascal VOC)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from fedbn_flwr.errors import DataError
+
 from .augment import Window, crop, crop_and_resize
 from .decoding import Files, coloured
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.norms.convert import NORMS, convert_norm
+
 from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
 from .custom import custom
 from .networks import cnn, mlp, resnet20
-from .norms import NORMS, convert_norm
 from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from ..errors import SettingsError
+from fedbn_flwr.errors import SettingsError
 
 Size = tuple[int, int]
 

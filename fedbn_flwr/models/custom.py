@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..errors import SettingsError
+from fedbn_flwr.errors import SettingsError
 
 
 def custom(name: str) -> Callable[..., nn.Module]:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import SettingsError
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.norms.wsconv import remade
+
 from .networks import ResNet20
-from .wsconv import remade
 
 
 class BiasedConv2d(nn.Conv2d):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import SettingsError
+from fedbn_flwr.errors import SettingsError
 
 
 def deeplabv3plus_mobilenet_v2(num_classes: int, in_channels: int = 3) -> nn.Module:

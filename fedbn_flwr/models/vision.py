@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean
+
 from .convnets import Size
 
 STEMS = ("auto", "small", "large")

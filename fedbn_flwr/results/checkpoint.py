@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 from flwr.app import RecordDict
 
-from ..errors import SettingsError
-from ..recordfile import dump, parse, sync_folder, write_whole
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.serialization import dump, parse, sync_folder, write_whole
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ import numpy as np
 import yaml
 from flwr.app import RecordDict
 
-from .. import __version__
-from ..aggregate import Arrays
-from ..errors import SettingsError
+from fedbn_flwr import __version__
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.aggregate import Arrays
+
 from .checkpoint import CheckpointFolder, Snapshot
 
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")

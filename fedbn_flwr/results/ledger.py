@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from .. import protocol
-from ..grids import GridAround
-from ..packing import arrays_in, size_of
+from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import array_bytes, elements
 
 
 @dataclass
@@ -39,14 +39,6 @@ class Traffic:
         for field in fields(self):
             combine = max if field.name.startswith("elements") else int.__add__
             setattr(self, field.name, combine(getattr(self, field.name), getattr(more, field.name)))
-
-
-def array_bytes(content: RecordDict) -> int:
-    return sum(size_of(record)[1] for record in arrays_in(content).values())
-
-
-def elements(content: RecordDict) -> int:
-    return sum(size_of(record)[0] for record in arrays_in(content).values())
 
 
 class MeteredGrid(GridAround):

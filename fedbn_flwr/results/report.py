@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from fedbn_flwr.errors import UserError
+
 from .folder import RunFolder
 
 MIB = 1024**2

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedbn_flwr import build_model
-from fedbn_flwr.data import load
+from fedbn_flwr.data.load import load
 
 data = load(sys.argv[2]).train
 inputs, targets = data.images.float() / 255, data.labels

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.network import Deployment, make_keys  # noqa: E402
+from tests.support.network import Deployment, make_keys  # noqa: E402
 
 
 def experiment(clients: int, rounds: int, runs: dict[str, Any]) -> dict[str, Any]:

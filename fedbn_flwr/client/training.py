@@ -1,0 +1,288 @@
+"""The one local loop: every rule's client trains through `train`, and what a rule adds is an argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.data.decoding import IGNORED
+
+Batch = Any  # what the loader yields: (inputs, targets)
+Loss = Callable[[Tensor, Tensor], Tensor]
+# Leaves the loss's gradient in the parameters and returns the loss, detached: (model, inputs, targets, loss_fn).
+Gradient = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
+Adjust = Callable[[], None]
+
+
+@runtime_checkable
+class Epochs(Protocol):
+    """Training data whose order is a function of round and epoch; a plain iterable (a DataLoader) works too."""
+
+    num_examples: int
+
+    def epoch(self, server_round: int, epoch: int) -> Iterator[Batch]: ...
+
+
+class Optimizer(Protocol):
+    """SGD, or one of torch.optim."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """`lr`, multiplied by `gamma` once each milestone has passed: a fraction of all rounds, or a round."""
+
+    lr: float
+    milestones: Sequence[float] = ()
+    gamma: float = 0.1
+
+    def __call__(self, server_round: int, rounds: int) -> float:
+        # 0.29 * 100 is 28.999999999999996, and round 29 still counts as before it.
+        ends = [milestone * rounds + 1e-9 if milestone <= 1 else milestone for milestone in self.milestones]
+        passed = sum(server_round > end for end in ends)
+        return self.lr * self.gamma**passed
+
+
+@dataclass(frozen=True)
+class CosineSchedule:
+    """From `lr` in the first round down along half a cosine, which would be zero after the last."""
+
+    lr: float
+
+    def __call__(self, server_round: int, rounds: int) -> float:
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (server_round - 1) / rounds))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy: of images, or, where there are logits for each pixel, of those pixels that count.
+
+    Label 255 is left out of dense targets alone: among a thousand classes of images it is one.
+    """
+    if logits.ndim <= 2:
+        return nn.functional.cross_entropy(logits, targets)
+    total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp(min=1)  # a crop may hold no pixel that counts
+
+
+def local_batches(
+    data: Epochs | Iterable[Batch], server_round: int, *, epochs: int | None, steps: int | None
+) -> Iterator[Batch]:
+    """The batches of one round: so many epochs, or so many steps over as many epochs as they take."""
+    epoch = taken = 0
+    if steps == 0:
+        return
+    while epochs is None or epoch < epochs:
+        before = taken
+        for batch in data.epoch(server_round, epoch) if isinstance(data, Epochs) else data:
+            yield batch
+            taken += 1
+            if steps is not None and taken >= steps:
+                return
+        if taken == before:
+            raise ValueError("the training data yielded no batch")
+        epoch += 1
+
+
+def train(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    optimizer: Optimizer,
+    loss_fn: Loss,
+    *,
+    device: torch.device,
+    adjust: Sequence[Adjust] = (),
+    first_step: Gradient | None = None,
+    channels_last: bool = False,
+    precision: torch.dtype | None = None,
+    around: Callable[[Step], Steps] | None = None,
+) -> tuple[float, int, int]:
+    """One optimiser step per batch; returns the mean loss (by examples), the steps, and the first batch's size.
+
+    `adjust` are functions that change the gradients between backward and step, in this order: what a rule adds
+    (a proximal term, control variates, clipping). `first_step` finds loss and gradients of the first batch in
+    place of plain backpropagation: FedTAN's, which meets the other clients. The model's mode (training, or with
+    parts frozen) is the caller's. `channels_last` lays images out as the model's filters are then to be. With a
+    `precision` (bfloat16) PyTorch's autocast chooses which operations of a pass run in it; weights, statistics and
+    steps stay as they are. `around` makes steps in another way, to the same end: by replays of a recorded one.
+    """
+    step = Step(model, optimizer, loss_fn, device=device, adjust=adjust, precision=precision)
+    steps = step if around is None else around(step)
+    examples = count = first = 0
+    for inputs, targets in batches:
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        if channels_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        if first_step is not None and count == 0:
+            step(inputs, targets, first_step)
+        else:
+            steps(inputs, targets)
+        examples += len(targets)
+        count += 1
+        first = first or examples
+    steps.finish()
+    return float(step.loss) / max(examples, 1), count, first
+
+
+class Steps(Protocol):
+    """Makes the steps of a round, and leaves their outcome where one by one they would."""
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """What decides a step beside batch and model: in `tensors`, at the same places as long as it lives, and `kind`.
+
+    Of two of the same kind, one does with the other's tensors what the other would.
+    """
+
+    def tensors(self) -> list[Tensor]: ...
+
+    def kind(self) -> Hashable: ...
+
+
+@dataclass(eq=False)
+class Step:
+    """One optimiser step on a batch; `loss` is the sum of the losses so far, each times its examples."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: Loss
+    _: KW_ONLY
+    device: torch.device
+    adjust: Sequence[Adjust] = ()
+    precision: torch.dtype | None = None
+    loss: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        # On the device: asking for each loss would make the host wait at every step.
+        self.loss = torch.zeros((), device=self.device, dtype=torch.float64)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, gradient: Gradient | None = None) -> None:
+        self.optimizer.zero_grad()
+        loss = (gradient or self._backpropagate)(self.model, inputs, targets, self.loss_fn)
+        for change in self.adjust:
+            change()
+        self.optimizer.step()
+        self.loss += loss * len(targets)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def _backpropagate(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+        with nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision):
+            loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    # A step is itself recordable.
+
+    def tensors(self) -> list[Tensor]:
+        return [self.loss, *(tensor for part in self._parts() for tensor in part.tensors())]
+
+    def kind(self) -> Hashable:
+        modes = tuple(module.training for module in self.model.modules())
+        return (self.loss_fn, self.precision, modes, *(part.kind() for part in self._parts()))
+
+    def _parts(self) -> Iterator[Recordable]:
+        for part in (self.optimizer, *self.adjust):
+            if not isinstance(part, Recordable):
+                raise TypeError(f"a step with {part!r} cannot be recorded: it has no tensors() and no kind()")
+            yield part
+
+
+# --- what rules add to a gradient --------------------------------------------
+
+
+class Proximal:
+    """FedProx's term, mu/2 times the squared distance of the parameters to where they began.
+
+    Its gradient mu (w - w0) is added, rather than the term to the loss, which would cost a graph.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], mu: float) -> None:
+        self.mu = mu
+        self.anchors = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    def __call__(self) -> None:
+        for parameter, start in self.anchors:
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - start, alpha=self.mu)
+
+    def tensors(self) -> list[Tensor]:
+        return [start for _, start in self.anchors]
+
+    def kind(self) -> Hashable:
+        return (Proximal, self.mu, *(id(parameter) for parameter, _ in self.anchors))
+
+
+class Correction:
+    """SCAFFOLD's c - c_i, added to each gradient; remembers the mean of the gradients as they were."""
+
+    def __init__(self, corrections: Mapping[nn.Parameter, Tensor]) -> None:
+        self.corrections = dict(corrections)
+        self.sums = {parameter: torch.zeros_like(parameter) for parameter in corrections}
+        self.steps = torch.zeros((), device=next(iter(corrections)).device if corrections else None)
+
+    def __call__(self) -> None:
+        self.steps += 1
+        for parameter, correction in self.corrections.items():
+            if parameter.grad is not None:
+                self.sums[parameter] += parameter.grad
+                parameter.grad += correction
+
+    def mean(self, parameter: nn.Parameter) -> Tensor:
+        return self.sums[parameter] / self.steps.clamp(min=1)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.steps, *self.corrections.values(), *self.sums.values()]
+
+    def kind(self) -> Hashable:
+        return (Correction, *(id(parameter) for parameter in self.corrections))
+
+
+class AdaptiveClip:
+    """Adaptive gradient clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171, section 4).
+
+    Each unit's gradient (a row of a linear layer, a filter of a convolution, a whole bias) is shortened to
+    `factor` times the unit's own norm, at least `eps`, where it is longer.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], factor: float, eps: float = 1e-3) -> None:
+        self.parameters = list(parameters)
+        self.factor = factor
+        self.eps = eps
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for parameter in self.parameters:
+            if (gradient := parameter.grad) is None:
+                continue
+            longest = _unit_norm(parameter).clamp_(min=self.eps) * self.factor
+            length = _unit_norm(gradient)
+            shortened = gradient * (longest / length.clamp(min=1e-6))
+            gradient.copy_(torch.where(length > longest, shortened, gradient))
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def kind(self) -> Hashable:
+        return (AdaptiveClip, self.factor, self.eps, *(id(parameter) for parameter in self.parameters))
+
+
+def _unit_norm(x: Tensor) -> Tensor:
+    """The norm of each output unit, in a shape that multiplies x."""
+    dims = tuple(range(1, x.ndim)) if x.ndim > 1 else None
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dims, keepdim=x.ndim > 1)
+    return norm

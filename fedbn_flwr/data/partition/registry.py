@@ -1,0 +1,91 @@
+"""Which client holds which images: lists of indices, a function of labels, clients and seed.
+
+Here is what holds for every split; the ways to split are in kinds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr import seeding
+from fedbn_flwr.data.load import Groups
+from fedbn_flwr.errors import DataError
+
+from . import kinds
+
+BY_CLASS = ("dirichlet", "classes", "shards", "unbalanced_shards")  # kinds that need a class of each image
+KINDS = ("iid", *BY_CLASS, "domain", "natural")
+
+
+def partition(
+    labels: Tensor, classes: int, clients: int, seed: int, kind: str, *, groups: Groups | None = None, **options: Any
+) -> list[Tensor]:
+    """Indices of each client's images, ascending.
+
+    Kinds: `iid`; `dirichlet` (`alpha`, `min_size`, `by`), the share of each class drawn per client, or the mix of
+    each client; `classes` (`classes_per_client`, `assignment`), where a client holds so many classes and those who
+    hold a class share it equally; `shards` (`shards_per_client`) and `unbalanced_shards` (`shard_size`,
+    `min_shards`, `max_shards`) of images sorted by label; `domain` (`clients_per_domain`) and `natural`, by what
+    `groups` says of each image. Nothing is lost and nothing is given twice, or it is an error.
+    """
+    if clients > len(labels):
+        raise DataError(f"clients is {clients}, but the data has {len(labels)} training images")
+    match kind:
+        case "iid":
+            parts = kinds.iid(labels, clients, seed)
+        case "dirichlet":
+            parts = kinds.dirichlet(labels, clients, seed, **options)
+        case "classes":
+            parts = kinds.classes(labels, classes, clients, seed, **options)
+        case "shards":
+            parts = kinds.shards(labels, clients, seed, **options)
+        case "unbalanced_shards":
+            parts = kinds.unbalanced_shards(labels, clients, seed, **options)
+        case "domain":
+            parts = kinds.domain(groups, clients, seed, **options)
+        case "natural":
+            parts = kinds.natural(groups, clients)
+        case _:
+            raise DataError(f"data.partition.kind={kind!r} is not one of {', '.join(KINDS)}")
+    empty = [i for i, part in enumerate(parts) if len(part) == 0]
+    if empty:
+        shown = ", ".join(str(i) for i in empty[:8]) + (", ..." if len(empty) > 8 else "")
+        raise DataError(
+            f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without images (clients {shown}); "
+            "use fewer clients, more classes per client, a larger alpha, or another seed"
+        )
+    counts = np.bincount(np.concatenate(parts), minlength=len(labels))
+    if lost := int((counts == 0).sum()):
+        gone = sorted(set(labels[torch.from_numpy(counts == 0)].tolist()))
+        raise DataError(
+            f"data.partition ({kind}) gives {lost} of {len(labels)} images to nobody (classes {gone[:10]}); "
+            "use more clients, more classes per client, or assignment: consecutive"
+        )
+    assert counts.max() == 1, "a partitioner gave an image to two clients"
+    return [torch.from_numpy(np.sort(part)) for part in parts]
+
+
+def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, seed: int) -> list[Tensor]:
+    """Indices of each client's own test images, ascending, where it holds the training images `parts` of `labels`.
+
+    The test images of each class are shared in proportion to how its training images were, largest remainder
+    first, and those of a class that nobody holds are nobody's. Where there are few, a client may get none.
+    """
+    classes = 1 + int(max(labels.max(), test_labels.max()))
+    held = np.stack([np.bincount(labels[part].numpy(), minlength=classes) for part in parts])  # [clients, classes]
+    order = np.random.default_rng(seeding.seed_for(seed, "own test images")).permutation(len(test_labels))
+    shuffled = test_labels.numpy()[order]
+    pieces: list[list[np.ndarray]] = [[] for _ in parts]
+    for label in np.flatnonzero(held.sum(0)):
+        rows = order[shuffled == label]
+        # In whole numbers, so that no share is a rounding error short.
+        counts, remainders = np.divmod(held[:, label] * len(rows), held[:, label].sum())
+        counts[np.argsort(-remainders, kind="stable")[: len(rows) - counts.sum()]] += 1
+        for piece, some in zip(pieces, np.split(rows, np.cumsum(counts)[:-1]), strict=True):
+            piece.append(some)
+    return [torch.from_numpy(np.sort(np.concatenate(piece))) for piece in pieces]

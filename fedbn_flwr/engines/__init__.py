@@ -1,0 +1,1 @@
+"""What carries messages to clients: the local engine, real nodes, and Flower's simulation."""

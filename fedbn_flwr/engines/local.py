@@ -1,0 +1,370 @@
+"""The local engine: a Flower `Grid` that hands each message straight to the ClientApp.
+
+No polling, no copies through an object store. A node is always served by the same process, so what its
+`Context.state` holds stays there; with `workers=0` all of them are served in this one, plainly to step
+through. Worker processes are forked: they share the memory of data loaded before, and nothing is pickled but
+messages. (A GPU does not survive a fork: use `workers=0` there.)
+
+All of Flower's internals this project builds on are in this file: `TaskIdentity`, a message's id, `Run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from .context_cache import Contexts, keep_freed_memory
+
+UserConfig = Mapping[str, Any]
+
+
+class LocalGrid(Grid):
+    """A grid of `num_nodes` nodes on this machine.
+
+    Parameters
+    ----------
+    client_app
+        What serves the nodes.
+    num_nodes
+        How many; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
+    workers
+        Processes that serve them, node i by worker i modulo workers; 0 (default): this process.
+    threads
+        Threads of PyTorch that serve nodes: 1 in workers; in this process None leaves them as they are. Results
+        can depend on it in the last bit.
+    run_config, node_config
+        What the ClientApp finds in its context; `node_config` is one mapping for all, or one per node.
+    node_ids
+        Node ids, 1 to `num_nodes` by default.
+    state_memory
+        GiB that what nodes remember between messages (FedBN's batch norms, say) may take; beyond it, what the nodes
+        served longest ago remember is put in files of a temporary folder.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        *,
+        workers: int = 0,
+        threads: int | None = None,
+        run_config: UserConfig | None = None,
+        node_config: UserConfig | Sequence[UserConfig] | None = None,
+        node_ids: Sequence[int] | None = None,
+        state_memory: float = math.inf,
+    ) -> None:
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
+        if workers < 0:
+            raise ValueError(f"workers is {workers}; give 0 (this process) or a number of processes")
+        if workers and threads not in (None, 1):
+            # A forked process has OpenMP's idea of a pool of threads without the threads, and waits for them.
+            raise ValueError(f"threads is {threads}; worker processes train with one, or give workers=0")
+        ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
+        if len(ids) != num_nodes or len(set(ids)) != num_nodes:
+            raise ValueError(f"node_ids must be {num_nodes} different numbers, found {ids}")
+        each = (
+            [node_config or {}] * num_nodes if node_config is None or isinstance(node_config, Mapping) else node_config
+        )
+        if len(each) != num_nodes:
+            raise ValueError(f"node_config has {len(each)} entries for {num_nodes} nodes")
+        self._run = Run.create_empty(run_id=1)
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+        contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": i, "num-partitions": num_nodes, **each[i]},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for i, node in enumerate(ids)
+        }
+        self._node_ids = ids
+        self._next_id = itertools.count(1)
+        self._replies: dict[str, Message] = {}
+        self._abandoned: set[str] = set()
+        self._remove_folder: weakref.finalize[..., LocalGrid] | None = None
+        workers = min(workers, num_nodes)
+        parts = [dict(itertools.islice(contexts.items(), k, None, workers)) for k in range(workers)]
+        folder = None
+        if math.isfinite(state_memory):
+            folder = Path(tempfile.mkdtemp(prefix="fedbn-nodes-"))
+            self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        budget = state_memory * 2**30 / max(workers, 1)
+        self._here = _Nodes(client_app, Contexts(contexts, budget, folder), None if workers else threads)
+        self._workers = [_Worker(_Nodes(client_app, Contexts(part, budget, folder), 1)) for part in parts]
+        self._worker_of = {node: worker for worker, part in zip(self._workers, parts, strict=True) for node in part}
+
+    # --- Flower's interface ---
+
+    def set_run(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._node_ids)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        message_ids = []
+        for message in messages:
+            message_id = str(next(self._next_id))
+            message.metadata.__dict__["_message_id"] = message_id
+            message_ids.append(message_id)
+            node = message.metadata.dst_node_id
+            if node not in self._here.contexts:
+                known = f"1 to {len(self._node_ids)}" if self._node_ids == sorted(self._node_ids) else "others"
+                error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}; the grid has {known}")
+                self._replies[message_id] = Message(error, reply_to=message)
+            elif node in self._worker_of:
+                self._worker_of[node].queue.append(message)
+            else:
+                self._replies[message_id] = self._here.answer(message)
+        self._exchange(0)
+        return message_ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self._exchange(0)
+        return [self._replies.pop(key) for key in message_ids if key in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Replies in the order of the messages; those that are not there after `timeout` seconds are left out."""
+        message_ids = list(self.push_messages(messages))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while missing := [key for key in message_ids if key not in self._replies]:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._abandoned.update(missing)
+                for worker in self._workers:
+                    worker.queue = deque(m for m in worker.queue if m.metadata.message_id not in self._abandoned)
+                break
+            self._exchange(left)
+        return self.pull_messages(message_ids)
+
+    # --- workers ---
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._node_ids)
+
+    def start(self) -> int:
+        """Start the workers now, before this process has threads that a fork would lose; how many nodes they serve at
+        the same time."""
+        for worker in self._workers:
+            worker.start()
+        return len(self._workers) or 1
+
+    def _exchange(self, timeout: float | None) -> None:
+        """Send what waits, and collect what is answered; waits up to `timeout` seconds for the first answer."""
+        for worker in self._workers:
+            worker.send_next()
+        busy = {worker.connection: worker for worker in self._workers if worker.current is not None}
+        for connection in wait(list(busy), timeout) if busy else []:
+            worker = busy[connection]  # type: ignore[index]
+            reply = worker.receive()
+            message_id = reply.metadata.reply_to_message_id
+            if message_id in self._abandoned:
+                self._abandoned.discard(message_id)
+            else:
+                self._replies[message_id] = reply
+            worker.send_next()
+
+    # --- the nodes' memory, between rounds ---
+
+    def read_state(self, node: int) -> RecordDict:
+        """What a node remembers (its `Context.state`), from wherever it is served; no message may be under way."""
+        return self._ask_for_state(_State(node, None))
+
+    def write_state(self, node: int, records: RecordDict) -> None:
+        """Make a node remember `records` and nothing else."""
+        self._ask_for_state(_State(node, records))
+
+    def _ask_for_state(self, question: _State) -> RecordDict:
+        worker = self._worker_of.get(question.node)
+        return self._here.state(question) if worker is None else worker.ask(question)
+
+    def close(self) -> None:
+        """End the worker processes, and remove what nodes had in files."""
+        for worker in self._workers:
+            worker.close()
+        if self._remove_folder is not None:
+            self._remove_folder()
+
+    def __enter__(self) -> LocalGrid:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _State:
+    """A question to a worker: what a node remembers; with `records`, these from now on."""
+
+    node: int
+    records: RecordDict | None
+
+
+@dataclass
+class _Nodes:
+    """Nodes served by one process."""
+
+    client_app: ClientApp
+    contexts: Contexts
+    threads: int | None
+
+    def answer(self, message: Message) -> Message:
+        """The ClientApp's reply, or an error reply: whatever happens, there is an answer."""
+        self._limit_threads()
+        try:
+            # The messages of a round share their content; what one client does to it must not reach the next.
+            content = message.content
+            own = RecordDict({key: record.copy() for key, record in content.items()})
+            message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
+            with self.contexts.using(message.metadata.dst_node_id) as context:
+                reply = self.client_app(message, context)
+        except (Exception, SystemExit) as error:
+            code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error) or type(error).__name__
+            if os.environ.get("FEDBN_DEBUG"):
+                traceback.print_exc(file=sys.stderr)
+        else:
+            if isinstance(reply, Message):  # it is, unless a handler forgot to return one
+                return reply
+            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # type: ignore[unreachable]
+            reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"
+        return Message(Error(code, reason), reply_to=message)
+
+    def state(self, question: _State) -> RecordDict:
+        with self.contexts.using(question.node) as context:
+            if question.records is None:
+                return context.state
+            context.state = question.records
+        return RecordDict()
+
+    def _limit_threads(self) -> None:
+        if self.threads is not None and "torch" in sys.modules:
+            import torch
+
+            if torch.get_num_threads() != self.threads:
+                torch.set_num_threads(self.threads)
+
+
+@dataclass
+class _Worker:
+    """A process that serves nodes, one message at a time; a dead one is replaced."""
+
+    nodes: _Nodes
+    queue: deque[Message] = field(default_factory=deque)
+    current: Message | None = None
+    process: BaseProcess | None = None
+    connection: Connection = field(init=False)
+
+    def send_next(self) -> None:
+        # One message under way: with several, both ends could wait for the other to read.
+        if self.current is not None or not self.queue:
+            return
+        self.start()
+        self.current = self.queue.popleft()
+        with contextlib.suppress(OSError):  # it died while idle: receive() says so
+            self.connection.send(self.current)
+
+    def receive(self) -> Message:
+        message, self.current = self.current, None
+        assert message is not None
+        try:
+            reply = self.connection.recv()
+            assert isinstance(reply, Message)
+            return reply
+        except (EOFError, OSError):
+            assert self.process is not None
+            self.process.join(5)
+            code = self.process.exitcode
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            self.close()
+            reason = f"the client's process died ({how}); its nodes start without their memory"
+            return Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+
+    def ask(self, question: _State) -> RecordDict:
+        if self.current is not None or self.queue:
+            raise RuntimeError(f"node {question.node} is at work; its memory can be read and set between rounds only")
+        self.start()
+        try:
+            self.connection.send(question)
+            answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self.close()
+            reason = f"the process that serves node {question.node} died, and with it its nodes' memory"
+            raise RuntimeError(reason) from error
+        assert isinstance(answer, RecordDict)
+        return answer
+
+    def start(self) -> None:
+        if self.process is not None:
+            return
+        fork = multiprocessing.get_context("fork")
+        self.connection, other = fork.Pipe()
+        self.process = fork.Process(target=_serve, args=(self.nodes, other, self.connection), daemon=True)
+        self.process.start()
+        other.close()
+
+    def close(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.connection.send(None)
+            self.connection.close()
+            self.process.join(0.5)  # it ends at once, unless a client is still training
+            if self.process.is_alive():
+                self.process.terminate()
+                self.process.join(5)
+        self.process = None
+
+
+def _serve(nodes: _Nodes, connection: Connection, parents: Connection) -> None:
+    parents.close()
+    keep_freed_memory()
+    # Ctrl-C reaches every process of a terminal; when to end is the parent's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
+    with contextlib.suppress(EOFError, OSError):  # the parent closed its end, or is gone
+        while (message := connection.recv()) is not None:
+            connection.send(nodes.state(message) if isinstance(message, _State) else nodes.answer(message))

@@ -1,0 +1,129 @@
+"""Real nodes: a grid that asks the SuperLink for replies often at first, and ever less often after.
+
+Flower's own asks every 3 s, which each exchange of a short round would wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from logging import WARNING
+from typing import Protocol
+
+from flwr.app import Error, Message
+from flwr.common import log
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.serverapp import Grid
+
+from fedbn_flwr.errors import SettingsError
+
+from .base import GridAround
+
+VARIABLE = "FEDBN_POLL_SECONDS"
+_LONGEST = 3.0  # seconds; Flower's own
+_SHARE = 0.05  # of the time that has passed is waited until the next look
+_CENSUS = 5.0  # seconds between looks at which nodes were started anew
+_TELL = 60.0  # seconds until the log says what is waited for; then twice as many, and so on
+
+
+class Watch(Protocol):
+    """Somebody who hears of replies as they come in, and says whose are not waited for any longer."""
+
+    def replied(self, reply: Message) -> None: ...
+
+    def given_up(self) -> frozenset[int]: ...
+
+
+class PollingGrid(GridAround):
+    """`grid`, whose `send_and_receive` looks for replies after `interval` seconds, then at growing intervals.
+
+    An error that the SuperLink makes for a node that is gone comes from the SuperLink's own node; here it comes from
+    the node that was asked, so that it can be named.
+
+    A SuperNode that is started anew has lost the messages it had, and the SuperLink, which sees it online, makes no
+    error of that: Flower's grid waits for such a reply until its timeout. Here it is an error after some seconds.
+    """
+
+    def __init__(self, grid: Grid, interval: float | None = None) -> None:
+        super().__init__(grid)
+        self._interval = _interval() if interval is None else interval
+        self._watch: Watch | None = None
+
+    def watch(self, watch: Watch) -> None:
+        """Whom to tell of the next messages' replies."""
+        self._watch = watch
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """The replies that are there after `timeout` seconds, as they came; later ones are left where they are."""
+        messages = list(messages)  # Flower's grid walks them twice
+        watch, self._watch = self._watch, None
+        began = looked = time.monotonic()
+        tell = _TELL
+        if not messages:
+            return []
+        before = self._activations()
+        message_ids = list(self.inner.push_messages(messages))
+        asked: dict[str, Message] = {}
+        replies: list[Message] = []
+        for number, message in enumerate(messages):
+            # None where it was refused; and no ids at all where all together were too large.
+            if number < len(message_ids) and message_ids[number]:
+                asked[message_ids[number]] = message
+            else:
+                error = Error(ErrorCode.UNKNOWN, "the SuperLink did not accept the message; its log says why")
+                replies.append(Message(error, reply_to=message))
+        while asked:
+            told = len(replies)
+            anew: frozenset[int] = frozenset()
+            if time.monotonic() - looked >= _CENSUS:
+                anew = _changed(before, self._activations())
+                looked = time.monotonic()
+            # After that look: what such a node sent before is here, and counts.
+            for reply in list(self.inner.pull_messages(list(asked))):
+                if reply.metadata.reply_to_message_id in asked:
+                    replies.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
+            for key, message in list(asked.items()):
+                if message.metadata.dst_node_id in anew:
+                    error = Error(ErrorCode.NODE_UNAVAILABLE, "its SuperNode was started anew and has lost the message")
+                    replies.append(Message(error, reply_to=asked.pop(key)))
+            if watch is not None:
+                for reply in replies[told:]:
+                    watch.replied(reply)
+                given_up = watch.given_up()
+                asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in given_up}
+            passed = time.monotonic() - began
+            if not asked or (timeout is not None and passed >= timeout):
+                break
+            if passed >= tell:
+                limit = "without limit" if timeout is None else f"at most {timeout:g} s"
+                log(WARNING, "waiting for %d of %d replies since %.0f s, %s", len(asked), len(messages), passed, limit)
+                tell *= 2
+            pause = min(max(self._interval, _SHARE * passed), max(self._interval, _LONGEST))
+            time.sleep(pause if timeout is None else min(pause, timeout - passed))
+        return replies
+
+    def _activations(self) -> dict[int, str]:
+        """When each connected node was last started, by the SuperLink's clock; empty where the grid does not tell."""
+        return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}
+
+
+def _changed(before: Mapping[int, str], now: Mapping[int, str]) -> frozenset[int]:
+    return frozenset(node for node in before.keys() & now.keys() if before[node] != now[node])
+
+
+def _from_node(reply: Message, message: Message) -> Message:
+    if reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID:
+        reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
+    return reply
+
+
+def _interval() -> float:
+    given = os.environ.get(VARIABLE) or "0.05"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0.01 <= seconds <= 60:
+        raise SettingsError(f"{VARIABLE} is {given!r}; expected seconds from 0.01 to 60")
+    return seconds

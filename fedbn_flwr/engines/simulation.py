@@ -1,0 +1,278 @@
+"""Flower's simulation, started so that none of its traps is met: what `fedbn flwr run` does.
+
+`flwr run` talks to a SuperLink on this machine that it starts once and leaves running: it keeps the
+environment and the working folder of its first start, installs each app's dependencies anew, and reports a
+failed run with exit code 0. Here each run gets a SuperLink of its own, on free ports, with its own FLWR_HOME,
+in an empty folder (Ray imports from there first), without installing anything; it is stopped when the run
+ends, and the exit code is the run's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr import __version__
+from fedbn_flwr.errors import RunFailed, SettingsError
+
+_START_TIMEOUT = 60  # seconds until the SuperLink answers
+_STOP_TIMEOUT = 20  # seconds until its processes have ended
+
+
+def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, options: Sequence[str] = ()) -> int:
+    """`flwr run APP` on a SuperLink of its own; raises RunFailed where the run did not complete."""
+    with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as home, _superlink(Path(home)) as environment:
+        config = Path(home) / "run-config.toml"
+        config.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in run_config.items()), encoding="utf-8")
+        command = [_tool("flwr"), "run", str(app), "--stream", "--federation-config", federation_config]
+        if run_config:
+            command += ["--run-config", str(config)]
+        # Our own group: Ctrl-C stops the SuperLink's processes first, in an order of ours.
+        code = subprocess.call([*command, *options], env=environment, cwd=home)
+        # What the app wrote to its working folder (a template saves final_model.pt there) would be gone with it.
+        if written := sorted(file.name for file in (Path(home) / "empty").iterdir()):
+            shutil.copytree(Path(home) / "empty", Path.cwd(), dirs_exist_ok=True)
+            print(f"written here by the app: {', '.join(written)}")
+        status, details = _status(environment, home)
+        if code or status != "finished:completed":
+            raise RunFailed(
+                f"the Flower run ended as {status or f'exit code {code}'}{f': {details}' if details else ''}"
+            )
+    return 0
+
+
+def run_installed(clients: int, run_config: Mapping[str, Any]) -> int:
+    """Carry out an experiment with the code of this installation, which needs no checkout."""
+    with tempfile.TemporaryDirectory(prefix="fedbn-app-") as folder:
+        app = Path(folder) / "app"
+        write_app(app)
+        return run_app(app, run_config, federation_config(clients))
+
+
+def federation_config(clients: int) -> str:
+    """One node per client, one core each, and as many at a time as there are cores."""
+    cores = min(clients, os.cpu_count() or 1)
+    return (
+        f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={cores} init-args-log-to-driver=false"
+    )
+
+
+def write_app(folder: Path) -> None:
+    """A Flower app that consists of this installation's ServerApp and ClientApp."""
+    (folder / "apps").mkdir(parents=True)
+    package = Path(__file__).parent.parent
+    source = package / "apps" if (package / "apps").is_dir() else package.parent / "apps"
+    for name in ("__init__.py", "server_app.py", "client_app.py"):
+        shutil.copy(source / name, folder / "apps" / name)
+    (folder / "pyproject.toml").write_text(
+        f"""[project]
+name = "fedbn-app"
+version = "{__version__}"
+description = "An experiment of fedbn-flwr"
+license = "Apache-2.0"
+dependencies = ["fedbn-flwr=={__version__}"]
+
+[tool.flwr.app]
+publisher = "fedbn"
+fab-include = ["apps/*.py"]
+
+[tool.flwr.app.components]
+serverapp = "apps.server_app:app"
+clientapp = "apps.client_app:app"
+
+[tool.flwr.app.config]
+experiment = "demo"
+set = ""
+out = ""
+resume = false
+""",
+        encoding="utf-8",
+    )
+
+
+@dataclass(frozen=True)
+class FlwrRun:
+    """A command line of `flwr run`, as far as it concerns us."""
+
+    app: Path
+    project: dict[str, Any]  # its pyproject.toml
+    run_config: dict[str, Any]
+    federation_config: str  # empty where not given
+    options: list[str]
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> FlwrRun:
+        words = list(arguments)
+        if not words or words.pop(0) != "run":
+            raise SettingsError(
+                f"fedbn flwr knows `run` alone, found {' '.join(arguments) or 'nothing'!r}: fedbn flwr run . ; for "
+                "Flower's other commands call flwr itself"
+            )
+        given: dict[str, list[str]] = {"--run-config": [], "--federation-config": []}
+        places, options = [], []
+        while words:
+            word = words.pop(0)
+            name, equals, value = word.partition("=")
+            name = {"-c": "--run-config"}.get(name, name)
+            if name in given:
+                if not equals and not words:
+                    raise SettingsError(f"{name} needs a value, for instance {name} \"set='rounds=10'\"")
+                given[name].append(value if equals else words.pop(0))
+            elif word.startswith("-"):
+                options += [word] if word != "--stream" else []
+            else:
+                places.append(word)
+        if len(places) > 1:
+            raise SettingsError(
+                f"fedbn flwr run starts a SuperLink of its own; for the connection {places[1]!r} call "
+                f"flwr run {places[0]} {places[1]} --stream"
+            )
+        app = Path(places[0] if places else ".").expanduser().resolve()
+        run_config = _parse(given["--run-config"], "--run-config")
+        return cls(app, _read_project(app), run_config, " ".join(given["--federation-config"]), options)
+
+
+def _read_project(app: Path) -> dict[str, Any]:
+    file = app / "pyproject.toml"
+    try:
+        project = tomllib.loads(file.read_text(encoding="utf-8"))
+        project["project"]["name"], project["tool"]["flwr"]["app"]["components"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(
+            f"{str(app)!r} is no Flower app: its pyproject.toml with [project] name and [tool.flwr.app.components] "
+            f"is missing or incomplete ({type(error).__name__}: {error})"
+        ) from None
+    return project
+
+
+def _parse(values: Sequence[str], option: str) -> dict[str, Any]:
+    from flwr.common.config import parse_config_args
+
+    try:
+        return dict(parse_config_args(list(values)))
+    except Exception as error:  # Flower raises what its TOML parser raises
+        raise SettingsError(f"{option} {' '.join(values)!r} cannot be read: {error}") from None
+
+
+# --- the SuperLink -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _superlink(home: Path) -> Iterator[dict[str, str]]:
+    """A SuperLink for one run; yields the environment in which `flwr` finds it."""
+    port, control = _free_ports(2)
+    environment = os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(control),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    }
+    environment.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns until one says so
+    (home / "config.toml").write_text('[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n')
+    if environment.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Flower starts many processes; without compiled files each would compile torch again.
+        environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "fedbn-pycache"))
+    if "site-packages" not in Path(__file__).parts:  # a checkout that is not installed
+        root = str(Path(__file__).resolve().parent.parent.parent)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    neutral = home / "empty"
+    neutral.mkdir()
+    log = home / "superlink.log"
+    command = [
+        _tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess",
+        "--control-api-address", f"127.0.0.1:{control}", "--host", "127.0.0.1", "--port", str(port),
+        "--log-file", str(log),
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command,
+        env=environment,
+        cwd=neutral,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            _wait_until_healthy(process, port, log)
+            yield environment
+        finally:
+            _stop_group(process)
+
+
+def _tool(name: str) -> str:
+    """Flower's command of this environment, not of another one earlier on the path."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise RunFailed(f"the command {name!r} is not installed; pip install 'flwr[simulation]>=1.41,<1.42'")
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                return
+        time.sleep(0.1)
+    ending = log.read_text(encoding="utf-8", errors="replace")[-1500:] if log.exists() else "(it wrote no log)"
+    raise RunFailed(f"Flower's SuperLink did not start within {_START_TIMEOUT} s; its log ends:\n{ending}")
+
+
+def _stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End the SuperLink and all it started, politely first."""
+    for sent, patience in ((signal.SIGTERM, _STOP_TIMEOUT), (signal.SIGKILL, 5)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            process.poll()
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+
+
+def _status(environment: Mapping[str, str], home: str) -> tuple[str, str]:
+    """Status and details of the newest run: `flwr run --stream` exits with 0 whatever happened."""
+    listed = subprocess.run(
+        [_tool("flwr"), "ls", "--format", "json"], env=environment, cwd=home, capture_output=True, text=True, timeout=60
+    )
+    try:
+        newest = json.loads(listed.stdout)["runs"][0]
+    except (json.JSONDecodeError, KeyError, IndexError):
+        return "", " ".join(listed.stderr.split())[-300:]
+    return str(newest.get("status", "")), str(newest.get("status-details") or "").strip()
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,108 @@
+"""A training round that stops at every exchange, answers a message, and goes on with the next.
+
+The round runs in a thread of its own and is parked inside `exchange`. A Flower client may be asked its next
+message in another process: so parking is only a cache, and whoever finds nothing parked starts the round anew
+and feeds it what was agreed so far (`Session(..., agreed=[...])`). The numbers are the same.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fedbn_flwr import seeding
+
+from .step import Answer, Exchange, Pending
+
+
+class _Abandoned(BaseException):
+    """Unwinds a parked round that nobody will ask again."""
+
+
+class Session:
+    """Runs `work(exchange)` until its next exchange or its end, one piece at a time.
+
+    Parameters
+    ----------
+    work
+        The round; called once, in another thread.
+    agreed
+        Answers to the first exchanges, from an earlier session of the same round.
+    patience
+        Seconds after which a parked round gives up.
+    """
+
+    def __init__(
+        self, work: Callable[[Exchange], Any], agreed: Sequence[Answer] = (), *, patience: float = 3600
+    ) -> None:
+        self._work = work
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        for answer in agreed:
+            self._answers.put(answer)
+        self._given = len(agreed)
+        self._patience = patience
+        self._threads = torch.get_num_threads()
+        self.asked = 0  # exchanges that the round has come to
+        self._thread: threading.Thread | None = None
+
+    def advance(self, answer: Answer | None = None) -> Any:
+        """Go on (with the cohort's answer, where one is due) until the next Pending, or the round's result."""
+        # The generator is shared by all threads: the round has its own stream, and so has our caller. Read before the
+        # round goes on: at the same time it would set its own (and the two could wait for each other).
+        outside = seeding.states()
+        try:
+            if answer is not None:
+                self._given += 1
+                self._answers.put(answer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            kind, value = self._events.get()
+        finally:
+            seeding.set_states(outside)
+        if kind == "failed":
+            raise value
+        return value
+
+    def abandon(self) -> None:
+        """Let a parked round go, and its memory with it."""
+        # On its way out the round puts back the generator's state it began with: not while others draw from it.
+        outside = seeding.states()
+        self._answers.put(None)
+        if self._thread is not None:
+            self._thread.join(self._patience)
+        seeding.set_states(outside)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # holds for the calling thread only
+        try:
+            self._events.put(("done", self._work(self._exchange)))
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._events.put(("failed", error))
+
+    def _exchange(self, pending: Pending) -> Answer:
+        self.asked += 1
+        if self.asked > self._given:
+            state = seeding.states()
+            self._events.put(("pending", pending))
+            answer = self._wait()
+            seeding.set_states(state)
+        else:
+            answer = self._wait()
+        return answer
+
+    def _wait(self) -> Answer:
+        try:
+            answer = self._answers.get(timeout=self._patience)
+        except queue.Empty:
+            raise _Abandoned from None
+        if answer is None:
+            raise _Abandoned
+        return answer

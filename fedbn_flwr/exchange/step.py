@@ -1,0 +1,284 @@
+"""One training step whose gradient is that of batch norm over the batches of all clients.
+
+FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", Algorithms 2 and
+3): forward, each batch norm averages its batch mean and variance over the clients; backward, the gradients with
+respect to both. Paper's symbols: y the layer's input, mu and var the global statistics, p_i a client's weight, F_i
+its loss, n its number of values per channel.
+
+The model stays as it is: for the length of the step each batch norm's `forward` is ours. Per layer
+
+    dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / n
+
+On a CPU backward runs in the thread that called it, and may wait for the others in the middle: `_CohortNorm` is a
+function with a backward of its own. On a GPU one thread of autograd serves all clients, and would wait for itself:
+there each batch norm detaches its input into a leaf, where the loss's backward stops, and the layers are walked
+backwards in plain Python. Residual paths are walked more than once then, which costs time.
+
+The direct gradients that are exchanged follow from those of gamma and beta, which native kernels give:
+
+    dF_i/dmu  = -gamma / sqrt(var + eps) * dF_i/dbeta
+    dF_i/dvar = -gamma / (2 (var + eps)) * dF_i/dgamma
+
+The gradient of the mean must be this direct one: adding dF_i/dvar * dvar/dmu, which is zero over all clients
+but not over one, breaks the equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.norms.roles import computes_as_batch_norm
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What one client brings to an exchange."""
+
+    what: str  # "moments" (mean and var in one), "mean", "variance" (around the agreed mean), "gradients" (of both)
+    tensors: dict[str, Tensor]
+    images: int  # in this client's batch
+    left: int  # exchanges that follow this one
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the cohort agreed on."""
+
+    tensors: dict[str, Tensor]
+    images: int  # in the batches of all clients
+
+
+Exchange = Callable[[Pending], Answer]
+
+
+@dataclass
+class _Moments:
+    """What was agreed on in one pass through one batch norm; a layer used twice has two."""
+
+    mean: Tensor
+    var: Tensor
+    gamma: Tensor
+    eps: float
+
+
+@dataclass
+class _Call:
+    """Such a pass where the layers are walked."""
+
+    y: Tensor  # the input, with its graph
+    leaf: Tensor  # the same values, where backward stops
+    moments: _Moments
+    layer: _BatchNorm
+    gamma: Tensor  # leaves of this call alone: each call needs its own gradients
+    beta: Tensor
+
+
+class LayerwiseStep:
+    """Loss and gradient of one batch, as `training.train` takes them for its first step.
+
+    Parameters
+    ----------
+    exchange
+        Who carries tensors to the other clients and back.
+    fused
+        Mean and variance travel together (2L exchanges), or one after the other as in the paper (3L).
+    backward
+        Also exchange gradients. Without it each client uses its own in place of the cohort's: the papers'
+        "FedAvg + Algorithm 2".
+    walk
+        Walk the layers backwards outside of autograd; None: where the model is not on a CPU.
+    """
+
+    def __init__(
+        self, exchange: Exchange, *, fused: bool = True, backward: bool = True, walk: bool | None = None
+    ) -> None:
+        self.exchange = exchange
+        self.fused = fused
+        self.backward = backward
+        self.walk = walk
+        self._calls: list[_Call] = []
+        self._open: list[_Moments] = []  # passes whose gradients were not exchanged yet
+        self._left = 0
+        self._images = 0
+
+    def exchanges(self, calls: int) -> int:
+        """How many there are in a step of a model that passes through so many batch norms."""
+        return calls * ((1 if self.fused else 2) + self.backward)
+
+    def __call__(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        self._calls = []
+        self._images = len(inputs)
+        self._left = self.exchanges(count_calls(model, inputs))
+        with replaced_forward(model, self._normalise):
+            loss = loss_fn(model(inputs), targets)
+        # Residual paths lead into several calls' graphs, so a graph is kept until the last walk through it.
+        loss.backward(retain_graph=bool(self._calls))
+        for number, call in reversed(list(enumerate(self._calls))):
+            self._walk(call, last=number == 0)
+        for moments in reversed(self._open):  # of layers on which the loss does not depend; all clients have the same
+            self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
+        self._calls, self._open = [], []
+        return loss.detach()
+
+    def _swap(self, what: str, tensors: dict[str, Tensor]) -> Answer:
+        self._left -= 1
+        own = {key: value.detach() for key, value in tensors.items()}
+        answer = self.exchange(Pending(what, own, self._images, self._left))
+        return Answer({key: answer.tensors[key].to(value) for key, value in own.items()}, answer.images)
+
+    def _normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
+        """Batch norm's forward, over the cohort: y [N, C, ...]."""
+        layer._check_input_dim(y)
+        dims = [d for d in range(y.ndim) if d != 1]
+        values = y.detach()
+        if self.fused:
+            # Native batch norm's own sums: many times as fast as torch.var_mean over these dimensions.
+            mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
+            agreed = self._swap("moments", {"mean": mean, "var": var})
+            mean, var = agreed.tensors["mean"], agreed.tensors["var"]
+        else:
+            mean = self._swap("mean", {"mean": values.mean(dims)}).tensors["mean"]
+            shape = [1, -1] + [1] * (y.ndim - 2)
+            agreed = self._swap("variance", {"var": (values - mean.view(shape)).square().mean(dims)})
+            var = agreed.tensors["var"]
+        # Running variances are unbiased over the values of all clients, as they would be over the union.
+        _update_running(layer, mean, var, count=agreed.images * (y.numel() // (y.shape[0] * y.shape[1])))
+        gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
+        beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
+        moments = _Moments(mean, var, gamma.detach(), layer.eps)
+        self._open.append(moments)
+        walk = y.device.type != "cpu" if self.walk is None else self.walk
+        if not walk:
+            # An input that needs no gradient (the images): backward is to come by here all the same.
+            start = y if y.requires_grad else values.requires_grad_()
+            out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
+            return out
+        leaf = values.requires_grad_()
+        call = _Call(
+            y, leaf, moments, layer, gamma.detach().clone().requires_grad_(), beta.detach().clone().requires_grad_()
+        )
+        self._calls.append(call)
+        return F.batch_norm(leaf, mean, var, call.gamma, call.beta, training=False, eps=layer.eps)
+
+    def _exchange_gradients(self, moments: _Moments, d_gamma: Tensor, d_beta: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss's gradients with respect to the agreed mean and variance: the cohort's, or this client's own."""
+        self._open = [other for other in self._open if other is not moments]
+        inverse = torch.rsqrt(moments.var + moments.eps)
+        d_mean = -moments.gamma * inverse * d_beta
+        d_var = -0.5 * moments.gamma * inverse.square() * d_gamma
+        if self.backward:
+            agreed = self._swap("gradients", {"mean": d_mean, "var": d_var})
+            d_mean, d_var = agreed.tensors["mean"], agreed.tensors["var"]
+        return d_mean, d_var
+
+    def _walk(self, call: _Call, *, last: bool) -> None:
+        """From the gradient of a layer's output to that of what lies before it."""
+        moments = call.moments
+        zero = torch.zeros_like(moments.mean)
+        d_gamma = zero if call.gamma.grad is None else call.gamma.grad
+        d_beta = zero if call.beta.grad is None else call.beta.grad
+        for parameter, gradient in ((call.layer.weight, d_gamma), (call.layer.bias, d_beta)):
+            if parameter is not None and parameter.requires_grad:
+                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+        d_mean, d_var = self._exchange_gradients(moments, d_gamma, d_beta)
+        if not call.y.requires_grad:
+            return  # nothing before it trains
+        y = call.leaf.detach()
+        n = y.numel() // y.shape[1]
+        shape = [1, -1] + [1] * (y.ndim - 2)
+        direct = torch.zeros_like(y) if call.leaf.grad is None else call.leaf.grad
+        through = d_var.view(shape) * (2 / n) * (y - moments.mean.view(shape)) + (d_mean / n).view(shape)
+        call.y.backward(direct + through, retain_graph=not last)
+
+
+class _CohortNorm(torch.autograd.Function):
+    """Batch norm with given statistics, whose backward exchanges the gradients with respect to them."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, moments: _Moments, step: LayerwiseStep) -> Tensor:
+        ctx.save_for_backward(y)
+        ctx.moments, ctx.step = moments, step
+        return F.batch_norm(y, moments.mean, moments.var, gamma, beta, training=False, eps=moments.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        (y,), moments = ctx.saved_tensors, ctx.moments
+        mean, var, eps = moments.mean, moments.var, moments.eps
+        _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
+            d_out, y, moments.gamma, mean, var, None, None, False, eps, [False, True, True]
+        )
+        d_mean, d_var = ctx.step._exchange_gradients(moments, d_gamma, d_beta)
+        n = y.numel() // y.shape[1]
+        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass.
+        slope = d_var * (2 / n)
+        shift = d_mean / n - slope * mean
+        d_y = F.batch_norm(y, torch.zeros_like(mean), torch.ones_like(var), slope, shift, training=False, eps=0.0)
+        scale = moments.gamma * torch.rsqrt(var + eps)
+        d_y.addcmul_(d_out, scale.view([1, -1] + [1] * (y.ndim - 2)))
+        return d_y, d_gamma, d_beta, None, None
+
+
+def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
+    """As PyTorch does it for a batch: unbiased variance, momentum or (None) a cumulative mean."""
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked.add_(1)
+    share = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+    layer.running_mean.lerp_(mean, share)
+    layer.running_var.lerp_(var * (count / max(count - 1, 1)), share)
+
+
+@contextmanager
+def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, batch norms that train call `forward(layer, input)`; frozen ones (in eval mode) stay as they are."""
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            if not computes_as_batch_norm(module):
+                raise MessageError(
+                    f"batch norm over the clients' batches takes the place of plain batch norm, but {name!r} is a "
+                    f"{type(module).__name__}, whose own arithmetic would be lost; use a model with plain batch norm"
+                )
+            layers.append(module)
+    try:
+        for layer in layers:
+            # On the instance: the class, the state dict and other models are not touched.
+            layer.forward = _bind(forward, layer)  # type: ignore[method-assign,assignment]
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _bind(forward: Callable[[_BatchNorm, Tensor], Tensor], layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
+    return lambda y: forward(layer, y)
+
+
+@torch.no_grad()
+def count_calls(model: nn.Module, inputs: Tensor) -> int:
+    """How often a forward pass meets a batch norm that trains: two images through the model, without a trace."""
+    calls = 0
+
+    def count(layer: _BatchNorm, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return y
+
+    devices = [inputs.device] if inputs.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), replaced_forward(model, count):
+        model(inputs[:2])
+    return calls

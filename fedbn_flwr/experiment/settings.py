@@ -1,0 +1,401 @@
+"""An experiment file, checked and frozen.
+
+Configuration stops here: `preparing.py` turns these objects into plain arguments, and nothing below it ever
+sees one. Every fault in a file is reported at once, by key, with what was found and what would be right.
+docs/experiments.md explains the keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from fedbn_flwr.errors import SettingsError, did_you_mean
+
+
+class _Section(BaseModel):
+    # Strict: the text "3" is not the number 3. Frozen: settings can be keys of a cache.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+def _size(value: Any) -> int | tuple[int, int]:
+    """One message for both forms, where a union would give one for each."""
+    sides = (value,) if isinstance(value, int) else value
+    if isinstance(sides, list | tuple) and all(type(side) is int and side > 0 for side in sides):
+        if len(sides) == 1 and isinstance(value, int):
+            return value
+        if len(sides) == 2:
+            return sides[0], sides[1]
+    raise ValueError(f"it is {value!r}; expected pixels of a side, or [height, width]")
+
+
+# Written as it stands: a list in JSON is none of the two types, of which Pydantic would warn.
+Size = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
+
+
+class Iid(_Section):
+    kind: Literal["iid"]
+
+
+class Dirichlet(_Section):
+    kind: Literal["dirichlet"]
+    alpha: float = Field(gt=0)
+    min_size: int = Field(default=1, ge=0)  # images every client must get
+    by: Literal["class", "client"] = "class"  # whose shares are drawn: each class's, or each client's (Hsu et al.)
+
+
+class Classes(_Section):
+    kind: Literal["classes"]
+    classes_per_client: Positive
+    # consecutive: client i begins at class i * classes / clients and wraps around
+    assignment: Literal["consecutive", "random", "first-deterministic"] = "consecutive"
+
+
+class Shards(_Section):
+    kind: Literal["shards"]
+    shards_per_client: Positive
+
+
+class UnbalancedShards(_Section):
+    kind: Literal["unbalanced_shards"]
+    shard_size: Positive  # images
+    min_shards: Positive = 1  # of a client
+    max_shards: Positive = 30
+
+
+class Domains(_Section):
+    kind: Literal["domain"]
+    clients_per_domain: Positive | None = None  # None: clients / domains
+
+
+class Natural(_Section):
+    kind: Literal["natural"]
+    column: str  # whose an image is
+
+
+_KINDS: dict[str, type[_Section]] = {
+    "iid": Iid,
+    "dirichlet": Dirichlet,
+    "classes": Classes,
+    "shards": Shards,
+    "unbalanced_shards": UnbalancedShards,
+    "domain": Domains,
+    "natural": Natural,
+}
+Partition = Annotated[
+    Iid | Dirichlet | Classes | Shards | UnbalancedShards | Domains | Natural, Field(discriminator="kind")
+]
+
+
+Augment = Annotated[tuple[Literal["flip", "crop", "resized_crop", "rotate"], ...], Field(strict=False)]
+
+
+class Data(_Section):
+    name: str = "digits"  # "digits", a name of the catalogue, a folder, or a hub name
+    root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
+    image: str | None = None  # column; found by its type where not given
+    label: str | None = None
+    domain: str | None = None  # column; "domain" where there is one
+    domains: Names = ()  # those to be used; none: all
+    train: str | None = None  # split names
+    test: str | None = None
+    classes: Positive | None = None  # checked against the data where given
+    channels: Positive | None = None  # likewise
+    size: Size | None = None  # resize to size x size, or to a height and a width
+    # How an image of another shape gets there, the catalogue's where not given: stretch; crop: the middle is cut out
+    fit: Literal["stretch", "crop"] | None = None
+    crop: Positive | None = None  # where each pixel has a label: the side of the boxes to train on
+    # moments: each channel has mean zero and deviation one over the training set; unit: pixels from 0 to 1;
+    # official: by the catalogue's mean and deviation. None: official where there is one, else moments
+    normalise: Literal["moments", "unit", "official"] | None = None
+    # None: the catalogue's
+    augment: Augment | None = None
+    pad: Positive = 2  # pixels around an image that is cropped
+    stream: Literal[True, False, "auto"] = "auto"  # decode when asked for; auto: what exceeds `memory`
+    memory: float = Field(default=8.0, gt=0)  # GiB that all images may take
+    readers: Positive = 2  # threads of each client that decode ahead
+    partition: Partition = Iid(kind="iid")
+
+
+class Renorm(_Section):
+    """Of batch renormalisation: bounds of r and d, and the steps at which they begin to open and are open."""
+
+    r_max: float = Field(default=3.0, ge=1)
+    d_max: float = Field(default=5.0, ge=0)
+    warmup: int = Field(default=5_000, ge=0)
+    r_steps: int = Field(default=40_000, ge=0)
+    d_steps: int = Field(default=25_000, ge=0)
+
+    @model_validator(mode="after")
+    def _open_after_the_warm_up(self) -> Renorm:
+        for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps)):
+            if steps < self.warmup:
+                raise ValueError(f"{name} ({steps}) is less than warmup ({self.warmup}), when the bounds begin to open")
+        return self
+
+
+class Model(_Section):
+    name: str = "cnn"  # or module:callable
+    norm: str = "bn"
+    groups: Positive = 2  # of group norm
+    brn: Renorm = Renorm()
+    classes: Positive | None = None
+    image_size: Positive | None = None  # what the network is built for; the data's where not given
+    stem: Literal["auto", "small", "large"] = "auto"
+
+
+class Schedule(_Section):
+    kind: Literal["constant", "step", "cosine"] = "constant"
+    # step: multiply by gamma at each milestone, given as a fraction of the rounds or as a round
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = (0.5, 0.75)
+    gamma: float = Field(default=0.1, gt=0)
+
+
+class Train(_Section):
+    lr: float = Field(default=0.1, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    keep_momentum: bool = False  # from round to round, each client its own
+    weight_decay: float = Field(default=0.0, ge=0)
+    batch_size: Positive = 32
+    epochs: Positive | None = None  # over the client's own data, each round; one of epochs and steps
+    steps: Positive | None = None
+    schedule: Schedule = Schedule()
+    channels_last: bool = False  # images in memory as [N, H, W, C]: faster convolutions, other last bits
+    precision: Literal["float32", "bfloat16"] = "float32"  # of convolutions and products in training, by autocast
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_momentum_to_keep(self) -> Train:
+        if self.keep_momentum and not self.momentum:
+            raise ValueError("keep_momentum keeps nothing while momentum is 0; set momentum, for instance to 0.9")
+        return self
+
+
+class Evaluate(_Section):
+    every: Positive = 1  # rounds between evaluations of the global model; the last round always counts
+    # Let clients evaluate their models too; None: where the rule personalises, or nobody else evaluates.
+    clients: bool | None = None
+    server: bool = True  # false: the server has no data
+    statistics: Literal["model", "reestimated"] = "model"  # batch norm's, of the global model on the test images
+    batch_size: Positive = 500
+
+    @model_validator(mode="after")
+    def _somebody_does(self) -> Evaluate:
+        if not self.server and self.clients is False:
+            raise ValueError("server and clients are both false; somebody must evaluate")
+        if not self.server and self.statistics == "reestimated":
+            raise ValueError("statistics cannot be 'reestimated' on the server's test images where server is false")
+        return self
+
+
+class Engine(_Section):
+    name: Literal["local", "ray"] = "local"
+    workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: all in one
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Positive = 1  # of arithmetic per client; results are bit-identical at 1
+    cuda_graphs: bool = False  # on a GPU: record a client's step once and replay it for all clients
+    timeout: float = Field(default=3600, gt=0)  # seconds a round may take
+    node_timeout: float = Field(default=120, gt=0)  # seconds to wait for all nodes before the first round
+    state_memory: float = Field(default=4, gt=0)  # GiB for what clients of the local engine remember; the rest in files
+    checkpoint_every: Positive | None = None  # rounds; a twentieth of all where none are given
+
+    @model_validator(mode="after")
+    def _workers(self) -> Engine:
+        if isinstance(self.workers, int) and self.workers < 0:
+            raise ValueError(f"workers is {self.workers}; give 0, a number of processes, or 'auto'")
+        if self.threads > 1 and self.workers not in (0, "auto"):
+            raise ValueError(f"workers ({self.workers}) train with one thread each; for threads={self.threads} give 0")
+        return self
+
+
+class Settings(_Section):
+    """One training run."""
+
+    name: str = "experiment"
+    label: str = ""
+    rounds: Positive = 10
+    clients: Positive = 5
+    seed: int = Field(default=0, ge=0)
+    data: Data = Data()
+    model: Model = Model()
+    train: Train = Train()
+    strategy: Mapping[str, Any] = Field(default_factory=lambda: {"name": "FedAvg"})
+    evaluate: Evaluate = Evaluate()
+    engine: Engine = Engine()
+
+    @model_validator(mode="after")
+    def _strategy_is_named(self) -> Settings:
+        if not isinstance(self.strategy.get("name"), str):
+            raise ValueError("strategy needs a name, for instance {name: FedAvg}")
+        return self
+
+
+class Experiment(_Section):
+    """A file: one training run, or several that differ in what `runs` and `seeds` say."""
+
+    name: str
+    description: str = ""
+    runs: tuple[Settings, ...]
+
+
+# --- reading -----------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as a person reads it: 1e-4 is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise SettingsError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`["rounds=3", "train.lr=0.1"]` as `{"rounds": 3, "train": {"lr": 0.1}}`; values are YAML."""
+    changes: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"{word!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1")
+        target = changes
+        *path, last = key.split(".")
+        for part in path:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise SettingsError(f"{word!r}: {part!r} is already given a value of its own")
+        target[last] = parse_yaml(value)
+    return changes
+
+
+# Mappings whose keys depend on what they name: the arguments of one strategy are not those of the next.
+_WHOLE = {"strategy": "name", "base": "name", "partition": "kind"}
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`, mapping by mapping; another strategy or kind of partition replaces the old one."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
+            result[key] = merge(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _is_another(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    name = _WHOLE.get(key)
+    return name is not None and name in new and new[name] != old.get(name)
+
+
+def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
+    """Check a parsed file, with changes from a command line, and expand it into its runs."""
+    if not isinstance(content, Mapping):
+        raise SettingsError(f"{name}: expected a mapping of keys, found {type(content).__name__}")
+    base = dict(content)
+    description = base.pop("description", "")
+    variants = base.pop("runs", None) or {"": {}}
+    seeds = base.pop("seeds", None)
+    changes = parse_overrides(overrides)
+    # A seed on the command line asks for that one, whatever the file lists.
+    seeds = changes.pop("seeds", None if "seed" in changes else seeds)
+    if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
+        raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
+    if seeds is not None and (not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds)):
+        raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
+    base.setdefault("name", name)
+    runs = []
+    for label, variant in variants.items():
+        settings = merge(merge(base, variant or {}), changes)
+        settings["label"] = str(label) or str(settings.get("label") or _strategy_name(settings))
+        for seed in seeds or [settings.get("seed", 0)]:
+            runs.append(_check({**settings, "seed": seed}, where=f"{name}, run {label!r}" if label else name))
+    return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs))
+
+
+def _strategy_name(settings: Mapping[str, Any]) -> str:
+    strategy = settings.get("strategy")
+    return str(strategy.get("name", "")) if isinstance(strategy, Mapping) else "FedAvg"
+
+
+def read_file(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
+    return read_experiment(parse_yaml(text), overrides, name=path.stem)
+
+
+def _check(settings: Mapping[str, Any], where: str) -> Settings:
+    try:
+        return Settings.model_validate(dict(settings))
+    except ValidationError as error:
+        faults = [_explain(details) for details in error.errors()]
+        raise SettingsError(f"{where}: " + "; ".join(faults)) from None
+
+
+def _explain(details: ErrorDetails) -> str:
+    # Pydantic puts the tag of a union's member into the path; a reader of the file never wrote it.
+    parts = [str(part) for part in details["loc"]]
+    key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
+    found = details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            section = _section(parts[:-1])
+            return f"unknown key {key!r} (= {found!r}); {did_you_mean(parts[-1], section)}"
+        case "missing":
+            return f"{key!r} is missing"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return f"{key}.kind is not one of {', '.join(_KINDS)}: {found!r}"
+        case "value_error":
+            return f"{key + ': ' if key else ''}{details['ctx']['error']}"
+        case _:
+            expected = details["msg"].replace("Input should be", "expected")
+            return f"{key} is {found!r}: {expected}"
+
+
+def _section(path: Sequence[str]) -> Iterator[str]:
+    """The keys that are known where `path` leads."""
+    model: type[BaseModel] = Settings
+    for part in path:
+        if part in _KINDS:
+            model = _KINDS[part]
+        elif part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                model = annotation
+    extra = ("runs", "seeds", "description") if model is Settings else ()
+    return iter([*(name for name in model.model_fields if name != "label"), *extra])

@@ -1,0 +1,217 @@
+"""The server's arithmetic: dicts of NumPy arrays in, dicts of arrays out.
+
+Nothing here knows messages, rounds or strategies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import FlatArrays, Layout
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Weights that sum to one; refuses what would make a mean meaningless."""
+    for weight in weights:
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"a weight is {weight}; weights must be finite and not negative")
+    total = math.fsum(weights)
+    if not total > 0:
+        raise ValueError("the weights sum to zero")
+    return [weight / total for weight in weights]
+
+
+# How many replies a sum takes at a time, and how many elements of each. Smaller pieces would lie closer to the
+# processor, but threads then wait for Python's lock.
+_REPLIES = 16
+_PIECE = 32768
+_THREADS = min(8, os.cpu_count() or 1)
+_LARGE = 1 << 20  # elements from which a sum is worth threads: starting one takes as long as adding some 100,000
+
+
+def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
+    """The weighted mean, key by key, in the dtype that came in.
+
+    Summed in float64 and in the order given, element by element: so equal arrays come back exactly, ten equal integers
+    of 16 stay 16, and the result does not drift with the number of clients. Integers are rounded to the nearest,
+    booleans go with the majority. `replies` is read once, a few at a time: a hundred of them never lie in memory
+    together.
+    """
+    shares = normalised(weights)
+    numbered = iter(zip(replies, shares, strict=True))
+    first: Arrays = {}
+    sums: dict[str, Array] = {}
+    block: Layout | None = None  # of replies whose arrays all lie side by side, and so are one array
+    begun = False
+    while some := list(itertools.islice(numbered, _REPLIES)):
+        if not begun:
+            first = some[0][0]
+            block = first.layout if isinstance(first, FlatArrays) else None
+            sums = {key: np.empty(part.size) for key, part in _parts(first, block).items()}
+        if block is not None and not all(isinstance(reply, FlatArrays) and reply.layout is block for reply, _ in some):
+            sums, block = {key: sums[""][place] for key, place in block.places.items()}, None
+        parts = [(_parts(reply, block), share) for reply, share in some]
+        start = _parts(first, block)
+        _add_shares(
+            [(total, [part[key] for part, _ in parts], start[key]) for key, total in sums.items()],
+            np.array([share for _, share in parts]),
+            begun,
+        )
+        begun = True
+        parts.clear()
+        some.clear()  # before the next are read
+    start = _parts(first, block)
+    if block is not None:
+        return FlatArrays(block, _mean(sums[""], start[""]))
+    return {key: _mean(total, start[key]).reshape(first[key].shape) for key, total in sums.items()}
+
+
+def _parts(reply: Arrays, block: Layout | None) -> dict[str, Array]:
+    if block is not None:
+        assert isinstance(reply, FlatArrays)
+        return {"": reply.flat}
+    return {key: value.reshape(-1) for key, value in reply.items()}
+
+
+Sum = tuple[Array, Sequence[Array], Array]  # a total, what is to be added to it, and the first of all values
+
+
+def _add_shares(sums: Sequence[Sum], shares: Array, begun: bool) -> None:
+    """Add shares of values to each total, or begin it with them; by several threads where there is much to do.
+
+    The numbers do not depend on how many threads there are, or on where an element lies.
+    """
+    threads = min(_THREADS, sum(total.size for total, _, _ in sums) // _LARGE)
+    pieces = [
+        (total[place], [value[place] for value in values], start[place])
+        for total, values, start in sums
+        for place in (slice(begin, begin + _PIECE) for begin in range(0, total.size, _PIECE))
+    ]
+    if threads < 2:
+        _add(pieces, shares, begun)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(_add, pieces[k::threads], shares, begun) for k in range(threads)]:
+            done.result()
+
+
+def _add(pieces: Sequence[Sum], shares: Array, begun: bool) -> None:
+    """Of what has float64's precision itself, the distance to the first value is added."""
+    # Two at least: of a single column einsum would sum in another order than of many.
+    widest = max((total.size for total, _, _ in pieces), default=0)
+    scratch = np.zeros((len(shares), max(widest, 2)))
+    for total, values, start in pieces:
+        rows = scratch[:, : total.size]
+        for row, value in zip(rows, values, strict=True):
+            row[:] = value
+            if _is_exact(start.dtype):
+                row -= start
+        found = np.einsum("i,ij->j", shares, scratch[:, : max(total.size, 2)])[: total.size]
+        if begun:
+            total += found
+        else:
+            total[:] = found
+
+
+def _mean(total: Array, start: Array) -> Array:
+    return cast(start + total if _is_exact(start.dtype) else total, start.dtype)
+
+
+def _is_exact(dtype: np.dtype[Any]) -> bool:
+    """Whether a sum in float64 of shares of equal values may not round to that value: it has no bits to spare."""
+    return dtype.itemsize > 4
+
+
+def cast(total: Array, dtype: np.dtype[Any]) -> Array:
+    """`total` in a dtype; integers are the nearest ones."""
+    if dtype.kind == "b":
+        return np.asarray(total >= 0.5)
+    if dtype.kind in "iu":
+        return np.asarray(np.rint(total)).astype(dtype)
+    return np.asarray(total).astype(dtype)
+
+
+def pooled_moments(means: Sequence[Array], variances: Sequence[Array], weights: Sequence[float]) -> tuple[Array, Array]:
+    """Mean and variance of a mixture of groups with these means, variances and weights.
+
+    The variance is the weighted mean of (group's variance + (group's mean - mean)^2), so both can be had from
+    one exchange.
+    """
+    shares = normalised(weights)
+    mean = sum(p * m.astype(np.float64) for p, m in zip(shares, means, strict=True))
+    variance = sum(
+        p * (v.astype(np.float64) + (m.astype(np.float64) - mean) ** 2)
+        for p, m, v in zip(shares, means, variances, strict=True)
+    )
+    return np.asarray(mean).astype(means[0].dtype), np.asarray(variance).astype(variances[0].dtype)
+
+
+def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
+    """Why `arrays` must not be aggregated into `like`, or None where nothing is wrong.
+
+    `like` is what was sent out; `expected` are the keys that should have come back (all, by default). NaN and
+    infinity are faults, and so is a negative variance: one such client would ruin the model for all.
+    """
+    if isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout:
+        whole = expected is None or arrays.layout.places.keys() == set(expected)
+        if whole and _is_finite(arrays.flat) and negative_variance(arrays) is None:
+            return None  # the common case, at once; what is wrong is found below
+    wanted = set(like if expected is None else expected)
+    if missing := sorted(wanted - set(arrays)):
+        return f"the reply lacks {_some(missing)}"
+    if extra := sorted(set(arrays) - wanted):
+        return f"the reply has {_some(extra)}, which the server did not ask for"
+    for key, value in arrays.items():
+        if value.shape != like[key].shape:
+            return f"{key!r} has shape {value.shape}, the server's has {like[key].shape}"
+        if value.dtype != like[key].dtype:
+            return f"{key!r} is {value.dtype}, the server's is {like[key].dtype}"
+        if not _is_finite(value):
+            bad = int(value.size - np.isfinite(value).sum())
+            return f"{key!r} has {bad} of {value.size} values that are not finite (the client diverged?)"
+    if negative := negative_variance(arrays):
+        return negative
+    return None
+
+
+def _is_finite(value: Array) -> bool:
+    return value.dtype.kind not in "fc" or bool(np.isfinite(value).all())
+
+
+def negative_variance(arrays: Arrays) -> str | None:
+    """Which running variance is below zero somewhere, as no batch's is; None where all are as they should be."""
+    if isinstance(arrays, FlatArrays):
+        variances = arrays.flat[_variances(arrays.layout)]
+        if not (variances < 0).any():
+            return None
+    for key, value in arrays.items():
+        if key.endswith(_VARIANCE) and (value < 0).any():
+            return f"{key!r} has a negative variance ({value.min():g})"
+    return None
+
+
+_VARIANCE = "running_var"
+
+
+@functools.lru_cache(maxsize=256)
+def _variances(where: Layout) -> NDArray[np.intp]:
+    """Where in a block its running variances lie."""
+    places = [np.arange(place.start, place.stop) for key, place in where.places.items() if key.endswith(_VARIANCE)]
+    return np.concatenate([np.empty(0, np.intp), *places])
+
+
+def _some(keys: Sequence[str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:3])
+    return shown if len(keys) <= 3 else f"{shown} and {len(keys) - 3} more"

@@ -1,0 +1,1 @@
+"""Normalisation layers: roles of their state, conversion, freezing, statistics."""

@@ -1,0 +1,215 @@
+"""Normalisers: what `convert_norm` puts in batch norm's place, and what freezing one means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
+from fedbn_flwr.models.fixup import fixup
+
+from .renorm import BatchRenorm
+from .roles import Role, computes_as_batch_norm
+from .wsconv import standardised_convolution, unscaled_convolution
+
+Convert = Callable[[nn.Module, str, dict[str, Any]], nn.Module]
+
+
+def _group_norm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+    groups = options.get("groups", 2)
+    channels = _channels(layer)
+    if channels % groups:
+        raise SettingsError(f"norm 'gn': {where} has {channels} channels, which {groups} groups do not divide")
+    return nn.GroupNorm(groups, channels, eps=_eps(layer), affine=_affine(layer))
+
+
+def _layer_norm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+    # Over channels and pixels of one image, with gamma and beta per channel: group norm with one group. It
+    # does not depend on the image size, as nn.LayerNorm would.
+    return nn.GroupNorm(1, _channels(layer), eps=_eps(layer), affine=_affine(layer))
+
+
+def _instance_norm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+    # The same arithmetic as nn.InstanceNorm2d, and one class for all three.
+    if isinstance(layer, nn.BatchNorm1d):
+        raise SettingsError(f"norm 'in': {where} is a BatchNorm1d; a single value has no instance to normalise over")
+    return nn.GroupNorm(_channels(layer), _channels(layer), eps=_eps(layer), affine=_affine(layer))
+
+
+class StaticBatchNorm(_BatchNorm):
+    """HeteroFL's static batch norm (Diao et al. 2021): the batch's statistics always, none tracked.
+
+    NOTE: for evaluation it may be given statistics, by loading a state dict that has `running_mean` and
+    `running_var`: in eval mode it uses them as any batch norm does. They are no part of its own state dict, and
+    the next state dict without them takes them away: they fit the weights they came with alone.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__(num_features, eps=eps, affine=affine, track_running_stats=False)
+        self.register_buffer("running_mean", None, persistent=False)
+        self.register_buffer("running_var", None, persistent=False)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("running_mean", "running_var"):
+            value = state_dict.pop(prefix + name, None)
+            like = self.weight if self.weight is not None else value
+            setattr(self, name, None if value is None else value.detach().clone().to(like))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _static(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+    return StaticBatchNorm(_channels(layer), eps=_eps(layer), affine=_affine(layer))
+
+
+def _renorm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+    if layer.running_mean is None:
+        raise SettingsError(f"norm 'brn': {where} tracks no statistics, and without there is nothing to renormalise to")
+    given = {key: options[key] for key in OPTIONS["brn"] if key in options}
+    momentum: Any = layer.momentum
+    return BatchRenorm(_channels(layer), _eps(layer), momentum, _affine(layer), **given)
+
+
+def _none(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+    return nn.Identity()
+
+
+NORMS: dict[str, tuple[str, Convert | None]] = {
+    "bn": ("batch norm, as the model has it", None),
+    "gn": ("group norm with `groups` groups (default 2)", _group_norm),
+    "ln": ("layer norm over channels and pixels of an image", _layer_norm),
+    "in": ("instance norm", _instance_norm),
+    "none": ("no normalisation", _none),
+    "gn+ws": ("group norm, and convolutions with weight standardisation", _group_norm),
+    "fixup": ("no normalisation, and Fixup's scalars and first weights (for ResNets)", _none),
+    "won": ("no normalisation, and convolutions with scaled weight standardisation (FedWon)", _none),
+    "sbn": ("static batch norm: the batch's statistics, none tracked (HeteroFL)", _static),
+    "brn": ("batch renormalisation: in training as in evaluation, within bounds that open", _renorm),
+}
+
+# What a kind can be told; a kind ignores what is another's.
+OPTIONS = {
+    "gn": ("groups",),
+    "gn+ws": ("groups",),
+    "brn": ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
+}
+
+# What becomes of a convolution (given where it is, for errors), for the kinds that replace these as well.
+CONVOLUTIONS: dict[str, Callable[[nn.Conv2d, str], nn.Module]] = {
+    "won": standardised_convolution,
+    "gn+ws": unscaled_convolution,
+}
+
+
+def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
+    """Replace every batch norm of `model` by the normaliser `kind`, found by type wherever it sits.
+
+    Everything else of the model stays (but for convolutions, which some kinds replace as well), and so do gamma and
+    beta, device, dtype and training mode. The model is changed in place and returned; a model that is itself a batch
+    norm comes back as another module. `fixup` also changes weights: its initialisation is part of it.
+    """
+    if kind not in NORMS:
+        raise SettingsError(f"model.norm={kind!r} is not a normaliser; {did_you_mean(kind, NORMS)}")
+    known = {option for names in OPTIONS.values() for option in names}
+    if unknown := sorted(set(options) - known):
+        raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    convert, convolve = NORMS[kind][1], CONVOLUTIONS.get(kind)
+    if convert is None:
+        return model
+    if kind == "fixup":  # needs to know the branches, so it takes the model as a whole
+        return fixup(model)
+    unscaled = _without_norm_behind(model) if kind == "gn+ws" else None
+    made: dict[nn.Module, nn.Module] = {}  # a layer used in two places stays one layer
+
+    def change(layer: nn.Module, where: str) -> nn.Module:
+        if layer not in made:
+            if isinstance(layer, _BatchNorm):
+                made[layer] = _replace(layer, where, kind, convert, options)
+            elif convolve is not None and isinstance(layer, nn.Conv2d) and layer is not unscaled:
+                made[layer] = convolve(layer, where)
+        return made.get(layer, layer)
+
+    for name, parent in list(model.named_modules()):
+        for child_name, child in list(parent._modules.items()):  # named_children leaves out repetitions
+            if child is not None:
+                setattr(parent, child_name, change(child, f"{name}.{child_name}" if name else child_name))
+    return change(model, "the model itself")
+
+
+def _without_norm_behind(model: nn.Module) -> nn.Module | None:
+    """The convolution that is the model's last layer: a classifier of pixels, whose weights nothing rescales."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear | _BatchNorm)]
+    if not any(isinstance(layer, _BatchNorm) for layer in layers):
+        raise SettingsError(
+            "norm 'gn+ws': the model has no batch norm, and standardised convolutions need a norm behind them; 'won' "
+            "is the kind that does without"
+        )
+    return layers[-1] if isinstance(layers[-1], nn.Conv2d) else None
+
+
+def _replace(layer: nn.Module, where: str, kind: str, convert: Convert, options: dict[str, Any]) -> nn.Module:
+    if isinstance(layer, LazyModuleMixin):
+        raise SettingsError(
+            f"norm {kind!r}: {where} is a {type(layer).__name__} that does not know its channels; pass a batch through "
+            "the model first"
+        )
+    if not computes_as_batch_norm(layer) and not isinstance(layer, BatchRenorm):
+        raise SettingsError(
+            f"norm {kind!r}: {where} is a {type(layer).__name__}, more than batch norm alone, and cannot be replaced"
+        )
+    new = convert(layer, where, options)
+    like = layer.weight if isinstance(layer.weight, torch.Tensor) else layer.running_mean
+    if isinstance(like, torch.Tensor):
+        new.to(device=like.device, dtype=like.dtype)
+    state = layer.state_dict()
+    new.load_state_dict({key: state[key] for key in new.state_dict()})
+    for name, parameter in new.named_parameters():
+        parameter.requires_grad_(getattr(layer, name).requires_grad)
+    return new.train(layer.training)
+
+
+def _channels(layer: nn.Module) -> int:
+    return int(layer.num_features)  # type: ignore[arg-type]
+
+
+def _eps(layer: nn.Module) -> float:
+    return float(layer.eps)  # type: ignore[arg-type]
+
+
+def _affine(layer: nn.Module) -> bool:
+    return bool(layer.affine)
+
+
+@contextmanager
+def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
+    """Train `model` inside, its batch norms frozen in part.
+
+    Frozen statistics: batch norms normalise with their running mean and variance and leave them alone, while
+    gamma, beta and all other layers train (dropout stays on). Frozen affine: gamma and beta do not train.
+    """
+    model.train()
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)} if what else {}
+    held = []
+    for name, layer in layers.items():
+        if Role.STATISTICS in what:
+            if layer.running_mean is None:
+                raise MessageError(f"cannot freeze the statistics of batch norm {name!r}: it keeps none")
+            layer.eval()
+        if Role.AFFINE in what:
+            held += [p for p in layer.parameters(recurse=False) if p.requires_grad]
+    for parameter in held:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)

@@ -1,0 +1,89 @@
+"""Batch renormalisation (Ioffe 2017, https://arxiv.org/abs/1702.03275)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.errors import SettingsError
+
+
+class BatchRenorm(_BatchNorm):
+    """Batch norm that in training already gives what it would give in evaluation, within bounds.
+
+    With mu_B, sigma_B of the batch and the running mu, sigma (algorithm 1):
+
+        r = clip(sigma_B / sigma, 1 / r_max, r_max)       d = clip((mu_B - mu) / sigma, -d_max, d_max)
+        y = gamma ((x - mu_B) / sigma_B * r + d) + beta    and no gradient through r and d
+
+    For `warmup` steps r is 1 and d is 0: batch norm. Then the bounds open, evenly, to `r_max` at step `r_steps` and
+    to `d_max` at step `d_steps` (section 4.1 gives the defaults). A step is a batch that this layer has met, which
+    `num_batches_tracked` counts: in a federation each client counts its own. The state dict is that of batch norm.
+
+    NOTE: the paper tracks sigma, this layer its square, unbiased as torch's batch norm does, so that running
+    statistics mean one thing everywhere and those of one layer can go on in the other.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        *,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        warmup: int = 5_000,
+        r_steps: int = 40_000,
+        d_steps: int = 25_000,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine)
+        if r_max < 1 or d_max < 0:
+            raise SettingsError(f"norm 'brn': r_max ({r_max:g}) must be at least 1, d_max ({d_max:g}) at least 0")
+        if warmup < 0 or min(r_steps, d_steps) < warmup:
+            raise SettingsError(
+                f"norm 'brn': bounds open after the warm-up; r_steps ({r_steps}) and d_steps ({d_steps}) must be at "
+                f"least warmup ({warmup})"
+            )
+        self.r_max = r_max
+        self.d_max = d_max
+        self.warmup = warmup
+        self.r_steps = r_steps
+        self.d_steps = d_steps
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.track_running_stats):
+            # Evaluation, frozen statistics, or statistics that are being measured: nothing to renormalise with.
+            return super().forward(x)
+        self._check_input_dim(x)
+        mu, var, steps = self.running_mean, self.running_var, self.num_batches_tracked
+        assert mu is not None
+        assert var is not None
+        assert steps is not None
+        with torch.no_grad():
+            var_b, mu_b = torch.var_mean(x, dim=[d for d in range(x.ndim) if d != 1], correction=0)
+            sigma = (var + self.eps).sqrt()
+            # Tensors, as `steps` is one: to ask for its number would make the host wait for the device.
+            r_max = 1 + (self.r_max - 1) * self._opened(steps, self.r_steps)
+            d_max = self.d_max * self._opened(steps, self.d_steps)
+            r = torch.clamp((var_b + self.eps).sqrt() / sigma, 1 / r_max, r_max)
+            d = torch.clamp((mu_b - mu) / sigma, -d_max, d_max)
+            steps.add_(1)
+        share = 1 / float(steps) if self.momentum is None else self.momentum
+        # gamma (x^ r + d) + beta = (gamma r) x^ + (gamma d + beta): batch norm's own kernel does the rest.
+        gamma = r if self.weight is None else self.weight * r
+        beta = d if self.bias is None else torch.addcmul(self.bias, self.weight, d)
+        return F.batch_norm(x, mu, var, gamma, beta, training=True, momentum=share, eps=self.eps)
+
+    def _opened(self, steps: Tensor, end: int) -> Tensor:
+        """From 0 until the warm-up ends to 1 at `end`."""
+        like = torch.get_default_dtype() if self.running_mean is None else self.running_mean.dtype
+        if end == self.warmup:
+            return (steps >= end).to(like)
+        return ((steps - self.warmup).to(like) / (end - self.warmup)).clamp(0, 1)

@@ -1,0 +1,118 @@
+"""Convolutions with standardised weights.
+
+Plain, for group norm: Qiao et al. 2019, https://arxiv.org/abs/1903.10520. Scaled, to do without a norm: FedWon; Brock
+et al. 2021, https://arxiv.org/abs/2101.08692. The authors' code of the second is in deepmind-research/nfnets; timm's
+`StdConv2d` and `ScaledStdConv2d` are the twins in tests.
+
+NOTE: there is no learnable gain per filter, as NF-Nets have: FedWon's equation has a constant gamma, and every
+parameter travels. The gain that was gamma of a batch norm can grow nowhere but in the linear layer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.errors import SettingsError
+
+# Brock et al.'s for ReLU: 1 / deviation of relu(x), x standard normal, so that variance passes through a layer.
+RELU_GAMMA = math.sqrt(2 / (1 - 1 / math.pi))
+
+
+class StdConv2d(nn.Conv2d):
+    """nn.Conv2d that convolves with W^ = (W - mu) / sigma instead of its weight W.
+
+    mu and sigma are mean and deviation of each filter. What is lost, the size of the filter, a norm layer behind it
+    would take away as well. The arguments are nn.Conv2d's.
+    """
+
+    eps = 1e-5  # added to sigma^2
+
+    def scale(self, fan_in: int) -> float | None:
+        """What W^ is multiplied by."""
+        return None
+
+    def standardised(self) -> Tensor:
+        """W^."""
+        filters = self.weight.reshape(1, self.out_channels, -1)  # [1, out, N]
+        # One kernel does it all: the statistics of a "batch" of N weights.
+        gain = self.scale(filters.shape[2])
+        gains = None if gain is None else self.weight.new_full((self.out_channels,), gain)
+        weight: Tensor = F.batch_norm(filters, None, None, weight=gains, training=True, momentum=0.0, eps=self.eps)
+        return weight.reshape(self.weight.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._conv_forward(x, self.standardised(), self.bias)
+        return y
+
+
+class WSConv2d(StdConv2d):
+    """nn.Conv2d that convolves with W^ = gamma (W - mu) / (sigma sqrt(N)) instead of its weight W.
+
+    mu and sigma are mean and deviation of each filter, N its fan-in: inputs of variance 1 and any mean then give
+    outputs of variance gamma^2. The arguments are nn.Conv2d's.
+    """
+
+    def __init__(self, *args: Any, gamma: float = RELU_GAMMA, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gamma = gamma
+        self.eps = eps  # added to sigma^2
+
+    def scale(self, fan_in: int) -> float:
+        return self.gamma / math.sqrt(fan_in)
+
+
+C = TypeVar("C", bound=nn.Conv2d)
+
+
+def remade(conv: nn.Conv2d, kind: type[C]) -> C:
+    """`conv` as a layer of another class, with its very parameters."""
+    new = kind(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size,  # type: ignore[arg-type]
+        conv.stride,  # type: ignore[arg-type]
+        conv.padding,  # type: ignore[arg-type]
+        conv.dilation,  # type: ignore[arg-type]
+        conv.groups,
+        conv.bias is not None,
+        conv.padding_mode,
+        device="meta",  # draws nothing: the weights are the old ones
+    )
+    new.weight, new.bias = conv.weight, conv.bias
+    return new.train(conv.training)
+
+
+def standardised_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
+    """`conv` with its weights standardised and scaled.
+
+    It gets a bias if it has none, beginning at zero: what stood there was the beta of the batch norm behind it, and
+    the convolutions of NF-Nets have one.
+    """
+    if isinstance(conv, WSConv2d):
+        return conv
+    _check(conv, where, "won")
+    new = remade(conv, WSConv2d)
+    if conv.bias is None:
+        new.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), conv.weight.requires_grad)
+    return new
+
+
+def unscaled_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
+    """`conv` with its weights standardised, for a norm behind it."""
+    if type(conv) is StdConv2d:
+        return conv
+    _check(conv, where, "gn+ws")
+    return remade(conv, StdConv2d)
+
+
+def _check(conv: nn.Conv2d, where: str, kind: str) -> None:
+    if type(conv).forward is not nn.Conv2d.forward:
+        raise SettingsError(
+            f"norm {kind!r}: {where} is a {type(conv).__name__}, a convolution of another kind, and cannot be replaced"
+        )
+    if conv.weight[0].numel() == 1:
+        raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")

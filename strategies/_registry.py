@@ -1,0 +1,128 @@
+"""Every strategy by name, and how an experiment's `strategy:` section becomes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.serverapp.strategy import Strategy
+
+from fedbn_flwr.errors import SettingsError, did_you_mean
+
+from ._wrapper import Wrapper
+from .fedavg import FedAvg
+from .fedbn import FedBN
+from .fedbs import FedBS
+from .fedprox import FedProx
+from .fedtan import FedAvgGlobalStats, FedTAN, FedTANII
+from .fedwon import FedWon
+from .fixbn import FixBN
+from .globalmomentum import GlobalMomentum
+from .heterobn import HeteroBN
+from .meanstatistics import MeanStatistics
+from .scaffold import Scaffold
+from .silobn import SiloBN
+from .standalone import Standalone
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "FedAvg": FedAvg,
+    "FedProx": FedProx,
+    "FixBN": FixBN,
+    "FedBN": FedBN,
+    "SiloBN": SiloBN,
+    "HeteroBN": HeteroBN,
+    "Standalone": Standalone,
+    "FedTAN": FedTAN,
+    "MeanStatistics": MeanStatistics,
+    "FedTANII": FedTANII,
+    "FedAvgGlobalStats": FedAvgGlobalStats,
+    "Scaffold": Scaffold,
+    "FedBS": FedBS,
+    "FedWon": FedWon,
+    "GlobalMomentum": GlobalMomentum,
+}
+
+# Arguments that are objects or names of records; a file has no use for them.
+_NOT_IN_FILES = {"self", "args", "kwargs", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn"}
+
+
+def arguments(name: str) -> dict[str, inspect.Parameter]:
+    """What a file may set of the strategy `name`, its base's arguments included."""
+    strategy = STRATEGIES[name]
+    inner = strategy.inner if issubclass(strategy, Wrapper) else None
+    # A rule that makes the strategy it wraps has that one's arguments, and its own first class's.
+    classes = strategy.__mro__ if inner is None else (strategy, *inner.__mro__)
+    found: dict[str, inspect.Parameter] = {}
+    for cls in classes:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(vars(cls)["__init__"]).parameters
+        found |= {key: p for key, p in parameters.items() if key not in found and key not in _NOT_IN_FILES}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            break  # it passes nothing on
+    return found
+
+
+def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
+    """The strategy of `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}`.
+
+    A rule that wraps takes its `base`, FedAvg where none is given. `defaults` go to every strategy that has
+    such an argument and is not told otherwise.
+    """
+    options = dict(spec)
+    name = options.pop("name", None)
+    if name not in STRATEGIES:
+        raise SettingsError(f"strategy.name={name!r} is not a strategy; {did_you_mean(str(name), STRATEGIES)}")
+    cls = STRATEGIES[name]
+    known = arguments(name)
+    positional: list[Strategy] = []
+    if issubclass(cls, Wrapper) and cls.inner is None:
+        base = options.pop("base", {"name": "FedAvg"})
+        if not isinstance(base, Mapping):
+            raise SettingsError(f"strategy.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")
+        positional.append(build_strategy(base, **defaults))
+    for key in options:
+        if key not in known:
+            hint = "" if key != "base" else f"{name} wraps no other strategy; "
+            raise SettingsError(
+                f"strategy.{key} (= {options[key]!r}) is not an argument of {name}; {hint}{did_you_mean(key, known)}"
+            )
+        _check_type(name, key, options[key], known[key].default)
+    options = {key: value for key, value in defaults.items() if key in known} | options
+    try:
+        return cls(*positional, **options)
+    except SettingsError as error:
+        raise SettingsError(f"strategy {name}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"strategy {name} with {options}: {error}") from None
+
+
+def _check_type(name: str, key: str, value: Any, default: Any) -> None:
+    """Flower does not check what it is given; a text for a fraction would fail in the middle of a run."""
+    expected: tuple[type, ...]
+    match default:
+        case bool():
+            expected = (bool,)
+        case int():
+            expected = (int,)
+        case float():
+            expected = (int, float) if value != "auto" else (str,)  # the rule says whether it decides by itself
+        case str():
+            expected = (str,)
+        case _:
+            return
+    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+        raise SettingsError(
+            f"strategy.{key} of {name} is {value!r}; expected {' or '.join(t.__name__ for t in expected)}, for "
+            f"instance {default!r}"
+        )
+
+
+def describe_strategies() -> dict[str, str]:
+    """Each strategy and the first line of its module, which cites the paper."""
+    lines = {}
+    for name, cls in STRATEGIES.items():
+        module = inspect.getmodule(cls)
+        lines[name] = (inspect.getdoc(module) or "").split("\n")[0]
+    return lines

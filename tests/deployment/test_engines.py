@@ -1,0 +1,149 @@
+"""Three engines, one trajectory: the same experiment on ours, in Flower's simulation, and on real nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.strategies import STRATEGIES
+from tests.federation import test_resume as resuming
+from tests.support.command import ROOT, fedbn
+from tests.support.network import Deployment, missing_tools
+
+pytestmark = pytest.mark.engines
+
+EXPERIMENT = ROOT / "apps" / "experiments" / "quick.yaml"  # three clients, three rounds, FixBN from round 2 on
+
+
+def arrays(out: Path) -> bytes:
+    (file,) = out.glob("*/model.safetensors")
+    return file.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("local") / "out"
+    done = fedbn("run", EXPERIMENT, "--engine", "local", "--device", "cpu", "--out", out, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_one_process_and_several_give_the_same_arrays(local: Path, tmp_path: Path) -> None:
+    words = ["engine.workers=0", "--device", "cpu", "--out", tmp_path / "out"]
+    done = fedbn("run", EXPERIMENT, *words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert arrays(tmp_path / "out") == arrays(local)
+
+
+def test_ray_gives_the_same_arrays_as_the_local_engine(local: Path, tmp_path: Path) -> None:
+    done = fedbn("run", EXPERIMENT, "--engine", "ray", "--device", "cpu", "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert arrays(tmp_path / "out") == arrays(local)
+    assert "communication rounds" in done.stdout
+
+
+def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
+    """Node state, records beside the arrays and layer-wise sessions survive Ray, where any actor serves any node."""
+    special = {
+        "HeteroBN": "strategy: {name: HeteroBN, statistics: query}, model: {norm: sbn}",
+        "FedWon": "strategy: {name: FedWon}, model: {norm: won}",
+        "FixBN": "strategy: {name: FixBN, freeze_round: 1}",
+        "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 1, exchange: paper}",
+    }
+    runs = "".join(f"  {name}: {{{special.get(name, f'strategy: {{name: {name}}}')}}}\n" for name in sorted(STRATEGIES))
+    experiment = tmp_path / "every.yaml"
+    experiment.write_text(
+        "rounds: 2\nclients: 3\ndata: {name: digits, partition: {kind: dirichlet, alpha: 1.0}}\nmodel: {name: cnn}\n"
+        f"train: {{lr: 0.05, momentum: 0.9, batch_size: 32, steps: 3}}\nengine: {{device: cpu}}\nruns:\n{runs}"
+    )
+    for engine in ("local", "ray"):
+        done = fedbn("run", experiment, "--engine", engine, "--out", tmp_path / engine, cwd=tmp_path, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+    different = [
+        name
+        for name in sorted(STRATEGIES)
+        if (tmp_path / "local" / name / "model.safetensors").read_bytes()
+        != (tmp_path / "ray" / name / "model.safetensors").read_bytes()
+    ]
+    assert different == []
+
+
+def test_flwr_run_of_this_checkout_gives_the_same_arrays(local: Path, tmp_path: Path) -> None:
+    run_config = f"experiment='quick' set='engine.device=cpu' out='{tmp_path / 'out'}'"
+    done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert arrays(tmp_path / "out") == arrays(local)
+
+
+@pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
+def test_superlink_and_supernodes_give_the_same_arrays(local: Path, tmp_path: Path) -> None:
+    with Deployment(tmp_path) as deployment:
+        folder = deployment.run_app({"experiment": EXPERIMENT.read_text(), "set": "engine.device=cpu"})
+        assert (folder / "model.safetensors").read_bytes() == arrays(local)
+
+
+def test_a_failed_flower_run_says_why_and_has_an_exit_code(tmp_path: Path) -> None:
+    words = ["train.lr=1e30", "--engine", "ray", "--device", "cpu", "--out", tmp_path / "out"]
+    done = fedbn("run", EXPERIMENT, *words, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for client in range(3):
+        assert f"client {client}" in done.stderr
+    assert "not finite" in done.stderr
+    (file,) = (tmp_path / "out").glob("*/summary.json")
+    assert json.loads(file.read_text())["status"] == "failed"
+
+
+def test_too_few_nodes_are_named_with_the_flag_that_helps(tmp_path: Path) -> None:
+    run_config = f"experiment='quick' set='engine.node_timeout=2' out='{tmp_path / 'out'}'"
+    flags = ["--federation-config", "num-supernodes=2 client-resources-num-cpus=1", "--run-config", run_config]
+    done = fedbn("flwr", "run", ROOT, *flags, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 of 3 nodes" in done.stderr
+    assert "num-supernodes=3" in done.stderr
+
+
+def test_bad_input_to_flwr_run_ends_before_anything_is_started(tmp_path: Path) -> None:
+    done = fedbn("flwr", "run", ROOT, "--run-config", "set='rouns=3'", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'rouns'" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_path: Path) -> None:
+    """Begun where the server cannot read its nodes' memory, and resumed on Ray: FedAvg needs none of it, FedBN does."""
+    out = tmp_path / "out"
+    for rule in ("FedAvg", "FedBN"):
+        resuming.session(rule, out / rule, 2, grid=resuming.Elsewhere(rule, None))
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text(
+        resuming.BASE + "runs:\n  FedAvg: {strategy: {name: FedAvg}}\n  FedBN: {strategy: {name: FedBN}}"
+    )
+    run_config = f"experiment='{experiment}' out='{out}' resume=true"
+    done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
+    assert done.returncode == 1
+    refused = json.loads((out / "FedBN" / "summary.json").read_text())  # the log's last lines may not be streamed
+    assert refused["status"] == "failed"
+    assert "FedBN needs what its clients keep of their own (their own batch norm)" in refused["error"]
+    assert "client 0 has none" in refused["error"]
+    resuming.session("FedAvg", tmp_path / "straight")
+    assert resuming.outcome(out / "FedAvg")[0] == resuming.outcome(tmp_path / "straight")[0]
+
+
+@pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
+def test_supernodes_go_on_with_what_their_folders_hold(tmp_path: Path) -> None:
+    """FedBN's last round, after two in which every node and the server were other processes."""
+    out, state = tmp_path / "out", tmp_path / "state"
+    resuming.session("short FedBN", out / "FedBN", 2, grid=resuming.Elsewhere("short FedBN", state))
+    deployment = Deployment(tmp_path / "deployment")
+    for service in deployment.services.values():
+        words = service.get("command", [])
+        service["command"] = [re.sub(r"state='[^']*'", f"state='{state}'", word) for word in words]
+    (out / "FedBN" / "config.yaml").rename(out / "FedBN" / "kept.yaml")  # run_app looks for a new one
+    words = " ".join(f"'{word}'" for word in resuming.overrides("short FedBN"))
+    with deployment:
+        folder = deployment.run_app({"experiment": resuming.BASE, "set": words, "out": str(out), "resume": True})
+    resuming.session("short FedBN", tmp_path / "straight")
+    assert resuming.outcome(folder)[0] == resuming.outcome(tmp_path / "straight")[0]

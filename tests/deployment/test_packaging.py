@@ -1,0 +1,106 @@
+"""The wheel and the Flower app bundle stand on their own, apart from this checkout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import ROOT, fedbn
+from tests.support.packages import CLEAN, needs_uv, run
+
+pytestmark = [pytest.mark.engines, needs_uv]
+
+
+def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fedbn_flwr"}
+    assert "fedbn_flwr/strategies/__init__.py" in names
+    assert "fedbn_flwr/strategies.py" not in names
+    assert "fedbn_flwr/apps/experiments/demo.yaml" in names
+
+
+def test_the_wheel_runs_a_federation_in_a_clean_environment(clean_environment: Path, tmp_path: Path) -> None:
+    where = run(
+        clean_environment / "python",
+        "-c",
+        "import fedbn_flwr.strategies as s; print(s.__file__, s.FixBN.__module__)",
+        cwd=tmp_path,
+        **CLEAN,
+    )
+    assert str(clean_environment.parent) in where
+    assert "fedbn_flwr.strategies.fixbn" in where
+    command = clean_environment / "fedbn"
+    assert "quick" in run(command, "list", "experiments", cwd=tmp_path, **CLEAN)
+    printed = run(command, "run", "quick", "--out", tmp_path / "local", cwd=tmp_path, **CLEAN)
+    assert "communication rounds" in printed
+    run(command, "run", "quick", "--engine", "ray", "--out", tmp_path / "ray", cwd=tmp_path, **CLEAN)
+    models = [(tmp_path / engine / "FixBN" / "model.safetensors").read_bytes() for engine in ("local", "ray")]
+    assert models[0] == models[1]
+
+
+def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None:
+    checkout = tmp_path / "fedbn-flwr"  # flwr build wants a folder of this form
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*_cache", "__pycache__"))
+    flwr = Path(sys.executable).parent / "flwr"
+    run(flwr, "build", "--app", checkout, cwd=tmp_path, FLWR_HOME=str(tmp_path / "home"))
+    (bundle,) = tmp_path.glob("*.fab")
+    names = zipfile.ZipFile(bundle).namelist()
+    assert {name.split("/")[0] for name in names} <= {
+        "apps", "fedbn_flwr", "strategies", "pyproject.toml", "README.md", "LICENSE", ".info",
+    }  # fmt: skip
+    unpacked = tmp_path / "unpacked"
+    zipfile.ZipFile(bundle).extractall(unpacked)
+    code = (
+        "import json, apps.server_app, apps.client_app, fedbn_flwr.strategies as s, fedbn_flwr.experiment.find as e\n"
+        "print(json.dumps([s.__file__, s.FixBN.__module__, sorted(e.shipped_experiments())]))"
+    )
+    printed = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(unpacked))
+    file, module, experiments = json.loads(printed.splitlines()[-1])
+    assert file.startswith(str(unpacked))
+    assert module == "fedbn_flwr.strategies.fixbn"
+    assert "demo" in experiments
+
+
+def test_two_projects_with_packages_of_the_same_name_do_not_meet(tmp_path: Path) -> None:
+    """Ray imports from the SuperLink's folder first: a project started inside another must still get its own code."""
+    other = tmp_path / "other"
+    for package in ("apps", "strategies"):
+        (other / package).mkdir(parents=True)
+        (other / package / "__init__.py").write_text("")
+    (other / "strategies" / "mine.py").write_text("NAME = 'the other project'\n")
+    (other / "apps" / "server_app.py").write_text(
+        "import time\n"
+        "from flwr.app import Message, RecordDict\n"
+        "from flwr.serverapp import ServerApp\n"
+        "app = ServerApp()\n"
+        "@app.main()\n"
+        "def main(grid, context):\n"
+        "    end = time.monotonic() + 60\n"
+        "    while len(nodes := list(grid.get_node_ids())) < 2 and time.monotonic() < end:\n"
+        "        time.sleep(0.1)\n"
+        "    replies = grid.send_and_receive([Message(RecordDict(), n, 'query') for n in nodes], timeout=60)\n"
+        "    print(sorted(r.content['told']['name'] for r in replies))\n"
+    )
+    (other / "apps" / "client_app.py").write_text(
+        "from flwr.app import ConfigRecord, Message, RecordDict\n"
+        "from flwr.clientapp import ClientApp\n"
+        "from strategies.mine import NAME\n"
+        "app = ClientApp()\n"
+        "@app.query()\n"
+        "def query(message, context):\n"
+        "    return Message(RecordDict({'told': ConfigRecord({'name': NAME})}), reply_to=message)\n"
+    )
+    (other / "pyproject.toml").write_text(
+        '[project]\nname = "other"\nversion = "1.0"\ndescription = "x"\nlicense = "Apache-2.0"\ndependencies = []\n'
+        '[tool.flwr.app]\npublisher = "other"\nfab-include = ["apps/*.py", "strategies/*.py"]\n'
+        '[tool.flwr.app.components]\nserverapp = "apps.server_app:app"\nclientapp = "apps.client_app:app"\n'
+    )
+    # From inside our checkout, whose folders have the same names.
+    done = fedbn("flwr", "run", other, "--federation-config", "num-supernodes=2 client-resources-num-cpus=1", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "['the other project', 'the other project']" in done.stdout

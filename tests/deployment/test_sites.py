@@ -1,0 +1,123 @@
+"""Sites with data of their own, and a server that has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context, RecordDict
+
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.prepare import make_client
+from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.settings import parse_yaml, read_experiment
+from tests.support.network import Deployment, missing_tools
+from tests.unit.data.test_catalogue import numbered, write
+
+SIZES = (24, 30, 18)
+EXPERIMENT: dict[str, Any] = {
+    "rounds": 2,
+    "clients": 3,
+    "data": {"name": "/nowhere", "classes": 3, "channels": 3, "size": 8, "normalise": "unit"},
+    "model": {"name": "cnn", "norm": "bn"},
+    "train": {"lr": 0.1, "batch_size": 6},
+    "strategy": {"name": "FedAvg"},
+    "evaluate": {"server": False},
+    "engine": {"device": "cpu"},
+}
+
+
+@pytest.fixture
+def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A folder per site; images of the third are of two domains, and only "sea" is to take part."""
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+    folders = [tmp_path / f"site-{i}" for i in range(3)]
+    for i, (folder, size) in enumerate(zip(folders, SIZES, strict=True)):
+        for split, count in (("train", size), ("test", size // 2)):
+            rows: dict[str, Any] = {"label": [(i + k) % 3 for k in range(count)]}
+            if i == 2:
+                rows["domain"] = ["sea" if k % 3 else "farm" for k in range(count)]
+            write(folder / f"{split}.parquet", (8, 8, 3), rows, {"label": numbered(3)}, "image")
+    return folders
+
+
+def node_configs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    configs: list[dict[str, Any]] = [{"data": str(folder)} for folder in folders]
+    configs[2]["domain"] = "sea"
+    return configs
+
+
+def run(folders: Sequence[Path], out: Path, **changes: Any) -> tuple[list[dict[str, Any]], dict[str, Any], bytes]:
+    run_config = {"experiment": json.dumps(EXPERIMENT | changes), "out": str(out)}
+    grid = LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=node_configs(folders))
+    serve(grid, run_config).announce()
+    (summary,) = out.rglob("summary.json")
+    history = [json.loads(line) for line in (summary.parent / "history.jsonl").read_text().splitlines()]
+    return history, json.loads(summary.read_text()), (summary.parent / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("rule", ["FedAvg", "FedBN", "FedTAN"])
+def test_a_server_without_data_trains_the_same_model_and_reports_what_clients_measure(
+    rule: str, sites: list[Path], tmp_path: Path
+) -> None:
+    """The folder that the experiment names is nowhere: nothing is read on the server."""
+    without = run(sites, tmp_path / "without", strategy={"name": rule})
+    server = {"data": EXPERIMENT["data"] | {"name": str(sites[0])}, "evaluate": {"clients": True}}
+    with_data = run(sites, tmp_path / "with", strategy={"name": rule}, **server)
+    assert without[2] == with_data[2]
+    for line, other in zip(without[0], with_data[0], strict=True):
+        assert line["clients"] == 3
+        assert line["accuracy"] == line["clients_accuracy"] == other["clients_accuracy"]
+        assert line["loss"] == other["clients_loss"]
+    assert without[1]["accuracy"] == without[0][-1]["accuracy"]
+    assert without[1]["accuracy_of"] == "the clients' models on their test images, mean"
+
+
+def test_a_site_that_names_a_domain_holds_that_one(sites: list[Path]) -> None:
+    places = [{"partition-id": i, "num-partitions": 3, **config} for i, config in enumerate(node_configs(sites))]
+    run_config = {"experiment": json.dumps(EXPERIMENT)}
+    clients = [make_client(Context(1, i, place, RecordDict(), run_config), {}) for i, place in enumerate(places)]
+    assert [client.num_examples for client in clients] == [24, 30, 12]
+
+
+def test_what_a_server_without_data_must_be_told_is_named(sites: list[Path], tmp_path: Path) -> None:
+    data = {"name": "/nowhere", "classes": 3, "normalise": "unit"}
+    with pytest.raises(SettingsError, match=r"server reads no data, and data\.channels, data\.size must be given"):
+        run(sites, tmp_path / "out", data=data)
+    for wrong in ("clients: false", "statistics: reestimated"):
+        with pytest.raises(SettingsError, match="server"):
+            read_experiment(parse_yaml(f"evaluate: {{server: false, {wrong}}}"))
+
+
+@pytest.mark.parametrize(("key", "given"), [("classes", 4), ("channels", 1)])
+def test_a_site_whose_data_are_not_what_the_experiment_says_is_named(
+    key: str, given: int, sites: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailed, match=rf"cannot begin:(.|\n)*client 1 .*data\.{key} is {given}, but .*site-1' has 3"):
+        run(sites, tmp_path / "out", data=EXPERIMENT["data"] | {key: given})
+
+
+@pytest.mark.engines
+def test_a_deployment_whose_server_has_no_data(sites: list[Path], tmp_path: Path) -> None:
+    """The compose file's services, each site with its own folder; the same model as on the local engine."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    variables = {f"DATA_{i}": str(folder) for i, folder in enumerate(sites)}
+    variables |= {f"NODE_{i}": "data='/data'" for i in range(3)}
+    variables["NODE_2"] += " domain='sea'"
+    with Deployment(tmp_path / "deployment", variables=variables) as deployment:
+        assert not deployment.mounts("superexec-serverapp")["/data"].exists() or not any(
+            deployment.mounts("superexec-serverapp")["/data"].iterdir()
+        )
+        out = deployment.run_app({"experiment": json.dumps(EXPERIMENT | {"strategy": {"name": "FedBN"}})})
+        kept = [list(deployment.mounts(f"superexec-clientapp-{i}")["/state"].rglob("client-*")) for i in range(3)]
+    history, _, model = run(sites, tmp_path / "local", strategy={"name": "FedBN"})
+    assert (out / "model.safetensors").read_bytes() == model
+    lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [line["accuracy"] for line in lines] == [line["accuracy"] for line in history]
+    # What FedBN's clients remember lies in each site's own state folder.
+    assert [[path.name for path in paths] for paths in kept] == [["client-0"], ["client-1"], ["client-2"]]

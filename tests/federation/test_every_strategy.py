@@ -1,0 +1,233 @@
+"""One table that every rule must pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from flwr.app import ArrayRecord, Message
+from torch import nn
+
+from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.strategies import STRATEGIES, build_strategy
+from tests.conftest import Batches
+
+# What a rule needs beyond its name, and the normaliser it is for.
+SPECS: dict[str, dict[str, Any]] = {"FixBN": {"freeze_round": 1}, "FedTANII": {"fedtan_rounds": 1}}
+NORMS = {"HeteroBN": "sbn", "FedWon": "won"}
+EVERY = sorted(STRATEGIES)
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def mobilenet() -> nn.Module:
+    return torchvision.models.mobilenet_v2(num_classes=3, width_mult=0.1)
+
+
+def densenet() -> nn.Module:
+    # densenet121's layers, a few of them: its norms sit where no naming scheme expects them.
+    return torchvision.models.DenseNet(8, (2, 2), 16, num_classes=3)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tiny": tiny,
+    "resnet18": lambda: torchvision.models.resnet18(num_classes=3),
+    "mobilenet_v2": mobilenet,
+    "densenet": densenet,
+}
+
+
+class Case:
+    """Three clients of different sizes, and a model with the normaliser that the rule is for."""
+
+    def __init__(self, rule: str, model: str = "tiny", side: int = 6) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = convert_norm(MODELS[model](), NORMS.get(rule, "bn"))
+            self.data = [
+                Batches([(torch.randn(n, 3, side, side) * (1 + n) + n, torch.arange(n) % 3) for _ in range(2)])
+                for n in (3, 4, 6)
+            ]
+        self.rule = rule
+
+    def strategy(self, **options: Any) -> Any:
+        return build_strategy({"name": self.rule, **SPECS.get(self.rule, {})}, fraction_evaluate=0.0, **options)
+
+    def make_client(self, context: Any) -> BNClient:
+        data = self.data[int(context.node_config["partition-id"])]
+        return BNClient(copy.deepcopy(self.model), data, data, lr=0.05, momentum=0.9, context=context)
+
+    def arrays(self) -> ArrayRecord:
+        state, role_of = self.model.state_dict(), roles(self.model)
+        return pack({k: v.numpy().copy() for k, v in state.items() if role_of[k] is not Role.COUNTER})
+
+    def run(self, rounds: int = 3, grid: Any = None, strategy: Any = None) -> dict[str, np.ndarray]:
+        models: list[ArrayRecord] = []
+        (strategy or self.strategy()).start(
+            grid or LocalGrid(client_app(self.make_client), 3),
+            self.arrays(), num_rounds=rounds, evaluate_fn=lambda _, arrays: models.append(arrays),
+        )  # fmt: skip
+        return unpack(models[-1])
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
+
+
+def test_every_promised_rule_is_there() -> None:
+    assert set(EVERY) >= {"FedAvg", "FedProx", "FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"}
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_a_run_keeps_keys_shapes_and_dtypes_and_moves_the_model(rule: str) -> None:
+    case = Case(rule)
+    before, after = unpack(case.arrays()), case.run()
+    assert list(after) == list(before)
+    for key, value in after.items():
+        assert (value.shape, value.dtype) == (before[key].shape, before[key].dtype)
+        assert np.isfinite(value).all()
+        if key.endswith("running_var"):
+            assert value.min() >= 0
+    if rule != "Standalone":  # its server's model stays where it was
+        assert after["0.weight"].tobytes() != before["0.weight"].tobytes()
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_neither_the_order_of_replies_nor_node_ids_matter(rule: str) -> None:
+    case = Case(rule)
+
+    class Backwards(LocalGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            return list(super().send_and_receive(messages, timeout=timeout))[::-1]
+
+    there = case.run(grid=LocalGrid(client_app(case.make_client), 3))
+    back = case.run(grid=Backwards(client_app(case.make_client), 3, node_ids=[77, 5, 31]))
+    assert same(there, back)
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_the_same_run_twice_and_in_workers_is_the_same(rule: str) -> None:
+    case = Case(rule)
+    here = case.run()
+    with LocalGrid(client_app(case.make_client), 3, workers=2) as grid:
+        assert same(here, case.run(grid=grid))
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_replies_are_left_as_they_came(rule: str) -> None:
+    case = Case(rule)
+    kept: list[tuple[Message, list[str], bytes]] = []
+
+    def print_of(message: Message) -> bytes:
+        records = message.content.array_records
+        return b"".join(array.data for record in records.values() for array in record.values())
+
+    class Watching(LocalGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            kept.extend((reply, list(reply.content), print_of(reply)) for reply in replies)
+            return replies
+
+    case.run(2, Watching(client_app(case.make_client), 3))
+    assert kept
+    for reply, records, content in kept:
+        assert list(reply.content) == records
+        assert print_of(reply) == content
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_a_client_that_fails_in_a_round_is_survived(rule: str) -> None:
+    case = Case(rule)
+
+    def make(context: Any, config: Any) -> BNClient:
+        if context.node_config["partition-id"] == 1 and config.get("server-round") == 2:
+            raise OSError("no space left")
+        return case.make_client(context)
+
+    after = case.run(grid=LocalGrid(client_app(make), 3))
+    assert all(np.isfinite(value).all() for value in after.values())
+
+
+@pytest.mark.parametrize("rule", EVERY)
+@pytest.mark.parametrize("factor", [10, 0.1])
+def test_weights_have_no_scale(rule: str, factor: float) -> None:
+    """Every client says it has ten times as many examples: nothing changes."""
+    case = Case(rule)
+
+    class Scaling(LocalGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies:
+                for metrics in reply.content.metric_records.values():
+                    if "num-examples" in metrics:
+                        metrics["num-examples"] = metrics["num-examples"] * factor
+            return replies
+
+    plain, scaled = case.run(), case.run(grid=Scaling(client_app(case.make_client), 3))
+    for key, value in plain.items():
+        np.testing.assert_allclose(scaled[key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_a_poisoned_reply_never_reaches_the_model(rule: str) -> None:
+    case = Case(rule)
+
+    class Poisoning(LocalGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies:
+                if reply.metadata.src_node_id != 2:
+                    continue
+                for name, record in reply.content.array_records.items():
+                    bad = {key: np.full_like(value, np.nan) for key, value in unpack(record).items()}
+                    reply.content[name] = pack(bad)
+            return replies
+
+    after = case.run(grid=Poisoning(client_app(case.make_client), 3))
+    assert all(np.isfinite(value).all() for value in after.values())
+
+
+@pytest.mark.parametrize("model", ["resnet18", "mobilenet_v2", "densenet"])
+@pytest.mark.parametrize("rule", EVERY)
+def test_it_works_on_networks_whose_norms_hide(rule: str, model: str) -> None:
+    case = Case(rule, model, side=32)
+    before, after = unpack(case.arrays()), case.run(2)
+    assert list(after) == list(before)
+    assert all(np.isfinite(value).all() for value in after.values())
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_the_ledger_sees_as_many_messages_up_as_down(rule: str) -> None:
+    case = Case(rule)
+    metered = MeteredGrid(LocalGrid(client_app(case.make_client), 3))
+    case.run(2, metered)
+    traffic = metered.take()
+    assert traffic.messages_down == traffic.messages_up == 3 * traffic.communication_rounds
+    assert traffic.communication_rounds >= 2
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_integers_and_scalars_survive_the_mean(rule: str) -> None:
+    """The server's model may hold what has no dimension, or counts: they come back as they are."""
+    case = Case(rule)
+    case.model.register_buffer("steps", torch.tensor(16))
+    case.model.register_buffer("scale", torch.tensor(0.3, dtype=torch.float64))
+    after = case.run(2)
+    assert after["steps"].shape == ()
+    assert after["steps"].dtype == np.int64
+    assert int(after["steps"]) == 16
+    assert after["scale"].shape == ()
+    assert float(after["scale"]) == 0.3

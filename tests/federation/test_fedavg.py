@@ -1,0 +1,430 @@
+"""Federated averaging against hand computation, whatever the order, the node ids and the state of the clients."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.strategies import FedAvg
+
+Federations = Callable[..., Any]
+Arrays = dict[str, np.ndarray]
+SIZES = (8, 12, 6, 10, 14)
+IDS = [90210, 17, 4, 2**62, 555]  # as Flower's: random, and in no order
+
+
+def trained(fed: Any, partition: int, server_round: int = 1) -> Arrays:
+    """What a client makes of the first model, without any grid."""
+    client = BNClient(copy.deepcopy(fed.model), fed.data[partition], **fed.options)
+    return client.train_round(unpack(fed.arrays()), {"server-round": server_round}).arrays
+
+
+def mean_of(fed: Any, partitions: list[int]) -> Arrays:
+    """sum_i n_i w_i / sum_i n_i, in float64."""
+    counts = [fed.data[i].num_examples for i in partitions]
+    results = [trained(fed, i) for i in partitions]
+    return {
+        key: np.average([result[key].astype(np.float64) for result in results], axis=0, weights=counts)
+        for key in results[0]
+    }
+
+
+def assert_bits(one: ArrayRecord, two: ArrayRecord) -> None:
+    assert list(one) == list(two)
+    for key in one:
+        assert one[key].numpy().tobytes() == two[key].numpy().tobytes(), key
+
+
+def spoilt(fed: Any, partitions: set[int], change: Callable[[RecordDict], None]) -> ClientApp:
+    """The federation's app, with some clients' train replies changed."""
+    inner, app = fed.app(), ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        reply = inner(message, context)
+        if context.node_config["partition-id"] in partitions:
+            change(reply.content)
+        return reply
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return inner(message, context)
+
+    return app
+
+
+# --- the mean ----------------------------------------------------------------
+
+
+def test_it_is_flower_s_fedavg() -> None:
+    strategy = FedAvg(0.5, min_train_nodes=3, weighted_by_key="weight")
+    assert isinstance(strategy, flower.FedAvg)
+    assert (strategy.fraction_train, strategy.min_train_nodes, strategy.weighted_by_key) == (0.5, 3, "weight")
+
+
+def test_one_round_equals_the_mean_by_hand(federation: Federations) -> None:
+    fed = federation((8, 12), lr=0.2, momentum=0.5, epochs=2)
+    result = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=1)
+    found, expected = unpack(result.arrays), mean_of(fed, [0, 1])
+    assert list(found) == list(expected)
+    for key, value in found.items():
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(value, expected[key].astype(np.float32), key)
+
+
+def test_two_rounds_equal_two_means_by_hand(federation: Federations) -> None:
+    fed = federation((8, 12, 6), dtype=torch.float64)
+    result = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
+    after_one = copy.deepcopy(fed)
+    state = {key: torch.from_numpy(value.copy()) for key, value in mean_of(fed, [0, 1, 2]).items()}
+    after_one.model.load_state_dict(state, strict=False)
+    for key, value in unpack(result.arrays).items():
+        np.testing.assert_allclose(value, mean_of(after_one, [0, 1, 2])[key], rtol=1e-12, atol=1e-14)
+
+
+def test_one_client_equals_local_training(federation: Federations) -> None:
+    fed = federation((8,))
+    result = FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1).start(
+        fed.grid(), fed.arrays(), num_rounds=1
+    )
+    for key, value in unpack(result.arrays).items():
+        np.testing.assert_array_equal(value, trained(fed, 0)[key])
+
+
+def test_metrics_are_means_weighted_by_examples(federation: Federations) -> None:
+    fed = federation((8, 12))
+    result = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=1)
+    losses = []
+    for partition in (0, 1):
+        client = BNClient(copy.deepcopy(fed.model), fed.data[partition])
+        losses.append(client.train_round(unpack(fed.arrays()), {}).metrics["train-loss"])
+    metrics = result.train_metrics_clientapp[1]
+    assert metrics["train-loss"] == pytest.approx((8 * losses[0] + 12 * losses[1]) / 20, rel=1e-12)
+    assert "partition-id" not in metrics, "a mean of numbers of partitions means nothing"
+    assert set(result.evaluate_metrics_clientapp[1]) == {"loss", "accuracy"}
+
+
+def test_counters_that_are_sent_stay_whole(federation: Federations) -> None:
+    """The whole state dict, as Flower's templates send it."""
+    fed = federation((4,) * 10, batches=1)
+    state = {key: value.numpy().copy() for key, value in fed.model.state_dict().items()}
+    state["1.num_batches_tracked"] += 14
+    result = FedAvg(fraction_evaluate=0.0).start(fed.grid(), pack(state), num_rounds=2)
+    counter = unpack(result.arrays)["1.num_batches_tracked"]
+    assert counter.dtype == np.int64
+    assert int(counter) == 16
+
+
+# --- order and node ids ------------------------------------------------------
+
+
+def test_the_order_of_replies_does_not_matter(federation: Federations) -> None:
+    fed = federation(SIZES, dtype=torch.float64)
+    grid = fed.grid(node_ids=IDS)
+
+    def aggregate(order: list[int]) -> ArrayRecord:
+        strategy = FedAvg()
+        messages = list(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid))
+        replies = list(grid.send_and_receive(messages))
+        arrays, _ = strategy.aggregate_train(1, [replies[i] for i in order])
+        assert arrays is not None
+        return arrays
+
+    first = aggregate([0, 1, 2, 3, 4])
+    for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
+        assert_bits(first, aggregate(order))
+
+
+def test_sums_in_another_order_would_differ(federation: Federations) -> None:
+    """The test of the tests beside it: their numbers are such that order shows."""
+    fed = federation(SIZES, dtype=torch.float64)
+    results = [trained(fed, i)["0.weight"] * SIZES[i] for i in range(5)]
+    forward, backward = sum(results), sum(reversed(results))
+    assert (forward != backward).any()
+
+
+def test_node_ids_do_not_matter(federation: Federations) -> None:
+    fed = federation(SIZES, dtype=torch.float64)
+    results = [
+        FedAvg().start(fed.grid(node_ids=ids), fed.arrays(), num_rounds=2)
+        for ids in (None, IDS, IDS[::-1], [5, 3, 1, 2, 4])
+    ]
+    for result in results[1:]:
+        assert_bits(results[0].arrays, result.arrays)
+        assert result.train_metrics_clientapp == results[0].train_metrics_clientapp
+        assert result.evaluate_metrics_clientapp == results[0].evaluate_metrics_clientapp
+
+
+def chosen(fed: Any, node_ids: list[int] | None, rounds: int = 4, **options: Any) -> list[list[int]]:
+    """The partitions that train in each round."""
+    seen: list[tuple[int, int]] = []
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        if "server-round" in config:
+            seen.append((int(config["server-round"]), int(context.node_config["partition-id"])))
+        return fed.make_client(context)
+
+    grid = fed.grid(client_app(make), node_ids=node_ids)
+    FedAvg(fraction_evaluate=0.0, **options).start(grid, fed.arrays(), num_rounds=rounds)
+    return [sorted(partition for number, partition in seen if number == n) for n in range(1, rounds + 1)]
+
+
+def test_partial_participation_picks_the_same_partitions_whatever_the_node_ids(federation: Federations) -> None:
+    fed = federation((4,) * 5)
+    first = chosen(fed, None, fraction_train=0.4)
+    assert [len(partitions) for partitions in first] == [2] * 4
+    assert len(set(map(tuple, first))) > 1, "rounds differ"
+    for ids in (IDS, IDS[::-1], [5, 3, 1, 2, 4]):
+        assert chosen(fed, ids, fraction_train=0.4) == first
+
+
+def test_partial_participation_depends_on_the_seed(federation: Federations) -> None:
+    fed = federation((4,) * 5)
+    assert chosen(fed, None, fraction_train=0.4, seed=1) != chosen(fed, None, fraction_train=0.4, seed=2)
+
+
+def test_the_least_number_of_clients_is_kept(federation: Federations) -> None:
+    fed = federation((4,) * 5)
+    assert [len(p) for p in chosen(fed, None, 2, fraction_train=0.1, min_train_nodes=3)] == [3, 3]
+
+
+def test_messages_carry_the_round_and_the_caller_s_config(federation: Federations) -> None:
+    fed = federation()
+    strategy = FedAvg()
+    messages = list(strategy.configure_train(7, fed.arrays(), ConfigRecord({"lr": 0.5}), fed.grid()))
+    assert [message.metadata.dst_node_id for message in messages] == [1, 2]
+    assert [dict(message.content["config"]) for message in messages] == [{"lr": 0.5, "server-round": 7}] * 2
+
+
+def test_a_fraction_of_zero_asks_nobody(federation: Federations) -> None:
+    fed = federation()
+    strategy = FedAvg(fraction_train=0.0, fraction_evaluate=0.0)
+    assert list(strategy.configure_train(1, fed.arrays(), ConfigRecord(), fed.grid())) == []
+    assert list(strategy.configure_evaluate(1, fed.arrays(), ConfigRecord(), fed.grid())) == []
+
+
+# --- replies that cannot be used ---------------------------------------------
+
+
+def change_array(key: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[RecordDict], None]:
+    def apply(content: RecordDict) -> None:
+        arrays = dict(unpack(content["arrays"]))
+        new = change(arrays.pop(key))
+        content["arrays"] = pack(arrays if new is None else arrays | {key: new})
+
+    return apply
+
+
+def change_count(value: Any) -> Callable[[RecordDict], None]:
+    def apply(content: RecordDict) -> None:
+        metrics = dict(content["metrics"])
+        metrics.pop("num-examples")
+        content["metrics"] = MetricRecord(metrics if value is None else metrics | {"num-examples": value})
+
+    return apply
+
+
+def second_metrics(content: RecordDict) -> None:
+    content["more"] = MetricRecord({"num-examples": 1})
+
+
+SPOILS: dict[str, tuple[Callable[[RecordDict], None], str]] = {
+    "NaN": (change_array("0.weight", lambda a: np.full_like(a, np.nan)), "'0.weight' has 72 of 72 values"),
+    "infinity": (change_array("4.bias", lambda a: a + np.inf), "'4.bias' has 3 of 3 values that are not finite"),
+    "shape": (change_array("4.bias", lambda a: a[:2]), "'4.bias' has shape (2,), the server's has (3,)"),
+    "dtype": (change_array("4.bias", lambda a: a.astype(np.float64)), "'4.bias' is float64, the server's is float32"),
+    "missing key": (change_array("4.bias", lambda a: None), "the reply lacks '4.bias'"),
+    "negative variance": (change_array("1.running_var", lambda a: -a - 1), "'1.running_var' has a negative variance"),
+    "no count": (change_count(None), "'num-examples' = None"),
+    "negative count": (change_count(-3), "'num-examples' = -3"),
+    "NaN count": (change_count(float("nan")), "'num-examples' = nan"),
+    "list of counts": (change_count([1, 2]), "'num-examples' = [1, 2]"),
+    "two MetricRecords": (second_metrics, "2 MetricRecords, expected one"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_a_reply_that_cannot_be_used_is_left_out_and_named(
+    federation: Federations, flower_log: pytest.LogCaptureFixture, name: str
+) -> None:
+    change, words = SPOILS[name]
+    fed = federation((8, 12, 6))
+    result = FedAvg().start(fed.grid(spoilt(fed, {1}, change)), fed.arrays(), num_rounds=1)
+    expected = mean_of(fed, [0, 2])
+    for key, value in unpack(result.arrays).items():
+        np.testing.assert_array_equal(value, expected[key].astype(np.float32), key)
+    (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
+    assert line.startswith("round 1: left out ")
+    assert "node 2" in line
+    assert words in line
+
+
+def test_a_client_that_fails_is_left_out_and_named(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 12, 6))
+
+    def make(context: Context) -> BNClient:
+        if context.node_config["partition-id"] == 0:
+            raise OSError("disk full")
+        return fed.make_client(context)
+
+    result = FedAvg().start(fed.grid(client_app(make)), fed.arrays(), num_rounds=1)
+    for key, value in unpack(result.arrays).items():
+        np.testing.assert_array_equal(value, mean_of(fed, [1, 2])[key].astype(np.float32), key)
+    lines = [record.getMessage() for record in flower_log.records]
+    assert any("client 0 could not train: OSError: disk full" in line for line in lines)
+    assert any("client 0 could not evaluate: OSError: disk full" in line for line in lines)
+
+
+def test_a_client_of_weight_zero_counts_for_nothing(federation: Federations) -> None:
+    fed = federation((8, 12, 6))
+    result = FedAvg().start(fed.grid(spoilt(fed, {2}, change_count(0))), fed.arrays(), num_rounds=1)
+    for key, value in unpack(result.arrays).items():
+        np.testing.assert_array_equal(value, mean_of(fed, [0, 1])[key].astype(np.float32), key)
+
+
+def test_too_few_usable_replies_end_the_run_with_their_reasons(federation: Federations) -> None:
+    fed = federation((8, 12, 6))
+
+    def change(content: RecordDict) -> None:
+        partition = content["metrics"]["partition-id"]
+        SPOILS["NaN" if partition == 0 else "missing key"][0](content)
+
+    with pytest.raises(RunFailed) as caught:
+        FedAvg().start(fed.grid(spoilt(fed, {0, 2}, change)), fed.arrays(), num_rounds=1)
+    first, *reasons = str(caught.value).split("\n")
+    assert first == "round 1: 1 of 3 clients sent a usable reply, 2 are needed:"
+    assert len(reasons) == 2
+    assert "client 0 (node 1): '0.weight' has 72 of 72 values that are not finite" in reasons[0]
+    assert "client 2 (node 3): the reply lacks '4.bias'" in reasons[1]
+
+
+def test_all_clients_failing_is_never_an_empty_success(federation: Federations) -> None:
+    def make(context: Context) -> BNClient:
+        raise OSError("no data\nhere")
+
+    fed = federation()
+    with pytest.raises(RunFailed, match=r"0 of 2 clients sent a usable reply(.|\n)*OSError: no data here"):
+        FedAvg().start(fed.grid(client_app(make)), fed.arrays(), num_rounds=1)
+
+
+def test_clients_that_do_not_answer_in_time_are_counted(federation: Federations) -> None:
+    fed = federation((8, 12, 6))
+    grid = fed.grid()
+    strategy = FedAvg(min_train_nodes=2)
+    replies = list(grid.send_and_receive(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid)))
+    with pytest.raises(RunFailed, match=r"1 of 3 clients sent a usable reply(.|\n)*2 of 3 clients did not answer"):
+        strategy.aggregate_train(1, replies[:1])
+
+
+def test_clients_that_all_hold_nothing_end_the_run(federation: Federations) -> None:
+    fed = federation()
+    with pytest.raises(RunFailed, match="round 1"):
+        FedAvg(fraction_evaluate=0.0).start(fed.grid(spoilt(fed, {0, 1}, change_count(0))), fed.arrays(), num_rounds=1)
+
+
+def test_replies_are_left_unmodified(federation: Federations) -> None:
+    fed = federation()
+    grid, strategy = fed.grid(), FedAvg()
+    replies = list(grid.send_and_receive(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid)))
+    before = [unpack(reply.content["arrays"]) for reply in replies]
+    strategy.aggregate_train(1, replies)
+    for reply, old in zip(replies, before, strict=True):
+        for key, value in unpack(reply.content["arrays"]).items():
+            np.testing.assert_array_equal(value, old[key])
+        assert "partition-id" in reply.content["metrics"]
+
+
+def test_waiting_for_nodes_has_an_end(federation: Federations) -> None:
+    fed = federation()
+    strategy = FedAvg(min_available_nodes=5, node_timeout=0.3)
+    began = time.monotonic()
+    with pytest.raises(RunFailed, match=r"2 of 5 nodes connected within 0\.3 s"):
+        strategy.start(fed.grid(), fed.arrays(), num_rounds=1)
+    assert 0.3 <= time.monotonic() - began < 5
+
+
+def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_is_back(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """And with too few it waits, says for what, and ends."""
+    fed = federation((8, 8, 8))
+
+    class Coming(LocalGrid):
+        connected = [{1, 2, 3}, {1, 3}, {1, 2, 3}, {3}]  # before each round
+
+        def get_node_ids(self) -> list[int]:
+            return [node for node in super().get_node_ids() if node in self.connected[0]]
+
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if (number := len(replies)) > 1:
+                asked.append(number)
+                self.connected = self.connected[1:]
+            return replies
+
+    asked: list[int] = []
+    strategy = FedAvg(fraction_evaluate=0.0, node_timeout=0.3)
+    grid = Coming(fed.app(), 3, node_ids=(1, 2, 3))
+    with pytest.raises(RunFailed, match=r"1 of 2 nodes connected within 0\.3 s"):
+        strategy.start(grid, fed.arrays(), num_rounds=4)
+    assert asked == [3, 2, 3]
+    told = [record.getMessage() for record in flower_log.records]
+    assert "round 2, train: without client 1 (node 2), which is not connected" in told
+    assert any(line.startswith("Waiting for nodes: 1 of 2 are connected, at most 0 s more") for line in told)
+
+
+# --- with other people's code ------------------------------------------------
+
+
+def test_flower_s_own_fedavg_drives_our_client(federation: Federations) -> None:
+    fed = federation(SIZES)
+    ours = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
+    theirs = flower.FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
+    for key, value in unpack(theirs.arrays).items():
+        np.testing.assert_allclose(value, unpack(ours.arrays)[key], rtol=1e-4, atol=1e-5)
+    assert theirs.train_metrics_clientapp[2]["train-loss"] == pytest.approx(
+        ours.train_metrics_clientapp[2]["train-loss"], rel=1e-4
+    )
+
+
+def test_flower_s_own_fedprox_drives_our_client(federation: Federations) -> None:
+    fed = federation((8, 12))
+    theirs = flower.FedProx(proximal_mu=2.0).start(fed.grid(), fed.arrays(), num_rounds=2)
+    ours = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2, train_config=ConfigRecord({"proximal-mu": 2.0}))
+    plain = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
+    for key, value in unpack(theirs.arrays).items():
+        np.testing.assert_allclose(value, unpack(ours.arrays)[key], rtol=1e-4, atol=1e-5)
+    moved, held = (
+        sum(float(np.square(unpack(r.arrays)[k] - v).sum()) for k, v in unpack(fed.arrays()).items() if "run" not in k)
+        for r in (plain, theirs)
+    )
+    assert held < moved, "the proximal term holds the model back"
+
+
+def test_our_fedavg_drives_a_foreign_client() -> None:
+    """Each adds its partition; weights 1 and 3: (0 * 1 + 1 * 3) / 4 = 0.75."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        arrays = {key: value + partition for key, value in unpack(message.content["arrays"]).items()}
+        metrics = MetricRecord({"num-examples": 1 + 2 * partition})
+        return Message(RecordDict({"theirs": pack(arrays), "metrics": metrics}), reply_to=message)
+
+    result = FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 2), pack({"w": np.zeros(3)}), num_rounds=2)
+    assert unpack(result.arrays)["w"].tolist() == [1.5] * 3

@@ -1,0 +1,264 @@
+"""FedBN: batch norm stays on the client, all else is averaged; against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, SiloBN, Standalone, has_global_model, notes, personal
+from tests.support.localnorm import by_hand
+
+Federations = Callable[..., Any]
+STATISTICS = {"1.running_mean", "1.running_var"}
+AFFINE = {"1.weight", "1.bias"}
+SHARED = {"0.weight", "4.weight", "4.bias"}
+
+# Each rule, and the keys of the small network that it leaves at home.
+RULES = {
+    "FedBN": (FedBN, STATISTICS | AFFINE),
+    "FedBN, statistics shared": (lambda **options: FedBN(share="statistics", **options), AFFINE),
+    "SiloBN": (SiloBN, STATISTICS),
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def at_work(fed: Any) -> tuple[Any, dict[int, BNClient]]:
+    """The federation's app with one client per node that lives on, and these clients."""
+    living: dict[int, BNClient] = {}
+
+    def make(context: Context) -> BNClient:
+        return living.setdefault(context.node_id, fed.make_client(context))
+
+    return client_app(make), living
+
+
+def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
+    """The same with a new client for each message: only a copy of `Context.state` goes from one to the next."""
+    latest: dict[int, BNClient] = {}
+
+    def make(context: Context) -> BNClient:
+        context.state = RecordDict({key: copy.deepcopy(record) for key, record in context.state.items()})
+        latest[context.node_id] = fed.make_client(context)
+        return latest[context.node_id]
+
+    return client_app(make), latest
+
+
+# --- against a twin ----------------------------------------------------------
+
+
+@every_rule
+def test_three_rounds_equal_the_rule_by_hand(federation: Federations, rule: str) -> None:
+    make, at_home = RULES[rule]
+    fed = federation((8, 12), dtype=torch.float64, lr=0.2)
+    app, clients = at_work(fed)
+    result = make().start(fed.grid(app), fed.arrays(), num_rounds=3)
+    mean, models = by_hand(fed, 3, at_home)
+    found = unpack(result.arrays)
+    assert set(found) == STATISTICS | AFFINE | SHARED
+    for key, value in found.items():
+        np.testing.assert_allclose(value, mean[key].numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
+    # The last message of each client was an evaluation: its model is as the next round would find it.
+    for node, model in zip((1, 2), models, strict=True):
+        own = clients[node].model.state_dict()
+        for key, value in model.state_dict().items():
+            np.testing.assert_allclose(own[key].numpy(), value.numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
+    for key in at_home:
+        assert not np.allclose(*(clients[node].model.state_dict()[key].numpy() for node in (1, 2))), key
+
+
+@every_rule
+def test_clients_are_evaluated_with_their_own_batch_norm(federation: Federations, rule: str) -> None:
+    make, at_home = RULES[rule]
+    fed = federation((8, 12), dtype=torch.float64, lr=0.2)
+    result = make().start(fed.grid(), fed.arrays(), num_rounds=2)
+    _, models = by_hand(fed, 2, at_home)
+    losses = []
+    for model, data in zip(models, fed.data, strict=True):
+        inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
+        losses.append(F.cross_entropy(model.eval()(inputs), labels).item())
+    expected = (8 * losses[0] + 12 * losses[1]) / 20
+    assert result.evaluate_metrics_clientapp[2]["loss"] == pytest.approx(expected, rel=1e-11)
+
+
+@every_rule
+@pytest.mark.parametrize("norm", ["none", "gn"])
+def test_without_batch_norm_it_is_fedavg_bit_for_bit(federation: Federations, rule: str, norm: str) -> None:
+    def net() -> nn.Module:
+        layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+        return convert_norm(layers, norm)
+
+    fed = federation((8, 12), model=net, momentum=0.9)
+    ours, twin = (
+        strategy.start(fed.grid(), fed.arrays(), num_rounds=2).arrays for strategy in (RULES[rule][0](), FedAvg())
+    )
+    assert list(ours) == list(twin)
+    for key in twin:
+        assert ours[key].numpy().tobytes() == twin[key].numpy().tobytes(), key
+
+
+# --- what stays --------------------------------------------------------------
+
+
+@every_rule
+def test_round_five_is_the_same_where_the_node_s_process_was_replaced(federation: Federations, rule: str) -> None:
+    make, at_home = RULES[rule]
+    fed = federation((8, 12), lr=0.2, momentum=0.9)
+    ends = []
+    for serve in (at_work, replaced):
+        app, clients = serve(fed)
+        make().start(fed.grid(app), fed.arrays(), num_rounds=5)
+        ends.append({node: client.model.state_dict() for node, client in clients.items()})
+    lived, rebuilt = ends
+    for node in (1, 2):
+        for key in at_home | {"1.num_batches_tracked"}:
+            assert lived[node][key].numpy().tobytes() == rebuilt[node][key].numpy().tobytes(), key
+            assert not lived[node][key].equal(fed.model.state_dict()[key]), f"{key} was trained"
+
+
+def test_a_client_that_sits_out_finds_its_batch_norm_as_it_left_it(federation: Federations) -> None:
+    fed = federation((8, 12, 6))
+    app, clients = replaced(fed)
+    grid = fed.grid(app)
+    strategy = FedBN(fraction_train=0.34, fraction_evaluate=0.0, min_train_nodes=1)
+    strategy.start(grid, fed.arrays(), num_rounds=1)
+    # The last client made for a node may be one that was asked for its partition alone.
+    trained = [node for node, client in clients.items() if int(client.model[1].num_batches_tracked)]
+    assert len(trained) == 1
+    before = {key: clients[trained[0]].model.state_dict()[key].clone() for key in STATISTICS | AFFINE}
+    others = [node for node in (1, 2, 3) if node not in trained]
+    sent = strategy.outgoing(fed.arrays())
+    questions = strategy._messages(2, sent, ConfigRecord(), others, "train")
+    list(grid.send_and_receive(questions))
+    list(grid.send_and_receive(strategy._messages(2, sent, ConfigRecord(), trained, "evaluate")))
+    for key, value in before.items():
+        assert clients[trained[0]].model.state_dict()[key].equal(value), key
+
+
+def test_counters_that_a_server_holds_stay_at_home_too(federation: Federations) -> None:
+    """Somebody else's server begins with the whole state dict; the mean of the counters stays whole."""
+    fed = federation((8, 12), batches=2)
+    arrays = ArrayRecord(fed.model.state_dict())
+    app, clients = replaced(fed)
+    strategy = FedBN()
+    assert "1.num_batches_tracked" not in strategy.outgoing(arrays)
+    result = strategy.start(fed.grid(app), arrays, num_rounds=3)
+    assert [int(client.model[1].num_batches_tracked) for client in clients.values()] == [6, 6]
+    counter = result.arrays["1.num_batches_tracked"].numpy()
+    assert counter.dtype == np.int64
+    assert int(counter) == 6
+
+
+# --- what travels ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: torchvision.models.resnet18(num_classes=3), lambda: torchvision.models.mobilenet_v2(num_classes=3)],
+    ids=["resnet18", "mobilenet_v2"],
+)
+def test_batch_norm_is_found_by_role_wherever_it_sits(model: Callable[[], nn.Module]) -> None:
+    """A ResNet's shortcuts are `downsample.1`, MobileNetV2's norms `conv.0.1`: no name says what they are."""
+    net = model()
+    norms = {
+        f"{name}.{key}"
+        for name, module in net.named_modules()
+        if isinstance(module, nn.BatchNorm2d)
+        for key in module.state_dict()
+    }
+    arrays = pack({k: v.numpy() for k, v in net.state_dict().items() if roles(net)[k] is not Role.COUNTER})
+    assert set(FedBN().outgoing(arrays)) == set(net.state_dict()) - norms
+    assert set(SiloBN().outgoing(arrays)) == {k for k in arrays if not k.endswith(("running_mean", "running_var"))}
+    assert set(FedBN(share="statistics").outgoing(arrays)) == {
+        k for k in arrays if k not in norms or k.endswith(("running_mean", "running_var"))
+    }
+
+
+@every_rule
+def test_nothing_at_home_is_ever_sent_down_and_initial_sends_none_up(federation: Federations, rule: str) -> None:
+    make, at_home = RULES[rule]
+    fed = federation((8, 12))
+    total = sum(array.numpy().size for array in fed.arrays().values())
+    kept = sum(fed.arrays()[key].numpy().size for key in at_home)
+    for global_norm, up in (("average", total), ("initial", total - kept)):
+        grid = MeteredGrid(fed.grid())
+        make(global_norm=global_norm).start(grid, fed.arrays(), num_rounds=2)
+        traffic = grid.take()
+        assert traffic.elements_down_per_client == total - kept
+        assert traffic.elements_up_per_client == up
+
+
+@every_rule
+def test_initial_leaves_the_global_model_s_own_batch_norm_and_changes_nothing_else(
+    federation: Federations, rule: str
+) -> None:
+    make, at_home = RULES[rule]
+    fed = federation((8, 12))
+    first = unpack(fed.arrays())
+    initial, average = (
+        unpack(make(global_norm=choice).start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
+        for choice in ("initial", "average")
+    )
+    for key in initial:
+        assert (initial[key].tobytes() == first[key].tobytes()) == (key in at_home), key
+        assert (initial[key].tobytes() == average[key].tobytes()) == (key not in at_home), key
+
+
+def test_notes_say_which_batch_norm_the_global_model_carries() -> None:
+    assert notes(FedBN()) == {"global_norm": "average"}
+    assert notes(FixBN(FedBN(global_norm="initial")))["global_norm"] == "initial"
+
+
+def test_a_client_that_cannot_send_its_batch_norm_back_is_named(federation: Federations) -> None:
+    from tests.unit.client.test_client import Foreign
+
+    fed = federation()
+    with pytest.raises(RunFailed, match=r"client 0(.|\n)*fedbn\.return"):
+        FedBN().start(LocalGrid(client_app(lambda context: Foreign()), 2), fed.arrays(), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_norm": "mean"}, "global_norm is 'mean'; expected 'average' or 'initial'"),
+        ({"share": "affine"}, "share is 'affine'; expected 'nothing' or 'statistics'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        FedBN(**arguments)
+
+
+# --- composed ----------------------------------------------------------------
+
+
+def test_rules_that_personalise_say_so_through_wrappers() -> None:
+    assert [personal(FixBN(rule())) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [True, True, True, False]
+    assert [has_global_model(FixBN(rule())) for rule in (FedBN, Standalone, FedAvg)] == [True, False, True]
+
+
+@every_rule
+def test_fixbn_around_it_freezes_each_client_s_own(federation: Federations, rule: str) -> None:
+    fed = federation((8, 12))
+    ends = []
+    for rounds in (2, 4):
+        app, clients = replaced(fed)
+        FixBN(RULES[rule][0](), freeze_round=2).start(fed.grid(app), fed.arrays(), num_rounds=rounds)
+        ends.append([client.model.state_dict() for client in clients.values()])
+    for before, after in zip(*ends, strict=True):
+        assert all(before[key].equal(after[key]) for key in STATISTICS)
+        assert not any(before[key].equal(after[key]) for key in SHARED | AFFINE)

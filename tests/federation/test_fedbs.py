@@ -1,0 +1,188 @@
+"""FedBS: weighted by loss until the losses are alike, then FedProx with equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
+
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.strategies import FedAvg, FedBS, FedProx
+from tests.support.records import between
+
+Federations = Callable[..., Any]
+Arrays = dict[str, np.ndarray]
+Losses = Callable[[int, int], Any]  # of (round, partition); None: the reply tells none
+
+
+class Trace:
+    """A run whose replies tell the losses given."""
+
+    def __init__(self, fed: Any, strategy: Any, rounds: int, losses: Losses) -> None:
+        self.models: list[Arrays] = []
+        self.replies: dict[tuple[int, int], Arrays] = {}
+        self.mu: list[float | None] = [None] * rounds
+
+        def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
+            server_round = int(message["config"]["server-round"])
+            self.mu[server_round - 1] = message["config"].get("proximal-mu")
+            self.replies[server_round, partition] = unpack(reply["arrays"])
+            metrics, loss = dict(reply["metrics"]), losses(server_round, partition)
+            del metrics["train-loss"]
+            reply["metrics"] = MetricRecord(metrics if loss is None else metrics | {"train-loss": loss})
+
+        def keep(server_round: int, arrays: ArrayRecord) -> None:
+            self.models.append(unpack(arrays))
+
+        strategy.start(fed.grid(between(fed.app(), hook)), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
+
+    def mean(self, server_round: int, weights: Sequence[float]) -> Arrays:
+        """The weighted mean of a round's replies, in float64."""
+        replies = [self.replies[server_round, i] for i in range(len(weights))]
+        return {key: np.average([reply[key] for reply in replies], axis=0, weights=weights) for key in replies[0]}
+
+
+def strategy(**options: Any) -> FedBS:
+    return FedBS(fraction_evaluate=0.0, **options)
+
+
+def assert_close(found: Arrays, expected: Arrays) -> None:
+    for key, value in found.items():
+        np.testing.assert_allclose(value, expected[key], rtol=1e-12, atol=1e-14, err_msg=key)
+
+
+def test_the_mean_is_weighted_by_the_losses(federation: Federations) -> None:
+    """Losses 3 and 1, whatever the numbers of images: (3 w_0 + w_1) / 4, statistics of batch norm included."""
+    trace = Trace(federation((8, 12), dtype=torch.float64), strategy(), 1, lambda r, i: [3.0, 1.0][i])
+    assert_close(trace.models[1], trace.mean(1, [3, 1]))
+    assert "1.running_var" in trace.models[1]
+
+
+def test_the_losses_are_those_that_training_saw(federation: Federations) -> None:
+    fed = federation((8, 12), dtype=torch.float64)
+    seen: dict[int, float] = {}
+
+    def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        seen[partition] = reply["metrics"]["train-loss"]
+
+    rule = strategy()
+    rule.start(fed.grid(between(fed.app(), hook)), fed.arrays(), num_rounds=1)
+    assert list(rule.shares.values()) == [seen[0], seen[1]]
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("clients", [2, 3, 5])
+def test_equal_losses_and_equal_sizes_equal_fedavg_bit_for_bit(
+    federation: Federations, clients: int, loss: float
+) -> None:
+    fed = federation((6,) * clients, dtype=torch.float64)
+    ours = Trace(fed, strategy(), 3, lambda r, i: loss)
+    theirs = Trace(fed, FedAvg(fraction_evaluate=0.0), 3, lambda r, i: loss)
+    for key, value in theirs.models[3].items():
+        assert value.tobytes() == ours.models[3][key].tobytes(), key
+
+
+# --- the switch --------------------------------------------------------------
+
+
+def test_after_the_switch_it_is_fedprox_with_equal_weights(federation: Federations) -> None:
+    fed = federation((8, 12), dtype=torch.float64)
+    rule = strategy(patience=2, proximal_mu=0.5)
+    trace = Trace(fed, rule, 4, lambda r, i: [1.05, 1.0][i])
+    assert trace.mu == [None, None, 0.5, 0.5]
+    assert rule.notes() == {"switch_round": 3}
+    assert_close(trace.models[2], trace.mean(2, [1.05, 1.0]))
+    assert_close(trace.models[3], trace.mean(3, [1, 1]))
+    assert_close(trace.models[4], trace.mean(4, [1, 1]))
+
+
+def test_the_proximal_term_holds_the_clients(federation: Federations) -> None:
+    fed = federation((8, 8), dtype=torch.float64)
+    free, held = (Trace(fed, strategy(patience=1, proximal_mu=mu), 2, lambda r, i: 1.0).models[1:] for mu in (0.0, 5.0))
+    moved = [float(np.abs(two["4.weight"] - one["4.weight"]).sum()) for one, two in (free, held)]
+    assert moved[1] < moved[0]
+
+
+def switch(federation: Federations, spreads: Sequence[float], **options: Any) -> int | None:
+    """The first round of FedProx where two clients' losses have these standard deviations."""
+    rule = strategy(**options)
+    Trace(federation((4, 4)), rule, len(spreads), lambda r, i: 2.0 + (-1) ** i * spreads[r - 1])
+    return rule.notes()["switch_round"]
+
+
+def test_five_rounds_in_a_row_by_default(federation: Federations) -> None:
+    assert switch(federation, [0.05] * 5) == 6
+    assert switch(federation, [0.05] * 4) is None
+
+
+def test_a_round_that_is_not_alike_begins_the_count_anew(federation: Federations) -> None:
+    assert switch(federation, [0.05, 0.05, 0.5, 0.05, 0.05, 0.05, 0.05], patience=3) == 7
+    assert switch(federation, [0.05, 0.5] * 3, patience=2) is None
+
+
+def test_the_deviation_is_that_of_the_population_and_may_equal_epsilon(federation: Federations) -> None:
+    """Losses 2.25 and 1.75: 0.25 for the population, 0.354 for a sample."""
+    assert switch(federation, [0.25], patience=1, epsilon=0.25) == 2
+    assert switch(federation, [0.25], patience=1, epsilon=0.24) is None
+
+
+def test_there_is_no_way_back(federation: Federations) -> None:
+    assert switch(federation, [0.0, 0.0, 1.5, 1.5], patience=2) == 3
+
+
+def test_a_strategy_that_is_used_again_begins_anew(federation: Federations) -> None:
+    fed, rule = federation((4, 4)), strategy(patience=1)
+    assert Trace(fed, rule, 2, lambda r, i: 1.0).mu == [None, 0.01]
+    assert Trace(fed, rule, 2, lambda r, i: 1.0 + i).mu == [None, None]
+    assert rule.notes() == {"switch_round": None}
+
+
+def test_mu_is_fedprox_s_by_default() -> None:
+    assert FedBS().proximal_mu == FedProx().proximal_mu == 0.01
+
+
+# --- losses that cannot be weights -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"), [(None, "= None"), (-0.5, "= -0.5"), (float("nan"), "= nan"), (float("inf"), "= inf")]
+)
+def test_a_reply_whose_loss_cannot_be_a_weight_is_left_out_and_named(
+    federation: Federations, flower_log: pytest.LogCaptureFixture, loss: Any, words: str
+) -> None:
+    fed = federation((8, 12, 6), dtype=torch.float64)
+    trace = Trace(fed, strategy(), 1, lambda r, i: [3.0, loss, 1.0][i])
+    assert_close(trace.models[1], trace.mean(1, [3, 0, 1]))
+    (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
+    assert "client 1 (node 2)" in line
+    assert f"'train-loss' {words}, which cannot be a weight" in line
+
+
+def test_a_loss_of_zero_is_a_weight_of_zero(federation: Federations) -> None:
+    trace = Trace(federation((8, 12), dtype=torch.float64), strategy(), 1, lambda r, i: [0.0, 2.0][i])
+    assert_close(trace.models[1], trace.replies[1, 1])
+
+
+def test_fedprox_needs_no_losses(federation: Federations) -> None:
+    fed = federation((8, 12), dtype=torch.float64)
+    trace = Trace(fed, strategy(patience=1), 2, lambda r, i: 1.0 if r == 1 else None)
+    assert_close(trace.models[2], trace.mean(2, [1, 1]))
+
+
+def test_no_usable_loss_at_all_ends_the_run(federation: Federations) -> None:
+    with pytest.raises(RunFailed, match=r"0 of 2 clients sent a usable reply(.|\n)*'train-loss' = None"):
+        Trace(federation(), strategy(), 1, lambda r, i: None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"epsilon": -0.1}, {"patience": 0}, {"proximal_mu": -1}, {"epsilon": float("nan")}]
+)
+def test_settings_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"{next(iter(options))} is"):
+        FedBS(**options)

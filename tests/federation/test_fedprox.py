@@ -1,0 +1,93 @@
+"""FedProx: the proximal term is asked for, and is what it should be; and the twin of rules without batch norm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.strategies import FedAvg, FedProx
+
+Federations = Callable[..., Any]
+
+
+def run(fed: Any, strategy: Any, rounds: int = 3) -> dict[str, np.ndarray]:
+    models: list[ArrayRecord] = []
+    strategy.start(fed.grid(), fed.arrays(), num_rounds=rounds, evaluate_fn=lambda _, arrays: models.append(arrays))
+    return unpack(models[-1])
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return all(a[key].tobytes() == b[key].tobytes() for key in a)
+
+
+def test_mu_of_zero_is_fedavg(federation: Federations) -> None:
+    fed = federation((4, 8), lr=0.1, momentum=0.9)
+    plain = run(fed, FedAvg(fraction_evaluate=0.0))
+    assert same(run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.0)), plain)
+    assert not same(run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.5)), plain)
+
+
+def test_a_round_equals_sgd_on_the_loss_with_the_term(federation: Federations) -> None:
+    """The twin writes mu/2 ||w - w_t||^2 into the loss and lets autograd find the gradient."""
+    fed = federation((6, 6), model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 3)), dtype=torch.float64, lr=0.1)
+    ends = []
+    for data in fed.data:
+        model = copy.deepcopy(fed.model)
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in data.batches:
+            optimizer.zero_grad()
+            distance = sum(((p - s) ** 2).sum() for p, s in zip(model.parameters(), start, strict=True))
+            (F.cross_entropy(model(x), y) + 0.7 / 2 * distance).backward()
+            optimizer.step()
+        ends.append(model.state_dict())
+    ours = run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.7), 1)
+    for key, value in ours.items():
+        np.testing.assert_allclose(value, (ends[0][key] + ends[1][key]).numpy() / 2, rtol=1e-12, atol=1e-13)
+
+
+def test_flowers_own_fedprox_asks_our_client_for_the_same(federation: Federations) -> None:
+    fed = federation((6, 6), lr=0.1)
+    ours = run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.4))
+    theirs = run(fed, flower.FedProx(fraction_evaluate=0.0, proximal_mu=0.4))
+    for key, value in ours.items():
+        np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-6)
+
+
+def test_a_negative_mu_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"proximal_mu is -0\.1"):
+        FedProx(proximal_mu=-0.1)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_group_norm_with_one_local_step_is_centralised_sgd(federation: Federations, momentum: float) -> None:
+    """Without batch statistics the mean of gradients is the gradient of the union; so FedAvg needs no cure."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        )  # fmt: skip
+
+    fed = federation((5, 5, 5), batches=1, model=net, dtype=torch.float64, lr=0.1, steps=1, momentum=momentum,
+                     keep_momentum=True)  # fmt: skip
+    twin = copy.deepcopy(fed.model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=momentum)
+    x, y = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
+    for _ in range(10):
+        optimizer.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        optimizer.step()
+    ours = run(fed, FedAvg(fraction_evaluate=0.0), 10)
+    for key, value in twin.state_dict().items():
+        np.testing.assert_allclose(ours[key], value.numpy(), rtol=1e-10, atol=1e-12)

@@ -1,0 +1,285 @@
+"""FedTAN as a strategy: messages, sessions and aggregation, against centralised training in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
+from fedbn_flwr.client import app as client_app_module
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.exchange.step import LayerwiseStep
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.strategies import FedAvg, FedAvgGlobalStats, FedTAN, FedTANII
+from tests.support.cohort import run_cohort
+
+Federations = Callable[..., Any]
+
+
+def two_norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 2), nn.BatchNorm2d(5),
+        nn.ReLU(), nn.Flatten(), nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+def run(fed: Any, strategy: Any, rounds: int, grid: Any = None) -> dict[str, np.ndarray]:
+    last: list[ArrayRecord] = []
+    strategy.start(
+        grid or fed.grid(), fed.arrays(), num_rounds=rounds, evaluate_fn=lambda _, arrays: last.append(arrays)
+    )
+    return unpack(last[-1])
+
+
+def centralised(fed: Any, rounds: int, *, lr: float, momentum: float = 0.0) -> dict[str, np.ndarray]:
+    """The twin: one model on the union of the clients' first batches."""
+    model = copy.deepcopy(fed.model).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    x = torch.cat([data.batches[0][0] for data in fed.data])
+    y = torch.cat([data.batches[0][1] for data in fed.data])
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(value - b[key]).max()) for key, value in a.items())
+
+
+@pytest.mark.parametrize("exchange", ["fused", "paper"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_twenty_rounds_equal_twenty_steps_of_centralised_sgd(
+    federation: Federations, exchange: str, momentum: float
+) -> None:
+    fed = federation(
+        (6, 6, 6),
+        batches=1,
+        model=two_norms,
+        dtype=torch.float64,
+        lr=0.1,
+        steps=1,
+        momentum=momentum,
+        keep_momentum=True,
+    )
+    ours = run(fed, FedTAN(fraction_evaluate=0.0, exchange=exchange), 20)
+    twin = centralised(fed, 20, lr=0.1, momentum=momentum)
+    assert distance(ours, twin) < 1e-10
+    plain = run(fed, FedAvg(fraction_evaluate=0.0), 20)
+    assert distance(plain, twin) > 1e-3
+
+
+def test_unequal_batches_equal_the_union_when_weighted_by_batch(federation: Federations) -> None:
+    fed = federation((3, 8, 5), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
+    assert distance(run(fed, FedTAN(fraction_evaluate=0.0, weights="batch"), 5), centralised(fed, 5, lr=0.1)) < 1e-10
+
+
+def test_weights_by_data_differ_from_those_by_batch_where_batches_are_equal(federation: Federations) -> None:
+    fed = federation((4, 8), model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
+    fed.data[1].batches = [(x[:2], y[:2]) for x, y in fed.data[1].batches]  # as large as the other's
+    assert len({len(data.batches[0][1]) for data in fed.data}) == 1
+    by_data, by_batch = (run(fed, FedTAN(fraction_evaluate=0.0, weights=w), 1) for w in ("data", "batch"))
+    assert distance(by_data, by_batch) > 1e-6
+
+
+def test_one_client_equals_fedavg(federation: Federations) -> None:
+    fed = federation((8,), model=two_norms, dtype=torch.float64, lr=0.1)
+    alone = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    plain = run(fed, FedAvg(**alone), 3)
+    for rule in (FedTAN, FedAvgGlobalStats):
+        assert distance(run(fed, rule(**alone), 3), plain) < 1e-10
+
+
+def test_local_steps_after_the_first_are_ordinary(federation: Federations) -> None:
+    """Three steps by hand: one with the others, which leaves client i at w - lr g_i, then two apart, then the mean."""
+    fed = federation((6, 6), batches=3, model=two_norms, dtype=torch.float64, lr=0.1, steps=3)
+    ours = run(fed, FedTAN(fraction_evaluate=0.0), 1)
+    copies = [copy.deepcopy(fed.model).train() for _ in fed.data]
+    works = [
+        lambda exchange, m=m, b=data.batches[0]: LayerwiseStep(exchange)(m, *b, F.cross_entropy)
+        for m, data in zip(copies, fed.data, strict=True)
+    ]
+    run_cohort(works, [1.0, 1.0])
+    for model, data in zip(copies, fed.data, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        for x, y in data.batches[1:]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    mean = {key: sum(m.state_dict()[key].numpy() for m in copies) / 2 for key in ours}
+    assert distance(ours, mean) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "rounds"),
+    [(FedTAN, {"exchange": "paper"}, 58), (FedTAN, {}, 39), (FedAvgGlobalStats, {}, 20), (FedAvg, {}, 1)],
+    ids=["FedTAN paper", "FedTAN fused", "forward only", "FedAvg"],
+)
+def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(
+    federation: Federations, rule: Any, options: dict[str, Any], rounds: int
+) -> None:
+    """FedTAN paper, Table 3 and Appendix G: 3L + 1 = 58 rounds, and 4 x 1,376 floats more than FedAvg's."""
+    fed = federation((2,) * 5, batches=1, model=lambda: build_model("resnet20", 10, in_channels=2), steps=1)
+    metered = MeteredGrid(fed.grid())
+    rule(fraction_evaluate=0.0, **options).start(metered, fed.arrays(), num_rounds=1)
+    traffic = metered.take()
+    # Two input channels rather than three: 144 weights less in the first convolution.
+    model = 271_098 - 144
+    forward = 1_376 if rule is not FedAvg else 0
+    backward = 1_376 if rule is FedTAN else 0
+    assert traffic.communication_rounds == rounds
+    assert traffic.bytes_down == traffic.bytes_up == 4 * 5 * (model + forward + backward)
+    assert traffic.messages_down == traffic.messages_up == 5 * rounds
+
+
+def test_the_papers_mib_per_iteration() -> None:
+    """6.2679 MiB for FedTAN and 6.2049 for FedAvg+BN: one broadcast and five uploads of what the test above counts."""
+    assert round(6 * 4 * 271_098 / 2**20, 4) == 6.2049
+    assert round(6 * 4 * (271_098 + 2 * 1_376) / 2**20, 4) == 6.2679
+
+
+def test_parked_and_replayed_rounds_give_the_same_model(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_dropout() -> nn.Module:
+        return nn.Sequential(two_norms()[:4], nn.Dropout(0.3), *two_norms()[4:])
+
+    fed = federation((6, 6), model=with_dropout, lr=0.1, momentum=0.9)
+    parked = run(fed, FedTAN(fraction_evaluate=0.0), 2)
+
+    class Forgetful(dict):  # type: ignore[type-arg]
+        """As if every message came to another process."""
+
+        def pop(self, key: Any, default: Any = None) -> Any:
+            if (held := super().pop(key, default)) is not None:
+                held.session.abandon()
+            return None
+
+    monkeypatch.setattr(client_app_module, "_parked", Forgetful())
+    replayed = run(fed, FedTAN(fraction_evaluate=0.0), 2)
+    assert all(parked[key].tobytes() == replayed[key].tobytes() for key in parked)
+
+
+def test_workers_and_one_process_give_the_same_model(federation: Federations) -> None:
+    fed = federation((6, 6, 6), model=two_norms)
+    here = run(fed, FedTAN(fraction_evaluate=0.0), 2)
+    with fed.grid(workers=2) as grid:
+        apart = run(fed, FedTAN(fraction_evaluate=0.0), 2, grid)
+    assert all(here[key].tobytes() == apart[key].tobytes() for key in here)
+
+
+def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((6, 6, 6), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
+
+    class Losing(LocalGrid):
+        exchanges = 0
+
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            self.exchanges += 1
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            # From the second exchange on node 2 is gone.
+            return [r for r in replies if r.metadata.src_node_id != 2 or self.exchanges < 2]
+
+    strategy = FedTAN(fraction_evaluate=0.0)
+    ours = run(fed, strategy, 1, Losing(fed.app(), 3))
+    assert all(np.isfinite(value).all() for value in ours.values())
+    assert strategy._asked == 2
+
+
+def test_too_few_answers_to_an_exchange_end_the_run_with_reasons(federation: Federations) -> None:
+    fed = federation((6, 6), model=two_norms)
+
+    def make(context: Any) -> Any:
+        if context.node_config["partition-id"] == 1:
+            raise OSError("the disk is gone")
+        return fed.make_client(context)
+
+    with pytest.raises(RunFailed, match=r"client 1 could not take part.*the disk is gone"):
+        FedTAN(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)
+
+
+def test_clients_that_share_one_model_are_told_so(federation: Federations) -> None:
+    """Rounds run side by side: one model cannot be in the middle of two."""
+    fed = federation((6, 6), model=two_norms)
+    model = two_norms()
+
+    def make(context: Any) -> BNClient:
+        return BNClient(model, fed.data[int(context.node_config["partition-id"])], context=context)
+
+    with pytest.raises(RunFailed, match="another client is in the middle of a round with this very model"):
+        FedTAN(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)
+    FedAvg(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)  # one by one
+
+
+def test_clients_of_different_models_are_told_apart(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((6, 6, 6), model=two_norms)
+    other = federation((6, 6, 6))
+
+    def make(context: Any) -> Any:
+        return (other if context.node_config["partition-id"] == 2 else fed).make_client(context)
+
+    with pytest.raises(RunFailed, match="client 2"):
+        FedTAN(fraction_evaluate=0.0, min_train_nodes=3).start(
+            LocalGrid(client_app(make), 3), fed.arrays(), num_rounds=1
+        )
+
+
+def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> None:
+    fed = federation((6, 6, 6), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
+    rounds: list[int] = []
+    models: list[dict[str, np.ndarray]] = []
+    metered = MeteredGrid(fed.grid())
+
+    def note(server_round: int, arrays: ArrayRecord) -> None:
+        rounds.append(metered.take().communication_rounds)
+        models.append(unpack(arrays))
+
+    FedTANII(fraction_evaluate=0.0, fedtan_rounds=2).start(metered, fed.arrays(), num_rounds=4, evaluate_fn=note)
+    assert rounds == [0, 5, 5, 1, 1]
+    assert distance(models[2], centralised(fed, 2, lr=0.1)) < 1e-10
+    # The twin of the rest: centralised SGD with batch norm in evaluation mode.
+    twin = copy.deepcopy(fed.model)
+    twin.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in models[2].items()}, strict=False)
+    twin.train()
+    twin[1].eval(), twin[4].eval()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    x, y = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        optimizer.step()
+    assert distance(models[4], {key: value.numpy() for key, value in twin.state_dict().items()}) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: FedTAN(exchange="both"), "exchange is 'both'"),
+        (lambda: FedTAN(weights="none"), "weights is 'none'"),
+        (lambda: FedTANII(fedtan_rounds=-1), "fedtan_rounds is -1"),
+    ],
+)
+def test_wrong_arguments_are_named(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        make()
+
+
+def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
+    fed = federation((4, 4), model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 3)))
+    with pytest.raises(SettingsError, match=r"model\.norm=bn"):
+        run(fed, FedTAN(fraction_evaluate=0.0), 1)

@@ -1,0 +1,307 @@
+"""FedWon: networks without normalisation against timm's layers and clipping, and the rule that asks for them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context
+from timm.layers import ScaledStdConv2d
+from timm.utils.agc import adaptive_clip_grad
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, build_model, client_app, convert_norm
+from fedbn_flwr.client.training import AdaptiveClip
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.norms.wsconv import RELU_GAMMA, WSConv2d
+from fedbn_flwr.strategies import FedAvg, FedWon
+
+Federations = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def won_net() -> nn.Module:
+    layers = nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 3)
+    )
+    return convert_norm(layers, "won")
+
+
+# --- the convolution ---------------------------------------------------------
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stride and padding": {"stride": 2, "padding": 1},
+    "groups": {"groups": 2},
+    "depthwise": {"groups": 4, "padding": (1, 2)},
+    "dilation": {"dilation": 2},
+    "no bias": {"bias": False},
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_convolution_equals_timm_s_with_a_gain_of_one(name: str) -> None:
+    options = {"padding": 0, **CONVOLUTIONS[name]}
+    gamma = 1.3
+    ours = WSConv2d(4, 8, 3, gamma=gamma, dtype=torch.float64, **options)
+    theirs = ScaledStdConv2d(4, 8, 3, gamma=gamma, dtype=torch.float64, **options)
+    theirs.load_state_dict(ours.state_dict() | {"gain": torch.ones(8, 1, 1, 1, dtype=torch.float64)})
+    x, there = (torch.randn(3, 4, 9, 9, dtype=torch.float64).requires_grad_() for _ in range(2))
+    there.data.copy_(x.data)
+    y, expected = ours(x), theirs(there)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    seed = torch.randn_like(y)
+    y.backward(seed)
+    expected.backward(seed)
+    torch.testing.assert_close(x.grad, there.grad, rtol=1e-12, atol=1e-12)
+    for key, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs.get_parameter(key).grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_weights_are_standardised_as_the_paper_s_equation_says() -> None:
+    """W^_ij = gamma (W_ij - mu_i) / (sigma_i sqrt(N)), in plain arithmetic."""
+    conv = WSConv2d(3, 2, 2, dtype=torch.float64, eps=1e-30)
+    for filter_, found in zip(conv.weight.detach().tolist(), conv.standardised().detach().tolist(), strict=True):
+        flat = np.array(filter_).ravel()
+        mu = math.fsum(flat) / 12
+        sigma = math.sqrt(math.fsum((flat - mu) ** 2) / 12)
+        np.testing.assert_allclose(np.array(found).ravel(), RELU_GAMMA * (flat - mu) / (sigma * 12**0.5), rtol=1e-12)
+
+
+def test_gamma_is_brock_s_for_relu() -> None:
+    """1 / deviation of relu(x) for a standard normal x: mean 1/sqrt(2 pi), mean square 1/2."""
+    assert pytest.approx(1 / math.sqrt(0.5 - 1 / (2 * math.pi)), rel=1e-15) == RELU_GAMMA
+    assert WSConv2d(1, 1, 3).gamma == RELU_GAMMA
+    x = torch.randn(2_000_000, dtype=torch.float64)
+    assert float((RELU_GAMMA * F.relu(x)).var()) == pytest.approx(1, abs=0.01)
+
+
+def test_scale_and_mean_of_the_raw_weights_do_not_matter() -> None:
+    conv = WSConv2d(4, 8, 3, dtype=torch.float64, eps=1e-30)
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    before = conv(x)
+    with torch.no_grad():
+        conv.weight.mul_(7).add_(3)
+    torch.testing.assert_close(conv(x), before, rtol=1e-11, atol=1e-11)
+
+
+def test_padding_modes_are_those_of_a_convolution() -> None:
+    conv = WSConv2d(2, 3, 3, padding=1, padding_mode="circular", dtype=torch.float64)
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    expected = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.standardised(), conv.bias)
+    torch.testing.assert_close(conv(x), expected, rtol=1e-12, atol=1e-12)
+
+
+# --- convert_norm(model, "won") ----------------------------------------------
+
+
+def test_resnet20_has_a_bias_where_it_had_gamma_and_beta() -> None:
+    model = build_model("resnet20", 10, "won")
+    assert sum(p.numel() for p in model.parameters()) == 269_722 - 1_376 + 688
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert len(convolutions) == 19
+    assert all(type(conv) is WSConv2d and not conv.bias.any() for conv in convolutions)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+def test_the_state_dict_has_weights_and_biases_alone() -> None:
+    keys = ["conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias", "classify.weight", "classify.bias"]
+    assert list(build_model("cnn", 10, "won").state_dict()) == keys
+
+
+def test_the_weights_are_those_of_the_model_before() -> None:
+    torch.manual_seed(3)
+    before = build_model("resnet20", 10).state_dict()
+    torch.manual_seed(3)
+    model = build_model("resnet20", 10, "won")
+    assert torch.rand(1).equal(_drawn_after_a_resnet20())
+    for key, value in model.state_dict().items():
+        if key.endswith("weight"):
+            assert value.equal(before[key]), key
+
+
+def _drawn_after_a_resnet20() -> Tensor:
+    torch.manual_seed(3)
+    build_model("resnet20", 10)
+    return torch.rand(1)
+
+
+def test_torchvision_s_resnet18_converts_and_trains() -> None:
+    import torchvision
+
+    model = convert_norm(torchvision.models.resnet18(weights=None, num_classes=5), "won").train()
+    assert isinstance(model.layer2[0].downsample[0], WSConv2d)
+    assert isinstance(model.layer2[0].downsample[1], nn.Identity)
+    assert (model.conv1.stride, model.conv1.padding, model.conv1.kernel_size) == ((2, 2), (3, 3), (7, 7))
+    F.cross_entropy(model(torch.randn(1, 3, 64, 64)), torch.tensor([2])).backward()  # a batch of one image
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_conversion_keeps_dtype_mode_and_what_trains(training: bool) -> None:
+    model = build_model("cnn", 10).to(torch.float64).train(training)
+    model.conv1.requires_grad_(False)
+    assert convert_norm(model, "won") is model
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert all(module.training is training for module in model.modules())
+    trains = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trains == {"conv2.weight", "conv2.bias", "classify.weight", "classify.bias"}
+
+
+def test_conversion_keeps_the_device() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4)).to("meta")
+    assert {p.device.type for p in convert_norm(model, "won").parameters()} == {"meta"}
+
+
+def test_a_bias_that_is_there_stays() -> None:
+    conv = nn.Conv2d(2, 4, 3)
+    weight, bias = conv.weight, conv.bias
+    new = convert_norm(nn.Sequential(conv), "won")[0]
+    assert new.weight is weight
+    assert new.bias is bias
+
+
+def test_a_convolution_used_in_two_places_stays_one() -> None:
+    shared = nn.Conv2d(4, 4, 3, padding=1)
+    model = convert_norm(nn.Sequential(shared, nn.ReLU(), shared), "won")
+    assert isinstance(model[0], WSConv2d)
+    assert model[2] is model[0]
+
+
+def test_converting_twice_is_converting_once() -> None:
+    model = build_model("cnn", 10, "won")
+    layers = list(model.modules())
+    assert list(convert_norm(model, "won").modules()) == layers
+
+
+def test_a_model_that_is_itself_a_convolution_is_replaced() -> None:
+    assert type(convert_norm(nn.Conv2d(2, 4, 3), "won")) is WSConv2d
+
+
+def test_other_kinds_leave_convolutions_alone() -> None:
+    assert type(build_model("cnn", 10, "none").conv1) is nn.Conv2d
+
+
+def test_a_filter_of_one_weight_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Sequential(nn.Conv2d(4, 4, 1, groups=4)))
+    with pytest.raises(SettingsError, match=r"a filter of 1\.0 is a single weight"):
+        convert_norm(model, "won")
+
+
+# --- adaptive gradient clipping ----------------------------------------------
+
+
+def random_parameters(scale: float) -> list[nn.Parameter]:
+    shapes = [(6, 3, 3, 3), (6,), (5, 12), (5,), (4, 1, 3, 3), (2, 3, 5), ()]
+    parameters = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
+    parameters.append(nn.Parameter(torch.zeros(3, 4, dtype=torch.float64)))  # shorter than eps
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter) * scale
+    parameters[2].grad[0] = 0.0
+    return parameters
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize("factor", [0.01, 0.1, 1.0])
+def test_clipping_equals_timm_s(scale: float, factor: float) -> None:
+    ours = random_parameters(scale)
+    theirs = copy.deepcopy(ours)
+    for one, two in zip(ours, theirs, strict=True):
+        two.grad = one.grad.clone()
+    AdaptiveClip(ours, factor)()
+    adaptive_clip_grad(theirs, factor)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-13, atol=0)
+
+
+def test_some_units_are_clipped_and_others_are_not() -> None:
+    """The test of the tests above: both branches are taken."""
+    parameters = random_parameters(0.1)
+    before = [parameter.grad.clone() for parameter in parameters]
+    AdaptiveClip(parameters, 0.1)()
+    kept = [bool(p.grad.equal(old)) for p, old in zip(parameters, before, strict=True)]
+    assert len(set(kept)) == 2
+
+
+def test_a_parameter_without_gradient_is_passed_over() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    AdaptiveClip([parameter], 0.1)()
+    assert parameter.grad is None
+
+
+def test_a_client_clips_all_but_the_last_linear_layer(federation: Federations) -> None:
+    """A round against a hand-written one with timm's clipping."""
+    fed = federation((8,), batches=4, model=won_net, dtype=torch.float64, lr=0.5, momentum=0.9)
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0], **fed.options)
+    found = client.train_round(unpack(fed.arrays()), {"fedbn.clip": 0.02}).arrays
+
+    def by_hand(exempt: set[str]) -> dict[str, Tensor]:
+        twin = copy.deepcopy(fed.model).train()
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=0.9)
+        for inputs, targets in fed.data[0].batches:
+            optimizer.zero_grad()
+            F.cross_entropy(twin(inputs), targets).backward()
+            adaptive_clip_grad([p for name, p in twin.named_parameters() if name not in exempt], 0.02)
+            optimizer.step()
+        return twin.state_dict()
+
+    last = {"5.weight", "5.bias"}
+    for key, value in by_hand(last).items():
+        np.testing.assert_allclose(found[key], value.numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
+    for exempt in (set(), last | {"4.weight", "4.bias"}, {name for name, _ in fed.model.named_parameters()}):
+        assert not np.allclose(found["5.weight"], by_hand(exempt)["5.weight"].numpy(), rtol=1e-6)
+
+
+# --- the rule ----------------------------------------------------------------
+
+
+def asked(federation: Federations, strategy: FedWon) -> set[Any]:
+    fed, seen = federation((4, 4), model=won_net), set()
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        seen.add(config.get("fedbn.clip"))
+        return fed.make_client(context)
+
+    strategy.start(fed.grid(client_app(make)), fed.arrays(), num_rounds=2)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "clip"), [({}, 0.1), ({"clip": 0.5}, 0.5), ({"clip": 0}, None), ({"clip": None}, None)]
+)
+def test_clients_are_asked_to_clip(federation: Federations, options: dict[str, Any], clip: float | None) -> None:
+    assert asked(federation, FedWon(fraction_evaluate=0.0, **options)) == {clip}
+
+
+def test_without_clipping_it_is_fedavg(federation: Federations) -> None:
+    fed = federation((8, 12), model=won_net)
+    ours, theirs, clipped = (
+        unpack(rule.start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
+        for rule in (FedWon(clip=0), FedAvg(), FedWon(clip=0.01))
+    )
+    assert all(ours[key].tobytes() == value.tobytes() for key, value in theirs.items())
+    assert any(clipped[key].tobytes() != value.tobytes() for key, value in theirs.items())
+
+
+def test_a_model_with_batch_norm_is_refused(federation: Federations) -> None:
+    fed = federation()
+    with pytest.raises(SettingsError, match=r"the model has batch norm \('1\.running_mean'\).*model\.norm=won"):
+        FedWon().start(fed.grid(), fed.arrays(), num_rounds=1)
+
+
+def test_a_negative_clip_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"clip is -0\.1; expected zero or more"):
+        FedWon(clip=-0.1)

@@ -1,0 +1,343 @@
+"""FixBN: ordinary batch norm up to round T*, then statistics that stand still."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.strategies import FedAvg, FixBN, prepare
+
+Federations = Callable[..., Any]
+Arrays = dict[str, np.ndarray]
+STATISTICS = {"1.running_mean", "1.running_var"}
+AFFINE = {"1.weight", "1.bias"}
+WEIGHTS = {"0.weight", "4.weight", "4.bias"}
+
+
+def run(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None) -> list[Arrays]:
+    """The global model before the first round and after each."""
+    models: list[Arrays] = []
+
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
+        models.append(unpack(arrays))
+
+    strategy.start(fed.grid(app), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
+    assert len(models) == rounds + 1
+    return models
+
+
+def moved(before: Arrays, after: Arrays) -> set[str]:
+    return {key for key in before if before[key].tobytes() != after[key].tobytes()}
+
+
+def freezes(fed: Any, strategy: Any, rounds: int) -> list[str]:
+    """What clients were asked to freeze in each round."""
+    asked: dict[int, str] = {}
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        asked.setdefault(int(config["server-round"]), str(config.get("fedbn.freeze", "")))
+        return fed.make_client(context)
+
+    run(fed, strategy, rounds, client_app(make))
+    return [asked[number] for number in range(1, rounds + 1)]
+
+
+# --- when --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("freeze_round", "free"), [(0, 0), (1, 1), (3, 3), (4, 4), (0.5, 2), (0.0, 0), (1.0, 4), (0.74, 2), (0.75, 3)]
+)
+def test_clients_are_asked_to_freeze_after_round_t(federation: Federations, freeze_round: float, free: int) -> None:
+    strategy = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=freeze_round)
+    assert freezes(federation((4, 4)), strategy, 4) == [""] * free + ["statistics"] * (4 - free)
+    assert strategy.notes() == {"freeze_round": free, "frozen": ["statistics"]}
+
+
+def test_half_of_the_rounds_is_the_default(federation: Federations) -> None:
+    assert freezes(federation((4, 4)), FixBN(FedAvg(fraction_evaluate=0.0)), 2) == ["", "statistics"]
+
+
+@pytest.mark.parametrize("fraction", [0.07, 0.29, 0.5, 0.57, 0.58])
+def test_a_fraction_of_a_hundred_rounds_is_the_round_it_names(federation: Federations, fraction: float) -> None:
+    """0.29 * 100 is 28.999999999999996 in floating point."""
+    strategy = FixBN(FedAvg(), freeze_round=fraction)
+    prepare(strategy, 100, federation().arrays())
+    assert strategy.notes()["freeze_round"] == round(fraction * 100)
+
+
+def test_a_strategy_that_is_used_again_counts_anew(federation: Federations) -> None:
+    fed, strategy = federation((4, 4)), FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=0.5)
+    assert freezes(fed, strategy, 2) == ["", "statistics"]
+    assert freezes(fed, strategy, 4) == ["", "", "statistics", "statistics"]
+
+
+def test_evaluation_is_not_asked_to_freeze(federation: Federations) -> None:
+    fed, seen = federation((4, 4)), []
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        seen.append(dict(config))
+        return fed.make_client(context)
+
+    run(fed, FixBN(FedAvg(), freeze_round=0), 1, client_app(make))
+    assert sum("fedbn.freeze" in config for config in seen) == 2
+    assert len(seen) == 4
+
+
+def test_freezing_after_the_last_round_equals_the_base_bit_for_bit(federation: Federations) -> None:
+    fed = federation((8, 12), momentum=0.9)
+    for freeze_round in (3, 1.0):
+        assert not moved(run(fed, FedAvg(), 3)[-1], run(fed, FixBN(FedAvg(), freeze_round=freeze_round), 3)[-1])
+
+
+def test_freezing_changes_what_is_learned(federation: Federations) -> None:
+    fed = federation((8, 12))
+    assert moved(run(fed, FedAvg(), 2)[-1], run(fed, FixBN(FedAvg(), freeze_round=1), 2)[-1]) >= WEIGHTS | AFFINE
+
+
+def test_freezing_after_more_rounds_than_there_are_is_refused(federation: Federations) -> None:
+    fed = federation()
+    with pytest.raises(SettingsError, match="freeze_round is 4, but there are 3 rounds; expected 0 to 3"):
+        run(fed, FixBN(FedAvg(), freeze_round=4), 3)
+
+
+@pytest.mark.parametrize("freeze_round", [-1, -0.5, 1.5, True, "half", None, float("nan")])
+def test_a_freeze_round_that_means_nothing_is_refused(freeze_round: Any) -> None:
+    with pytest.raises(SettingsError, match="freeze_round is"):
+        FixBN(FedAvg(), freeze_round=freeze_round)
+
+
+@pytest.mark.parametrize("freeze", [[], ["weights"], "statistic", ["statistics", "counter"]])
+def test_only_statistics_and_affine_can_be_frozen(freeze: Any) -> None:
+    with pytest.raises(SettingsError, match=r"freeze is .* one or both of \['affine', 'statistics'\]"):
+        FixBN(FedAvg(), freeze=freeze)
+
+
+def test_it_wraps_a_strategy() -> None:
+    with pytest.raises(TypeError, match=r"FixBN wraps a strategy, for instance FixBN\(FedAvg\(\), \.\.\.\); found str"):
+        FixBN("FedAvg")  # type: ignore[arg-type]
+
+
+# --- what --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("freeze", "still"),
+    [
+        (("statistics",), STATISTICS),
+        ("statistics", STATISTICS),
+        (("affine",), AFFINE),
+        (("statistics", "affine"), STATISTICS | AFFINE),
+    ],
+)
+def test_what_is_frozen_stands_still_and_all_else_moves(federation: Federations, freeze: Any, still: set[str]) -> None:
+    models = run(federation((8, 12, 6)), FixBN(FedAvg(), freeze_round=2, freeze=freeze), 5)
+    everything = STATISTICS | AFFINE | WEIGHTS
+    for server_round in (1, 2):
+        assert moved(models[server_round - 1], models[server_round]) == everything
+    for server_round in (3, 4, 5):
+        assert moved(models[server_round - 1], models[server_round]) == everything - still
+
+
+def test_round_zero_freezes_what_the_model_came_with(federation: Federations) -> None:
+    models = run(federation(), FixBN(FedAvg(), freeze_round=0), 2)
+    assert models[-1]["1.running_mean"].tolist() == [0] * 4
+    assert models[-1]["1.running_var"].tolist() == [1] * 4
+
+
+def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation: Federations) -> None:
+    """Equal clients, one step each: the mean of their gradients is that of the union of their batches.
+
+    The twin is one model on the union with its batch norm in evaluation mode, in float64.
+    """
+    fed = federation((6, 6, 6), batches=1, dtype=torch.float64, lr=0.3, steps=1)
+    models = run(fed, FixBN(FedAvg(), freeze_round=2), 6)
+    twin = copy.deepcopy(fed.model)
+    twin.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in models[2].items()}, strict=False)
+    twin.train()
+    twin[1].eval()
+    inputs, targets = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.3)
+    for server_round in (3, 4, 5, 6):
+        optimizer.zero_grad()
+        F.cross_entropy(twin(inputs), targets).backward()
+        optimizer.step()
+        state = twin.state_dict()
+        for key, value in models[server_round].items():
+            np.testing.assert_allclose(value, state[key].numpy(), rtol=1e-10, atol=1e-10, err_msg=key)
+    assert np.abs(models[6]["0.weight"] - models[2]["0.weight"]).max() > 1e-3, "something was learned"
+
+
+def test_before_the_freeze_it_does_not_equal_centralised_sgd(federation: Federations) -> None:
+    """The mismatch that FixBN removes: clients that differ normalise by other statistics than their union."""
+    fed = federation((6, 6, 6), batches=1, dtype=torch.float64, lr=0.3, steps=1)
+    models = run(fed, FedAvg(), 1)
+    twin = copy.deepcopy(fed.model).train()
+    inputs, targets = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
+    F.cross_entropy(twin(inputs), targets).backward()
+    with torch.no_grad():
+        expected = twin[0].weight - 0.3 * twin[0].weight.grad
+    assert np.abs(models[1]["0.weight"] - expected.numpy()).max() > 1e-3
+
+
+# --- with others -------------------------------------------------------------
+
+
+def ignoring(fed: Any, partition: int) -> ClientApp:
+    """A client that does not look at the key."""
+    inner, app = fed.app(), ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == partition:
+            message.content["config"].pop("fedbn.freeze", None)
+        return inner(message, context)
+
+    return app
+
+
+@pytest.mark.parametrize(("freeze", "key"), [("statistics", "1.running_mean"), ("affine", "1.weight")])
+def test_a_client_that_ignores_the_freeze_is_refused_by_name(federation: Federations, freeze: str, key: str) -> None:
+    fed = federation((4, 4, 4))
+    base = FedAvg(fraction_evaluate=0.0, min_train_nodes=3)
+    with pytest.raises(RunFailed) as caught:
+        run(fed, FixBN(base, freeze_round=1, freeze=[freeze]), 2, ignoring(fed, 1))
+    assert str(caught.value).startswith("round 2: 2 of 3 clients sent a usable reply, 3 are needed")
+    assert f"(node 2): it changed {key!r}, which is frozen" in str(caught.value)
+    assert "fedbn.freeze" in str(caught.value)
+
+
+def test_the_others_go_on_without_a_client_that_ignores_the_freeze(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((4, 4, 4))
+    models = run(fed, FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1), 2, ignoring(fed, 1))
+    assert moved(models[1], models[2]) == WEIGHTS | AFFINE
+    assert "it changed '1.running_mean', which is frozen" in flower_log.text
+
+
+def test_a_client_that_fails_in_a_frozen_round_is_left_out(federation: Federations) -> None:
+    fed = federation((4, 4, 4))
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        if "fedbn.freeze" in config and context.node_config["partition-id"] == 0:
+            raise OSError("gone")
+        return fed.make_client(context)
+
+    models = run(fed, FixBN(FedAvg(), freeze_round=1), 2, client_app(make))
+    assert moved(models[1], models[2]) == WEIGHTS | AFFINE
+
+
+def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
+    def net() -> nn.Module:
+        layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+        return convert_norm(layers, "gn")
+
+    with pytest.raises(SettingsError, match="FixBN freezes batch norm, and the model has none"):
+        run(federation(model=net), FixBN(FedAvg(), freeze_round=1), 2)
+
+
+def test_around_flower_s_own_fedavg(federation: Federations) -> None:
+    fed = federation((8, 12, 6))
+    theirs = run(fed, FixBN(flower.FedAvg(), freeze_round=1), 3)
+    ours = run(fed, FixBN(FedAvg(), freeze_round=1), 3)
+    assert moved(theirs[1], theirs[3]) == WEIGHTS | AFFINE
+    for key, value in theirs[3].items():
+        np.testing.assert_allclose(value, ours[3][key], rtol=1e-4, atol=1e-5)
+
+
+def test_around_flower_s_own_fedprox(federation: Federations) -> None:
+    models = run(federation((8, 12)), FixBN(flower.FedProx(proximal_mu=0.5), freeze_round=1), 3)
+    assert moved(models[1], models[3]) == WEIGHTS | AFFINE
+
+
+def test_a_fraction_needs_to_know_the_number_of_rounds(federation: Federations) -> None:
+    fed = federation()
+    with pytest.raises(RuntimeError, match=r"freeze_round=0\.5 depends on the number of rounds"):
+        FixBN(FedAvg(), freeze_round=0.5).configure_train(1, fed.arrays(), ConfigRecord(), fed.grid())
+
+
+# --- automatic ---------------------------------------------------------------
+
+
+def scripted(drifts: dict[int, list[float]], window: int, threshold: float, rounds: int) -> tuple[list[str], Any]:
+    """A federation of one batch norm whose clients' running mean moves by `drifts[partition][round]` of its length."""
+    start = {"weight": np.ones(1), "bias": np.zeros(1), "running_mean": np.array([1.0]), "running_var": np.array([0.0])}
+    asked: list[str] = []
+    means = dict.fromkeys(drifts, 1.0)
+
+    def train(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        config = message.content.config_records["config"]
+        arrays = dict(unpack(message.content.array_records["arrays"]))
+        if partition == 0:
+            asked.append(str(config.get("fedbn.freeze", "")))
+        if not config.get("fedbn.freeze"):
+            means[partition] *= 1 + drifts[partition][int(config["server-round"]) - 1]
+            arrays["running_mean"] = np.array([means[partition]])
+        metrics = MetricRecord({"num-examples": 1, "partition-id": partition})
+        return Message(RecordDict({"arrays": pack(arrays), "metrics": metrics}), reply_to=message)
+
+    app = ClientApp()
+    app.train()(train)
+    strategy = FixBN(
+        FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1),
+        freeze_round="auto", window=window, threshold=threshold,
+    )  # fmt: skip
+    strategy.start(LocalGrid(app, len(drifts)), pack(start), num_rounds=rounds)
+    return asked, strategy
+
+
+def test_the_round_is_chosen_when_every_client_changes_steadily() -> None:
+    """Relative changes from round 2 on. Window 3: client 0 is steady over rounds 4 to 6, client 1 over 5 to 7."""
+    drifts = {0: [0, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], 1: [0, 0.9, 0.1, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2]}
+    asked, strategy = scripted(drifts, window=3, threshold=1e-9, rounds=9)
+    assert asked == [""] * 7 + ["statistics"] * 2
+    assert strategy.notes()["freeze_round"] == 7
+
+
+def test_the_variance_of_the_change_is_what_counts_not_the_change() -> None:
+    """Changes 0.1 and 0.3 in turn have variance 0.01, whichever three of them: 2/9 * 0.04 = 0.00889."""
+    drifts = {0: [0, *([0.1, 0.3] * 6)]}
+    never, strategy = scripted(drifts, window=3, threshold=0.0088, rounds=10)
+    assert set(never) == {""}
+    assert strategy.notes()["freeze_round"] == 10
+    asked, strategy = scripted(drifts, window=3, threshold=0.0089, rounds=10)
+    assert strategy.notes()["freeze_round"] == 4
+    assert asked == [""] * 4 + ["statistics"] * 6
+
+
+def test_no_round_is_chosen_before_the_window_is_full() -> None:
+    _, strategy = scripted({0: [0.0] * 9}, window=5, threshold=1e-9, rounds=9)
+    assert strategy.notes()["freeze_round"] == 6
+
+
+def test_choosing_automatically_sends_no_further_message(federation: Federations) -> None:
+    fed = federation((4, 4))
+    counts = []
+    for freeze_round in ("auto", 6):
+        metered = MeteredGrid(fed.grid())
+        rule = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=freeze_round, window=2, threshold=10.0)
+        rule.start(metered, fed.arrays(), num_rounds=6)
+        counts.append(metered.take())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(("options", "says"), [({"window": 1}, "window is 1"), ({"threshold": 0}, "threshold is 0")])
+def test_wrong_settings_of_the_automatic_choice_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        FixBN(FedAvg(), freeze_round="auto", **options)

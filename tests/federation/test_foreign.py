@@ -1,0 +1,333 @@
+"""Our client under Flower's own strategies, and our strategies with a client that was never written for them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.client import NumPyClient
+
+from fedbn_flwr import client_app
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, MeanStatistics, SiloBN
+from tests.federation.test_plugin import python_blocks
+from tests.support.command import ROOT
+from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
+
+Federations = Callable[..., Any]
+Arrays = dict[str, np.ndarray]
+SIZES = (8, 12, 6, 10, 14)
+ROUNDS = 6
+
+OPTIMISERS: dict[str, Callable[[], flower.Strategy]] = {
+    "FedAdam": lambda: flower.FedAdam(eta=0.05),
+    "FedYogi": lambda: flower.FedYogi(eta=0.05),
+    "FedAdagrad": lambda: flower.FedAdagrad(eta=0.05),
+    "FedAvgM": lambda: flower.FedAvgM(server_learning_rate=0.5, server_momentum=0.9),
+}
+PER_COORDINATE: dict[str, Callable[[], flower.Strategy]] = {
+    "FedMedian": lambda: flower.FedMedian(),
+    "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(beta=0.2),
+}
+STRATEGIES: dict[str, Callable[[], flower.Strategy]] = {
+    "FedAvg": lambda: flower.FedAvg(),
+    "FedProx": lambda: flower.FedProx(proximal_mu=0.1),
+    "Krum": lambda: flower.Krum(num_malicious_nodes=1),
+    "MultiKrum": lambda: flower.MultiKrum(num_malicious_nodes=1, num_nodes_to_select=3),
+    **PER_COORDINATE,
+    **{f"MeanStatistics({name})": lambda make=make: MeanStatistics(make()) for name, make in OPTIMISERS.items()},
+}
+
+
+def variances(arrays: Arrays) -> Arrays:
+    return {key: value for key, value in arrays.items() if key.endswith("running_var")}
+
+
+def whole(fed: Any) -> ArrayRecord:
+    """The whole state dict, with the counters: what Flower's templates send."""
+    return ArrayRecord(fed.model.state_dict())
+
+
+# --- our client under Flower's strategies ------------------------------------
+
+
+@pytest.mark.parametrize("arrays", ["whole", "without counters"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_flower_s_strategy_drives_our_client(federation: Federations, name: str, arrays: str) -> None:
+    fed = federation(SIZES, lr=0.05, momentum=0.9)
+    grid = RecordingGrid(fed.app(), len(SIZES))
+    models: list[Arrays] = []
+    result = STRATEGIES[name]().start(
+        grid,
+        whole(fed) if arrays == "whole" else fed.arrays(),
+        num_rounds=ROUNDS,
+        evaluate_fn=lambda server_round, record: models.append(unpack(record)),
+    )
+    assert grid.errors() == []
+    assert grid.count("train") == grid.count("evaluate") == ROUNDS * len(SIZES)
+    assert set(result.evaluate_metrics_clientapp) == set(range(1, ROUNDS + 1))
+    assert len(models) == ROUNDS + 1
+    for before, after in pairwise(models):
+        assert list(after) == list(before)
+        assert (after["0.weight"] != before["0.weight"]).any(), "each round moves the model"
+        assert all(np.isfinite(value).all() for value in after.values())
+        assert all(value.min() >= 0 for value in variances(after).values())
+
+
+def replies_of(grid: RecordingGrid, strategy: flower.Strategy, server_round: int, arrays: ArrayRecord) -> list[Message]:
+    return list(grid.send_and_receive(strategy.configure_train(server_round, arrays, ConfigRecord(), grid)))
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_mean_statistics_averages_statistics_and_leaves_the_rest_to_the_optimiser(
+    federation: Federations, name: str
+) -> None:
+    """sum_i n_i s_i / sum_i n_i by hand; and the bare strategy beside it, given the same replies in each round."""
+    fed = federation(SIZES, lr=0.05)
+    grid = RecordingGrid(fed.app(), len(SIZES))
+    wrapped, bare, arrays = MeanStatistics(OPTIMISERS[name]()), OPTIMISERS[name](), whole(fed)
+    differs = False
+    for server_round in range(1, 5):
+        bare.configure_train(server_round, arrays, ConfigRecord(), grid)
+        replies = replies_of(grid, wrapped, server_round, arrays)
+        # Flower asks clients in a random order; the wrapper passes on their replies in that of partitions.
+        replies.sort(key=lambda reply: reply.content["metrics"]["partition-id"])
+        theirs, _ = bare.aggregate_train(server_round, copy.deepcopy(replies))
+        ours, _ = wrapped.aggregate_train(server_round, replies[::-1])
+        assert ours is not None
+        assert theirs is not None
+        found, expected = unpack(ours), unpack(theirs)
+        counts = [reply.content["metrics"]["num-examples"] for reply in replies]
+        clients = [unpack(reply.content["arrays"]) for reply in replies]
+        for key, role in roles(arrays).items():
+            assert found[key].dtype == arrays[key].numpy().dtype
+            if role in (Role.STATISTICS, Role.COUNTER):
+                mean = np.average([client[key].astype(np.float64) for client in clients], axis=0, weights=counts)
+                np.testing.assert_allclose(found[key], mean, rtol=1e-6, atol=1e-7)
+                differs |= not np.allclose(expected[key], mean)
+            else:
+                np.testing.assert_array_equal(found[key], expected[key].astype(np.float32), key)
+        arrays = ours
+    assert differs, "the bare strategy does something else with statistics"
+
+
+def narrow(fed: Any) -> Any:
+    """Batches of little variance: running variances fall from the one they begin with towards zero."""
+    for data in fed.data:
+        data.batches = [(images * 0.01, labels) for images, labels in data.batches]
+    return fed
+
+
+def test_bare_fedadam_steps_a_variance_below_zero_and_our_client_says_so(federation: Federations) -> None:
+    fed = narrow(federation(SIZES, lr=0.05))
+    grid = RecordingGrid(fed.app(), len(SIZES))
+    result = flower.FedAdam(eta=1.0).start(grid, fed.arrays(), num_rounds=ROUNDS)
+    assert min(value.min() for value in variances(unpack(result.arrays)).values()) < 0
+    errors = grid.errors()
+    assert len(errors) > len(SIZES), "all clients refuse, to train and to evaluate"
+    for error in errors:
+        assert re.search(r"client \d could not (train|evaluate): MessageError: .*negative variance", error)
+        assert "'1.running_var' has a negative variance (-" in error
+        assert "MeanStatistics(FedAdam(...))" in error
+
+
+def test_fedadam_in_mean_statistics_survives_what_bare_fedadam_does_not(federation: Federations) -> None:
+    fed = narrow(federation(SIZES, lr=0.05))
+    grid = RecordingGrid(fed.app(), len(SIZES))
+    result = MeanStatistics(flower.FedAdam(eta=1.0)).start(grid, fed.arrays(), num_rounds=ROUNDS)
+    assert grid.errors() == []
+    (variance,) = variances(unpack(result.arrays)).values()
+    assert 0 < variance.min() <= variance.max() < 0.5, "it fell, as the clients' did, and no further"
+
+
+@pytest.mark.parametrize("make", [lambda s: s, MeanStatistics], ids=["bare", "MeanStatistics"])
+@pytest.mark.parametrize("name", ["FedAdam", "FedMedian", "Krum"])
+def test_fixbn_freezes_around_flower_s_strategies(federation: Federations, name: str, make: Any) -> None:
+    """FedAdam's arrays are float64 where the clients' are float32; FedMedian empties the replies it reads."""
+    fed = federation(SIZES, lr=0.05)
+    grid = RecordingGrid(fed.app(), len(SIZES))
+    models: list[Arrays] = []
+    FixBN(make((STRATEGIES | OPTIMISERS)[name]()), freeze_round=2).start(
+        grid, whole(fed), num_rounds=4, evaluate_fn=lambda server_round, record: models.append(unpack(record))
+    )
+    assert grid.errors() == []
+    assert all((a["0.weight"] != b["0.weight"]).any() for a, b in pairwise(models))
+    moved = [(a["1.running_var"] != b["1.running_var"]).any() for a, b in pairwise(models)]
+    assert moved == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", PER_COORDINATE)
+def test_rules_that_work_per_coordinate_stay_between_the_clients_variances(federation: Federations, name: str) -> None:
+    fed = federation(SIZES, lr=0.05)
+    grid, strategy, arrays = RecordingGrid(fed.app(), len(SIZES)), PER_COORDINATE[name](), fed.arrays()
+    for server_round in range(1, ROUNDS):
+        replies = replies_of(grid, strategy, server_round, arrays)
+        clients = [unpack(reply.content["arrays"]) for reply in replies]
+        found, _ = strategy.aggregate_train(server_round, replies)
+        assert found is not None
+        for key, value in variances(unpack(found)).items():
+            each = np.stack([client[key] for client in clients])
+            assert (value >= each.min(0)).all()
+            assert (value <= each.max(0)).all()
+            assert (each.min(0) < each.max(0)).all(), "clients differ"
+        arrays = found
+
+
+def test_any_numpy_client_is_served_and_refuses_what_it_does_not_know(federation: Federations) -> None:
+    fed = federation((8, 12))
+
+    class Theirs(NumPyClient):
+        def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
+            return [value + 1 for value in parameters], 3, {}
+
+        def evaluate(self, parameters: list[np.ndarray], config: Any) -> Any:
+            return 0.5, 3, {"accuracy": 0.25}
+
+    app = client_app(lambda context: Theirs())
+    grid = RecordingGrid(app, 2)
+    result = FedAvg().start(grid, fed.arrays(), num_rounds=2)
+    assert grid.errors() == []
+    np.testing.assert_array_equal(unpack(result.arrays)["4.bias"], unpack(fed.arrays())["4.bias"] + 2)
+    with pytest.raises(RunFailed, match=r"fedbn\.freeze"):
+        FixBN(FedAvg(), freeze_round=1).start(RecordingGrid(app, 2), fed.arrays(), num_rounds=2)
+
+
+# --- our strategies with the template's client -------------------------------
+
+
+@pytest.fixture(scope="module")
+def project() -> Any:
+    """Somebody's project as it is: `@app.train()` and `@app.evaluate()`, and no word of ours."""
+    with imported() as found:
+        yield found
+
+
+def start(strategy: Any, project: Project, rounds: int = 3) -> tuple[Any, RecordingGrid, Arrays]:
+    """The result, the grid, and the first model."""
+    torch.manual_seed(0)
+    arrays, grid = ArrayRecord(project.task.Net().state_dict()), project.grid()
+    result = strategy.start(grid, arrays, num_rounds=rounds, train_config=ConfigRecord({"lr": 0.05}))
+    return result, grid, unpack(arrays)
+
+
+PLAIN = {
+    "FedAvg": lambda: FedAvg(),
+    "FedAvg, half of the clients": lambda: FedAvg(0.5, fraction_evaluate=0.5),
+    "FedProx": lambda: FedProx(proximal_mu=0.1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: str) -> None:
+    strategy = PLAIN[name]()
+    result, grid, before = start(strategy, project)
+    told = [error for error in grid.errors() if "partition" not in error]  # it is asked, and cannot tell
+    assert told == []
+    after = unpack(result.arrays)
+    assert {key: value.dtype for key, value in after.items()} == {key: value.dtype for key, value in before.items()}
+    assert (after["conv.weight"] != before["conv.weight"]).any()
+    losses = [metrics["eval_loss"] for metrics in result.evaluate_metrics_clientapp.values()]
+    assert len(losses) == 3
+    if strategy.fraction_evaluate == 1:  # the same clients judge
+        assert losses[-1] < losses[0]
+
+
+def test_fixbn_with_the_template_s_client_runs_up_to_the_freeze(project: Project) -> None:
+    result, grid, _ = start(FixBN(FedAvg(), freeze_round=3), project)
+    assert grid.errors() == []
+    assert len(result.evaluate_metrics_clientapp) == 3
+
+
+@pytest.mark.parametrize("base", [FedAvg, flower.FedAvg], ids=["ours", "Flower's"])
+def test_fixbn_refuses_the_template_s_client_after_the_freeze(project: Project, base: type[flower.FedAvg]) -> None:
+    with pytest.raises(RunFailed) as caught:
+        start(FixBN(base(), freeze_round=2), project)
+    words = str(caught.value)
+    assert words.startswith("round 3: 0 of 4 clients")
+    for node in range(1, CLIENTS + 1):
+        assert re.search(rf"node {node}: .*'features\.1\.running_mean', which is frozen", words)
+    assert "'fedbn.freeze'" in words
+
+
+def test_fedtan_refuses_the_template_s_client(project: Project) -> None:
+    """It has no handler for the exchange."""
+    with pytest.raises(RunFailed) as caught:
+        start(FedTAN(), project)
+    words = str(caught.value)
+    assert words.startswith("round 1, exchange 1: 0 of 4 clients sent a usable reply, 2 are needed:")
+    assert words.count("No query function registered with name 'cohort'") == CLIENTS
+
+
+HOME = {
+    "FedBN": lambda: FedBN(),
+    "FedBN, initial": lambda: FedBN(global_norm="initial"),
+    "FedBN, statistics shared": lambda: FedBN(share="statistics"),
+    "SiloBN": lambda: SiloBN(),
+}
+
+
+@pytest.mark.parametrize("name", HOME)
+def test_rules_that_keep_norms_at_home_refuse_the_template_s_client(project: Project, name: str) -> None:
+    """It has no home: a client that forgets its norms cannot load a model without them."""
+    with pytest.raises(RunFailed) as caught:
+        start(HOME[name](), project)
+    words = str(caught.value)
+    assert words.startswith("round 1: 0 of 4 clients sent a usable reply")
+    missing = "features.1.running_mean" if name == "SiloBN" else "features.1.weight"
+    assert words.count(f'"{missing}"') == CLIENTS
+
+
+# --- docs/plugin.md ----------------------------------------------------------
+
+
+def block(words: str) -> str:
+    (found,) = [code for code in python_blocks((ROOT / "docs" / "plugin.md").read_text()) if words in code]
+    return found
+
+
+def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path: Any) -> None:
+    task = (
+        "\n\ndef train_batches(model, loader, lr):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=lr)\n"
+        "    for images, labels in loader:\n"
+        "        optimizer.zero_grad()\n"
+        "        nn.functional.cross_entropy(model(images), labels).backward()\n"
+        "        optimizer.step()\n"
+    )
+    source = (PROJECT / PACKAGE / "task.py").read_text()
+    folder = copied(tmp_path / "project", task=source + task, client_app=block("protocol.check_known"))
+    with imported(folder) as project:
+        result, grid, _ = start(FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1), project)
+        assert grid.errors() == []
+        second, third, after = grid.trained(2)[0], grid.trained(3)[0], unpack(result.arrays)
+        for key in [key for key in after if "running" in key]:
+            assert second[key] == third[key] == after[key].tobytes()
+        assert second["conv.weight"] != third["conv.weight"]
+        with pytest.raises(RunFailed, match=r"asks for 'fedbn\.return'"):
+            start(FedBN(fraction_evaluate=0.0), project)
+
+
+def test_the_documented_server_optimiser_runs(federation: Federations) -> None:
+    fed = federation((8, 12))
+    names: dict[str, Any] = {}
+    exec(block("MeanStatistics("), names)
+    grid = RecordingGrid(fed.app(), 2)
+    names["strategy"].start(grid, fed.arrays(), num_rounds=2)
+    assert isinstance(names["strategy"], MeanStatistics)
+    assert grid.errors() == []
+
+
+def test_the_documented_keys_are_those_of_the_protocol() -> None:
+    documented = set(re.findall(r"^\| `(fedbn\.[\w-]+)`", (ROOT / "docs" / "plugin.md").read_text(), re.MULTILINE))
+    assert documented == protocol.KNOWN

@@ -1,0 +1,345 @@
+"""Momentum that outlives a round: the mean of all clients', or each client's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, build_model, client_app
+from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.prepare import make_client
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.results.ledger import MeteredGrid, elements
+from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, GlobalMomentum
+from tests.support.records import BAD_RECORDS, between
+
+Federations = Callable[..., Any]
+Arrays = dict[str, np.ndarray]
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def run(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None) -> list[Arrays]:
+    """The global model before the first round and after each."""
+    models: list[Arrays] = []
+
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
+        models.append(unpack(arrays))
+
+    strategy.start(fed.grid(app), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
+    return models
+
+
+def fedavg(**options: Any) -> FedAvg:
+    return FedAvg(fraction_evaluate=0.0, **options)
+
+
+def without_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def with_group_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def centralised(fed: Any, rounds: int) -> Arrays:
+    """One SGD step a round on the union of all clients' batches."""
+    model = copy.deepcopy(fed.model).train()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    inputs, targets = (torch.cat(parts) for parts in zip(*(data.batches[0] for data in fed.data), strict=True))
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return {key: parameter.detach().numpy() for key, parameter in model.named_parameters()}
+
+
+def distance(found: Arrays, expected: Arrays) -> float:
+    return max(float(np.abs(found[key] - value).max()) for key, value in expected.items())
+
+
+# --- the mean of all clients' ------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [without_norm, with_group_norm])
+def test_with_one_full_batch_step_it_is_centralised_sgd_with_momentum(
+    federation: Federations, model: Callable[[], nn.Module]
+) -> None:
+    fed = federation((8, 8, 8), batches=1, model=model, dtype=torch.float64, **SGD)
+    expected = centralised(fed, 6)
+    assert distance(run(fed, GlobalMomentum(fedavg()), 6)[-1], expected) < 1e-10
+    assert distance(run(fed, fedavg(), 6)[-1], expected) > 1e-2
+
+
+def test_around_fedtan_it_is_centralised_sgd_with_batch_norm(federation: Federations) -> None:
+    fed = federation((8, 8, 8), batches=1, model=with_batch_norm, dtype=torch.float64, **SGD)
+    expected = centralised(fed, 4)
+    assert distance(run(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 4)[-1], expected) < 1e-10
+    assert distance(run(fed, FedTAN(fraction_evaluate=0.0), 4)[-1], expected) > 1e-3
+    assert distance(run(fed, GlobalMomentum(fedavg()), 4)[-1], expected) > 1e-3
+
+
+def traced(fed: Any, strategy: Any, rounds: int) -> tuple[dict[tuple[int, int], RecordDict], ...]:
+    """The train messages and replies of a run, by round and partition."""
+    down: dict[tuple[int, int], RecordDict] = {}
+    up: dict[tuple[int, int], RecordDict] = {}
+
+    def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        key = int(message["config"]["server-round"]), partition
+        down[key], up[key] = message, reply
+
+    run(fed, strategy, rounds, between(fed.app(), hook))
+    return down, up
+
+
+@pytest.mark.parametrize("base", [fedavg, lambda: FedBS(fraction_evaluate=0.0)])
+def test_the_mean_has_the_weights_of_the_base(federation: Federations, base: Callable[[], FedAvg]) -> None:
+    fed = federation((8, 12, 6), dtype=torch.float64, **SGD)
+    rule = base()
+    down, up = traced(fed, GlobalMomentum(rule), 2)
+    key = "num-examples" if type(rule) is FedAvg else "train-loss"
+    weights = [up[1, i]["metrics"][key] for i in range(3)]
+    assert len(set(weights)) == 3
+    for name in unpack(up[1, 0]["momentum"]):
+        expected = np.average([unpack(up[1, i]["momentum"])[name] for i in range(3)], axis=0, weights=weights)
+        for i in range(3):
+            np.testing.assert_allclose(unpack(down[2, i]["momentum"])[name], expected, rtol=1e-13, atol=1e-16)
+
+
+def test_node_ids_do_not_matter(federation: Federations) -> None:
+    fed = federation((8, 12, 6), **SGD)
+    results = [
+        unpack(GlobalMomentum(fedavg()).start(fed.grid(node_ids=ids), fed.arrays(), num_rounds=3).arrays)
+        for ids in ([1, 2, 3], [2**62, 7, 99])
+    ]
+    for key, value in results[0].items():
+        assert value.tobytes() == results[1][key].tobytes(), key
+
+
+def test_the_first_round_is_that_of_the_base(federation: Federations) -> None:
+    fed = federation((8, 12), **SGD)
+    ours, theirs = run(fed, GlobalMomentum(fedavg()), 2), run(fed, fedavg(), 2)
+    assert all(ours[1][key].tobytes() == value.tobytes() for key, value in theirs[1].items())
+    assert any(ours[2][key].tobytes() != value.tobytes() for key, value in theirs[2].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "parameters", "statistics"), [("cnn", 1, 6_138, 96), ("resnet20", 3, 269_722, 1_376)]
+)
+def test_messages_grow_by_the_parameters_upwards_and_from_the_second_round_downwards(
+    federation: Federations, name: str, channels: int, parameters: int, statistics: int
+) -> None:
+    fed = federation((4, 4), batches=1, model=lambda: build_model(name, 10), steps=1, **SGD)
+    for data in fed.data:
+        data.batches = [(torch.randn(4, channels, 8, 8), torch.randint(0, 10, (4,)))]
+    grid, rounds = MeteredGrid(fed.grid()), []
+    GlobalMomentum(fedavg()).start(
+        grid, fed.arrays(), num_rounds=3, evaluate_fn=lambda number, arrays: rounds.append(grid.take())
+    )
+    model = parameters + statistics
+    assert [each.bytes_down for each in rounds[1:]] == [2 * 4 * model] + [2 * 4 * (model + parameters)] * 2
+    assert [each.bytes_up for each in rounds[1:]] == [2 * 4 * (model + parameters)] * 3
+
+
+def test_a_strategy_that_is_used_again_begins_anew(federation: Federations) -> None:
+    fed, rule = federation((8, 12), **SGD), GlobalMomentum(fedavg())
+    once, again = run(fed, rule, 2), run(fed, rule, 2)
+    assert all(once[2][key].tobytes() == value.tobytes() for key, value in again[2].items())
+
+
+# --- with other rules --------------------------------------------------------
+
+
+def test_inside_fixbn_around_fedprox_all_three_are_asked_for(federation: Federations) -> None:
+    fed = federation((8, 12), **SGD)
+    strategy = FixBN(GlobalMomentum(FedProx(fraction_evaluate=0.0, proximal_mu=0.5)), freeze_round=1)
+    down, _ = traced(fed, strategy, 3)
+    for (server_round, _), message in down.items():
+        config = message["config"]
+        assert (config["fedbn.momentum"], config["proximal-mu"]) == (True, 0.5)
+        assert ("fedbn.freeze" in config, "momentum" in message) == (server_round > 1, server_round > 1)
+
+
+def test_inside_and_outside_fixbn_are_the_same(federation: Federations) -> None:
+    fed = federation((8, 12), **SGD)
+    inside = run(fed, FixBN(GlobalMomentum(fedavg()), freeze_round=1, freeze=["statistics", "affine"]), 4)
+    outside = run(fed, GlobalMomentum(FixBN(fedavg(), freeze_round=1, freeze=["statistics", "affine"])), 4)
+    for key, value in outside[-1].items():
+        assert value.tobytes() == inside[-1][key].tobytes(), key
+    assert inside[1]["1.running_mean"].tobytes() == inside[4]["1.running_mean"].tobytes()
+    assert inside[1]["1.weight"].tobytes() == inside[4]["1.weight"].tobytes()
+
+
+def test_around_fedtan_the_record_rides_on_the_last_message_alone(federation: Federations) -> None:
+    fed = federation((8, 8), batches=1, model=with_batch_norm, **SGD)
+    sent: list[list[set[str]]] = []
+
+    class Noting(MeteredGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            messages = list(messages)
+            if messages:
+                sent.append([set(message.content.array_records) for message in messages])
+            return super().send_and_receive(messages, timeout=timeout)
+
+    GlobalMomentum(FedTAN(fraction_evaluate=0.0)).start(Noting(fed.grid()), fed.arrays(), num_rounds=2)
+    plain, last = [{"arrays"}] * 2, [{"arrays", "momentum"}] * 2
+    assert sent == [plain] * 3 + [plain] * 2 + [last], "one batch norm: two exchanges and the last message"
+
+
+def test_a_fedtan_client_whose_process_is_gone_replays_with_the_momentum(federation: Federations) -> None:
+    from fedbn_flwr.client import app as client_app_module
+
+    fed = federation((8, 8), batches=1, model=with_batch_norm, **SGD)
+    expected = run(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3)
+    app, forgetful = fed.app(), ClientApp()
+
+    def forgets(message: Any, context: Context) -> Any:
+        for parked in client_app_module._parked.values():
+            parked.session.abandon()
+        client_app_module._parked.clear()
+        return app(message, context)
+
+    for register in (forgetful.train(), forgetful.query("cohort"), forgetful.query("partition")):
+        register(forgets)
+    found = run(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3, forgetful)
+    for key, value in expected[-1].items():
+        assert value.tobytes() == found[-1][key].tobytes(), key
+
+
+def test_around_fedbn_the_momentum_of_what_stays_at_home_stays_there_too(federation: Federations) -> None:
+    fed, states = federation((8, 12), **SGD), {}
+
+    def make(context: Context) -> BNClient:
+        states[int(context.node_config["partition-id"])] = NodeState(context.state)
+        return fed.make_client(context)
+
+    ups: list[set[str]] = []
+
+    def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        ups.append(set(reply["momentum"]))
+
+    run(fed, GlobalMomentum(FedBN(fraction_evaluate=0.0)), 2, between(client_app(make), look))
+    assert ups == [{"0.weight", "4.weight", "4.bias"}] * 4
+    own = [states[i].load("momentum") for i in (0, 1)]
+    assert set(own[0]) == {"1.weight", "1.bias"}
+    assert (own[0]["1.bias"] != own[1]["1.bias"]).any()
+
+
+# --- what is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_a_momentum_that_cannot_be_used_leaves_its_reply_out_and_is_named(
+    federation: Federations, flower_log: pytest.LogCaptureFixture, name: str
+) -> None:
+    fed = federation((8, 12, 6), dtype=torch.float64, **SGD)
+    spoil, words = BAD_RECORDS[name]
+    seen: dict[tuple[int, int], Arrays] = {}
+
+    def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        number = int(message["config"]["server-round"])
+        seen[number, partition] = unpack(reply["momentum"]) if number == 1 else unpack(message["momentum"])
+        if partition == 1 and number == 1:
+            spoil("momentum")(reply)
+
+    run(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
+    for key, value in seen[2, 0].items():
+        expected = (8 * seen[1, 0][key] + 6 * seen[1, 2][key]) / 14
+        np.testing.assert_allclose(value, expected, rtol=1e-13, atol=1e-16, err_msg=key)
+    (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
+    assert "node 2: its record 'momentum'" in line
+    assert words in line
+
+
+def test_a_reply_that_the_base_leaves_out_counts_for_nothing_in_the_momentum_either(federation: Federations) -> None:
+    fed = federation((8, 12, 6), dtype=torch.float64, **SGD)
+    seen: dict[tuple[int, int], Arrays] = {}
+
+    def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        number = int(message["config"]["server-round"])
+        seen[number, partition] = unpack(reply["momentum"]) if number == 1 else unpack(message["momentum"])
+        if partition == 0 and number == 1:
+            BAD_RECORDS["NaN"][0]("arrays")(reply)
+
+    run(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
+    for key, value in seen[2, 0].items():
+        expected = (12 * seen[1, 1][key] + 6 * seen[1, 2][key]) / 18
+        np.testing.assert_allclose(value, expected, rtol=1e-13, atol=1e-16, err_msg=key)
+
+
+def test_clients_that_train_without_momentum_say_so(federation: Federations) -> None:
+    with pytest.raises(RunFailed, match=r"this client trains without \(momentum is 0\)"):
+        run(federation((4, 4)), GlobalMomentum(fedavg()), 1)
+
+
+def test_a_base_that_does_not_tell_its_weights_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"FedAvg does not tell how; wrap one of fedbn_flwr\.strategies"):
+        GlobalMomentum(flower.FedAvg())
+    with pytest.raises(SettingsError, match="does not tell how"):
+        GlobalMomentum(FixBN(flower.FedAvg()))
+
+
+# --- each client's own -------------------------------------------------------
+
+
+def alone() -> FedAvg:
+    return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+
+
+def test_one_client_that_keeps_its_momentum_is_one_long_run_of_sgd(federation: Federations) -> None:
+    fed = federation((8,), dtype=torch.float64, **SGD)
+    twin = copy.deepcopy(fed.model).train()
+    optimizer = torch.optim.SGD(twin.parameters(), **SGD)
+    for inputs, targets in fed.data[0].batches * 4:
+        optimizer.zero_grad()
+        F.cross_entropy(twin(inputs), targets).backward()
+        optimizer.step()
+    expected = twin.state_dict()
+    anew = run(fed, alone(), 4)[-1]
+    fed.options["keep_momentum"] = True
+    for key, value in run(fed, alone(), 4)[-1].items():
+        assert value.tobytes() == expected[key].numpy().tobytes(), key
+    assert distance(anew, {"0.weight": expected["0.weight"].numpy()}) > 1e-3
+
+
+def test_each_client_keeps_its_own(federation: Federations) -> None:
+    fed, states = federation((8, 12), keep_momentum=True, **SGD), {}
+
+    def make(context: Context) -> BNClient:
+        states[int(context.node_config["partition-id"])] = NodeState(context.state)
+        return fed.make_client(context)
+
+    local = run(fed, fedavg(), 3, client_app(make))
+    assert set(states[0].load("momentum")) == {name for name, _ in fed.model.named_parameters()}
+    assert (states[0].load("momentum")["4.bias"] != states[1].load("momentum")["4.bias"]).any()
+    fed.options["keep_momentum"] = False
+    for other in (fedavg(), GlobalMomentum(fedavg())):
+        assert any(run(fed, other, 3)[-1][key].tobytes() != value.tobytes() for key, value in local[-1].items())
+
+
+def test_what_is_kept_does_not_travel(federation: Federations) -> None:
+    fed = federation((8, 12), keep_momentum=True, **SGD)
+    down, up = traced(fed, fedavg(), 2)
+    sizes = {elements(each) for each in (*down.values(), *up.values())}
+    assert sizes == {sum(array.numpy().size for array in fed.arrays().values())}
+
+
+@pytest.mark.parametrize(("changes", "keeps"), [("", False), ("train.momentum=0.9 train.keep_momentum=true", True)])
+def test_train_keep_momentum_reaches_the_client(changes: str, keeps: bool) -> None:
+    node = {"partition-id": 0, "num-partitions": 5}
+    context = Context(1, 1, node, RecordDict(), {"experiment": "{clients: 5}", "set": changes})
+    assert make_client(context, {}).keep_momentum is keeps

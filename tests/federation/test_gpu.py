@@ -1,0 +1,135 @@
+"""What holds on a GPU alone: these tests need one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.optimizer import SGD
+from fedbn_flwr.client.training import Step
+from fedbn_flwr.data.batches import ClientBatches
+from fedbn_flwr.data.images import Images
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.build import build_model
+from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MOMENTS = ((0.5,) * 3, (0.25,) * 3)
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_float32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def images(device: torch.device) -> Images:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (60, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    return Images(pixels, torch.randint(0, 10, (60,), generator=generator)).to(device)
+
+
+def federate(strategy: FedAvg, device: torch.device, rounds: int = 3, **how: Any) -> dict[str, torch.Tensor]:
+    """The model after some rounds of three clients."""
+    torch.manual_seed(0)
+    model = build_model("resnet20", 10, "bn")
+    first = pack(initial_arrays(model))
+    models, data = [ModelTensors(flatten_storage(copy.deepcopy(model).to(device))) for _ in range(3)], images(device)
+
+    def make_client(context: Context) -> BNClient:
+        client = int(context.node_config["partition-id"])
+        parts = models[client if isinstance(strategy, FedTAN) else 0]  # whose rounds run side by side
+        rows = torch.arange(20) + 20 * client
+        batches = ClientBatches(
+            data, rows, MOMENTS, batch_size=8, client=client, seed=0, augment=("crop", "flip", "rotate")
+        )
+        return BNClient(parts, batches, lr=0.02, momentum=0.9, epochs=2, context=context, **how)
+
+    grid = LocalGrid(client_app(make_client), 3)
+    result = strategy.start(grid, first, num_rounds=rounds, train_config=ConfigRecord())
+    return {key: torch.from_numpy(value.copy()).double() for key, value in unpack(result.arrays).items()}
+
+
+def options() -> dict[str, Any]:
+    return {"min_available_nodes": 3, "fraction_evaluate": 0.0}
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], most: float) -> None:
+    for key, value in one.items():
+        apart = (other[key] - value).norm() / value.norm().clamp(min=1e-3)
+        assert apart <= most, f"{key}: {float(apart):g} apart"
+
+
+RULES = {
+    "FedAvg": lambda: FedAvg(**options()),
+    "FedProx": lambda: FedProx(proximal_mu=0.1, **options()),
+    "SCAFFOLD": lambda: Scaffold(**options()),
+    "FedTAN": lambda: FedTAN(**options()),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gpu_trains_what_a_cpu_trains(rule: str) -> None:
+    close(federate(RULES[rule](), CPU, 1), federate(RULES[rule](), GPU, 1), 1e-3)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "FedTAN"])
+def test_replays_train_what_eager_steps_train(rule: str, flower_log: pytest.LogCaptureFixture) -> None:
+    close(federate(RULES[rule](), GPU), federate(RULES[rule](), GPU, cuda_graphs=True), 1e-3)
+    assert not [each for each in flower_log.records if "cuda_graphs" in each.getMessage()], "none was given up"
+
+
+def test_bfloat16_goes_where_float32_goes() -> None:
+    one, other = (federate(FedAvg(**options()), GPU, 1, precision=each) for each in (None, torch.bfloat16))
+    torch.manual_seed(0)
+    begun = {
+        key: torch.from_numpy(value.copy()) for key, value in initial_arrays(build_model("resnet20", 10, "bn")).items()
+    }
+    moved = [torch.cat([(each[key] - begun[key]).flatten() for key in begun]) for each in (one, other)]
+    assert F.cosine_similarity(*moved, dim=0) > 0.9
+    assert not moved[0].equal(moved[1])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_host_waits_for_no_step(momentum: float) -> None:
+    model = build_model("resnet20", 10, "bn").to(GPU)
+    data = ClientBatches(
+        images(GPU), torch.arange(60), MOMENTS, batch_size=8, client=0, seed=0, augment=("crop", "flip", "rotate")
+    )
+    step = Step(model, SGD(dict(model.named_parameters()), 0.01, momentum), F.cross_entropy, device=GPU)
+    for inputs, targets in data.epoch(1, 0):  # what is set up once is set up
+        step(inputs, targets)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for inputs, targets in data.epoch(2, 0):
+            step(inputs, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(step.loss) > 0
+
+
+def test_an_experiment_says_what_it_used(tmp_path: Path) -> None:
+    changes = ["rounds=2", "train.steps=4", "engine.device=cuda", "engine.cuda_graphs=true", "train.precision=bfloat16"]
+    experiment = {"experiment": "demo", "set": " ".join(changes)}
+    run_locally(load_experiment("demo", changes), experiment, tmp_path, resume=False)
+    summaries = [json.loads(file.read_text()) for file in tmp_path.rglob("summary.json")]
+    assert summaries
+    for run in summaries:
+        assert run["device"].startswith("cuda")
+        assert (run["precision"], run["cuda_graphs"]) == ("bfloat16", True)

@@ -1,0 +1,272 @@
+"""HeteroBN: static batch norm in training, and statistics of all clients' data, asked for once, in tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, LocalGrid, Role, client_app, convert_norm
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.norms.convert import StaticBatchNorm
+from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, global_model
+from tests.conftest import small_net
+
+Federations = Callable[..., Any]
+STATISTICS = {"1.running_mean", "1.running_var"}
+
+
+def static_net() -> nn.Module:
+    return convert_norm(small_net(), "sbn")
+
+
+def tracking_twin(fed: Any, arrays: ArrayRecord) -> nn.Module:
+    """The same weights with torch's batch norm that tracks the cumulative mean of what it sees."""
+    twin = copy.deepcopy(fed.model)
+    gamma, beta = twin[1].weight, twin[1].bias
+    twin[1] = nn.BatchNorm2d(4, momentum=None, dtype=gamma.dtype)
+    twin[1].weight, twin[1].bias = gamma, beta
+    twin.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in unpack(arrays).items()}, strict=False)
+    return twin
+
+
+# --- the layer ---------------------------------------------------------------
+
+
+def pair(channels: int = 3) -> tuple[nn.BatchNorm2d, nn.Module]:
+    """Batch norm with some gamma, beta and statistics, and the static one made of it."""
+    plain = nn.BatchNorm2d(channels, eps=1e-3, dtype=torch.float64)
+    with torch.no_grad():
+        plain.weight.uniform_(0.5, 2)
+        plain.bias.normal_()
+        plain.running_mean.normal_()
+        plain.running_var.uniform_(0.5, 2)
+    return plain, convert_norm(copy.deepcopy(plain), "sbn")
+
+
+def test_static_batch_norm_uses_the_batch_in_training_and_in_tests() -> None:
+    plain, static = pair()
+    x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
+    expected = F.batch_norm(x, None, None, plain.weight, plain.bias, training=True, eps=1e-3)
+    assert static.train()(x).equal(expected)
+    assert static.eval()(x).equal(expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 5), (6, 3, 2, 2), (6, 3, 2, 2, 2)])
+def test_one_layer_serves_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    _, static = pair()
+    x = torch.randn(shape, dtype=torch.float64)
+    assert static(x).equal(F.batch_norm(x, None, None, static.weight, static.bias, training=True, eps=1e-3))
+    with pytest.raises(ValueError, match="at least two dimensions"):
+        static(x[0, :, None].flatten())
+
+
+def test_it_has_gamma_and_beta_and_no_statistics() -> None:
+    _, static = pair()
+    assert isinstance(static, StaticBatchNorm)
+    assert list(static.state_dict()) == ["weight", "bias"]
+    assert set(roles(static).values()) == {Role.AFFINE}
+    assert set(roles(static.state_dict()).values()) == {Role.WEIGHTS}, "from arrays they cannot be told from weights"
+
+
+def test_statistics_that_are_loaded_are_used_in_tests_and_never_in_training() -> None:
+    plain, static = pair()
+    x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
+    by_batch = static.train()(x)
+    state = {key: value for key, value in plain.state_dict().items() if key != "num_batches_tracked"}
+    static.load_state_dict(state)  # strict: nothing is unexpected
+    assert static.eval()(x).equal(plain.eval()(x))
+    assert not static(x).equal(by_batch)
+    assert static.train()(x).equal(by_batch)
+    assert static.running_mean.equal(plain.running_mean), "training does not touch them"
+    assert list(static.state_dict()) == ["weight", "bias"], "nor are they saved or sent"
+
+
+def test_a_state_without_statistics_takes_them_away() -> None:
+    plain, static = pair()
+    x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
+    by_batch = static.eval()(x)
+    static.load_state_dict(plain.state_dict(), strict=False)
+    assert not static(x).equal(by_batch)
+    static.load_state_dict(static.state_dict())
+    assert static(x).equal(by_batch)
+
+
+def test_what_is_loaded_is_a_copy_in_the_layer_s_dtype() -> None:
+    plain, static = pair()
+    state = {key: value.float() for key, value in plain.state_dict().items()}
+    static.load_state_dict(state, strict=False)
+    assert static.running_var.dtype == torch.float64
+    kept = static.running_mean.clone()
+    state["running_mean"].add_(1)
+    assert static.running_mean.equal(kept)
+
+
+# --- training ----------------------------------------------------------------
+
+
+def test_training_is_fedavg_bit_for_bit_and_equals_batch_norm_that_tracks(federation: Federations) -> None:
+    fed, tracking = federation((8, 12), model=static_net), federation((8, 12))
+    ours = HeteroBN().start(fed.grid(), fed.arrays(), num_rounds=3).arrays
+    plain = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=3).arrays
+    twin = FedAvg().start(tracking.grid(), tracking.arrays(), num_rounds=3).arrays
+    assert list(ours) == list(plain) == [key for key in twin if key not in STATISTICS]
+    for key in ours:
+        assert ours[key].numpy().tobytes() == plain[key].numpy().tobytes() == twin[key].numpy().tobytes(), key
+
+
+def test_a_model_that_tracks_statistics_is_refused(federation: Federations) -> None:
+    fed = federation()
+    with pytest.raises(SettingsError, match=r"'1\.running_mean'\); use model\.norm=sbn"):
+        HeteroBN().start(fed.grid(), fed.arrays(), num_rounds=1)
+
+
+@pytest.mark.parametrize("statistics", ["global", None])
+def test_statistics_is_one_of_two_words(statistics: Any) -> None:
+    with pytest.raises(SettingsError, match="expected 'batch' or 'query'"):
+        HeteroBN(statistics=statistics)
+
+
+# --- the query ---------------------------------------------------------------
+
+
+def test_batch_asks_nobody(federation: Federations) -> None:
+    fed = federation(model=static_net)
+    grid, arrays = MeteredGrid(fed.grid()), fed.arrays()
+    assert global_model(HeteroBN(), 1, arrays, grid) is arrays
+    assert grid.take().other_messages == 0
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], [90210, 17, 4]], ids=["in order", "ids in another order"])
+def test_query_equals_torch_s_cumulative_statistics_over_all_batches(federation: Federations, ids: list[int]) -> None:
+    """One model with momentum=None over the batches of client 0, then 1, then 2, as HeteroFL's authors have it.
+
+    Clients have 2, 3 and 1 batches: their means count so often.
+    """
+    fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
+    fed.data[1].batches = [(x[i::2], y[i::2]) for x, y in fed.data[1].batches for i in (0, 1)][:3]
+    fed.data[2].batches = fed.data[2].batches[:1]
+    strategy = HeteroBN(statistics="query")
+    grid = fed.grid(node_ids=ids)
+    trained = strategy.start(grid, fed.arrays(), num_rounds=2).arrays
+    found = global_model(FixBN(strategy, freeze_round=2), 2, trained, grid)
+    assert set(found) - set(trained) == STATISTICS
+    assert all(found[key].numpy().tobytes() == trained[key].numpy().tobytes() for key in trained)
+    twin = tracking_twin(fed, trained).train()
+    with torch.no_grad():
+        for data in fed.data:
+            for inputs, _ in data.batches:
+                twin(inputs)
+    assert int(twin[1].num_batches_tracked) == 6
+    for key in STATISTICS:
+        np.testing.assert_allclose(found[key].numpy(), twin.state_dict()[key].numpy(), rtol=1e-13, err_msg=key)
+    # And a static model with them tests as that twin does.
+    static = copy.deepcopy(fed.model)
+    static.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in unpack(found).items()})
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    np.testing.assert_allclose(static.eval()(x).detach(), twin.eval()(x).detach(), rtol=1e-12)
+
+
+def test_the_order_of_replies_changes_no_bit(federation: Federations) -> None:
+    class Backwards(LocalGrid):
+        def get_node_ids(self) -> list[int]:
+            return [3, 2, 1]
+
+    fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
+    found = [
+        global_model(HeteroBN(statistics="query"), 1, fed.arrays(), grid)
+        for grid in (fed.grid(), Backwards(fed.app(), 3))
+    ]
+    for key in STATISTICS:
+        assert found[0][key].numpy().tobytes() == found[1][key].numpy().tobytes()
+
+
+def test_the_query_is_counted_apart_from_training(federation: Federations) -> None:
+    fed = federation(model=static_net)
+    grid = MeteredGrid(fed.grid())
+    strategy = HeteroBN(statistics="query", fraction_evaluate=0.0)
+    trained = strategy.start(grid, fed.arrays(), num_rounds=1).arrays
+    before = grid.take()
+    global_model(strategy, 1, trained, grid)
+    after = grid.take()
+    assert (after.communication_rounds, after.messages_down, after.bytes_down, after.broadcast_bytes) == (0, 0, 0, 0)
+    assert after.other_messages == 4
+    assert after.other_bytes == before.bytes_down + 2 * 2 * 4 * 4  # two clients, mean and variance, four channels
+
+
+def test_the_query_leaves_what_clients_keep_and_names_the_run(federation: Federations) -> None:
+    """A node's memory carries the name of its run; a question without it would come from another."""
+    fed, seen = federation(model=static_net, momentum=0.9, keep_momentum=True), []
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        seen.append((config.get("fedbn.run"), config.get("server-round")))
+        return fed.make_client(context)
+
+    grid = fed.grid(client_app(make))
+    strategy = HeteroBN(statistics="query", fraction_evaluate=0.0)
+    strategy.start(grid, fed.arrays(), num_rounds=1, train_config=ConfigRecord({"fedbn.run": "a"}))
+    state = grid.read_state(1)
+    before = unpack(state["fedbn.arrays.momentum"])
+    global_model(strategy, 1, fed.arrays(), grid)
+    assert seen == [("a", 1)] * 4
+    for key, value in unpack(state["fedbn.arrays.momentum"]).items():
+        assert value.tobytes() == before[key].tobytes()
+
+
+def answering(fed: Any, change: Callable[[int, ArrayRecord], None]) -> ClientApp:
+    """The federation's app, the statistics that it tells changed by `change(partition, arrays)`."""
+    inner, app = fed.app(), ClientApp()
+
+    @app.query("statistics")
+    def statistics(message: Message, context: Context) -> Message:
+        reply = inner(message, context)
+        change(int(context.node_config["partition-id"]), reply.content["arrays"])
+        return reply
+
+    return app
+
+
+def test_a_client_whose_statistics_do_not_fit_is_left_out_by_name(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 12, 6), model=static_net)
+
+    def change(partition: int, arrays: ArrayRecord) -> None:
+        if partition == 0:
+            raise OSError("the disk is gone")
+        if partition == 1:
+            arrays["1.running_mean"] = Array(np.full(4, np.nan, np.float32))
+
+    strategy = HeteroBN(statistics="query", min_train_nodes=1)
+    found = global_model(strategy, 4, fed.arrays(), fed.grid(answering(fed, change)))
+    assert "round 4, statistics: left out" in flower_log.text
+    assert "client 1 (node 2): '1.running_mean' has 4 of 4 values that are not finite" in flower_log.text
+    assert "the disk is gone" in flower_log.text
+    means = [fed.model[0](inputs).mean((0, 2, 3)) for inputs, _ in fed.data[2].batches]
+    np.testing.assert_allclose(
+        found["1.running_mean"].numpy(), (sum(means) / len(means)).detach().numpy(), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_too_few_answers_end_the_run(federation: Federations) -> None:
+    fed = federation(model=static_net)
+
+    def change(partition: int, arrays: ArrayRecord) -> None:
+        if partition == 0:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(
+        RunFailed, match=r"round 4, statistics: 1 of 2 clients sent a usable reply, 2 are needed:(.|\n)*disk is gone"
+    ):
+        global_model(HeteroBN(statistics="query"), 4, fed.arrays(), fed.grid(answering(fed, change)))

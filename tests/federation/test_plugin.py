@@ -1,0 +1,216 @@
+"""Our strategies in somebody else's Flower project: the strategy swapped, and five lines in the ClientApp."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message
+
+from fedbn_flwr.client import app as client_app_module
+from tests.support.command import ROOT, fedbn
+from tests.support.packages import CLEAN, needs_uv, run
+from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, RecordingGrid, copied, imported
+
+# The project's server_app.py: who aggregates.
+SERVER = {
+    "FedTAN": {
+        "from flwr.serverapp.strategy import FedAvg": "from fedbn_flwr.strategies import FedTAN",
+        "strategy = FedAvg(": "strategy = FedTAN(",
+    },
+    "FedBN": {
+        "from flwr.serverapp.strategy import FedAvg": "from fedbn_flwr.strategies import FedBN",
+        "strategy = FedAvg(": "strategy = FedBN(",
+    },
+    "FixBN": {
+        "from flwr.serverapp.strategy import FedAvg": "from fedbn_flwr.strategies import FedAvg, FixBN",
+        'FedAvg(fraction_evaluate=context.run_config["fraction-evaluate"])': (
+            'FixBN(FedAvg(fraction_evaluate=context.run_config["fraction-evaluate"]), freeze_round=1)'
+        ),
+    },
+}
+
+# Its client_app.py: who trains. In place of the two handlers.
+CLIENT = '''\
+"""The ClientApp: trains and evaluates on the data of one node."""
+
+from fedbn_flwr import BNClient, client_app
+from pytorchexample.task import Net, load_data
+
+
+def make_client(context):
+    partition_id = context.node_config["partition-id"]
+    num_partitions = context.node_config["num-partitions"]
+    loaders = load_data(partition_id, num_partitions, context.run_config["batch-size"])
+    return BNClient(Net(), *loaders, lr=context.run_config["learning-rate"], momentum=0.9, context=context)
+
+
+app = client_app(make_client)
+'''
+
+NORMS = ("features.1.", "after_conv.")  # its batch norms
+OPTIONS = ("--federation-config", f"num-supernodes={CLIENTS} client-resources-num-cpus=1")
+
+
+def changed(folder: Path, rule: str) -> Path:
+    return copied(folder, {"server_app": SERVER[rule]}, client_app=CLIENT)
+
+
+def scores(printed: str) -> list[str]:
+    """The lines in which the project's server tells loss and accuracy of each round's model."""
+    return re.findall(r"^round \d+: loss [\d.]+, accuracy [\d.]+$", printed, re.MULTILINE)
+
+
+def losses(printed: str) -> list[float]:
+    return [float(line.split()[3].rstrip(",")) for line in scores(printed)]
+
+
+def added(old: str, new: str) -> list[str]:
+    """The lines of `new` that somebody has to write to get there from `old`."""
+    return [line[2:] for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line.startswith("+ ")]
+
+
+@pytest.mark.parametrize("rule", SERVER)
+def test_the_change_is_two_lines_on_the_server_and_five_on_the_client(rule: str, tmp_path: Path) -> None:
+    new = changed(tmp_path / "project", rule)
+    lines = {
+        module: added((PROJECT / PACKAGE / module).read_text(), (new / PACKAGE / module).read_text())
+        for module in ("client_app.py", "server_app.py", "task.py")
+    }
+    assert {module: len(line) for module, line in lines.items()} == {
+        "client_app.py": 5, "server_app.py": 2, "task.py": 0,
+    }, lines  # fmt: skip
+
+
+def test_the_project_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with imported() as project:
+        grid = project.serve()
+    assert grid.errors() == []
+    assert losses(capsys.readouterr().out)[3] < 2.2
+    assert (tmp_path / "final_model.pt").exists()
+
+
+def served(rule: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordingGrid, dict[str, torch.Tensor]]:
+    """The grid after a run of the changed project on it, and the model that the project's server saved."""
+    monkeypatch.chdir(folder)
+    with imported(changed(folder / "project", rule)) as project:
+        grid = project.serve()
+        model = torch.load("final_model.pt")
+        project.task.Net().load_state_dict(model)  # every key, every shape
+    assert grid.errors() == []
+    assert grid.count("train") == 3 * CLIENTS
+    assert grid.count("evaluate") == 3 * CLIENTS / 2
+    return grid, model
+
+
+def test_fedtan_meets_the_clients_at_each_batch_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid, _ = served("FedTAN", tmp_path, monkeypatch)
+    exchanges = 2 * len(NORMS)
+    assert grid.count("query.cohort") == 3 * exchanges * CLIENTS
+    before, *_, after = losses(capsys.readouterr().out)
+    assert after < before
+
+
+def test_fedbn_keeps_batch_norm_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, model = served("FedBN", tmp_path, monkeypatch)
+    sent, *others = grid.trained(2)
+    assert set(sent) == {key for key in model if not key.startswith(NORMS)}
+    assert others == [sent] * (CLIENTS - 1)
+    accuracies = [r.content["metrics"]["accuracy"] for r in grid.replies if r.metadata.message_type == "evaluate"]
+    assert min(accuracies[-2:]) > 0.8, "each client knows a few digits, and judges them with its own norms"
+
+
+def test_fixbn_freezes_the_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid, model = served("FixBN", tmp_path, monkeypatch)
+    first, second, third = (grid.trained(server_round)[0] for server_round in (1, 2, 3))
+    statistics = [key for key in model if "running" in key]
+    assert len(statistics) == 2 * len(NORMS)
+    for key in statistics:
+        assert first[key] != second[key]
+        assert second[key] == third[key] == model[key].numpy().tobytes()
+    assert third["after_conv.weight"] != second["after_conv.weight"], "gamma goes on"
+    before, *_, after = losses(capsys.readouterr().out)
+    assert after < before
+
+
+def test_fedtan_draws_the_same_whichever_process_a_message_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shuffling and dropout, as the project has them, draw from PyTorch's generator, which all clients share.
+
+    Of two caches of parked rounds, as of two Ray actors, each message meets either; what is left in the other is
+    abandoned later, while the next round draws.
+    """
+    monkeypatch.chdir(tmp_path)
+    with imported(changed(tmp_path / "project", "FedTAN")) as project:
+        project.serve()
+        expected = scores(capsys.readouterr().out)
+        for seed in range(5):
+            random, caches = Random(seed), ({}, {})
+
+            def work(message: Message, context: Context, random: Random = random, caches: Any = caches) -> Message:
+                monkeypatch.setattr(client_app_module, "_parked", random.choice(caches))
+                return project.client_app(message, context)
+
+            replace(project, client_app=work).serve()
+            assert scores(capsys.readouterr().out) == expected
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_s_lines_work() -> None:
+    section = (ROOT / "README.md").read_text().split("## In a Flower project of your own")[1].split("\n## ")[0]
+    (code,) = python_blocks(section)
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) < 10
+    with imported() as project:
+        # What the project has: a model, and loaders for a node.
+        names = {"Net": project.task.Net, "load_data": lambda partition: project.task.load_data(partition, CLIENTS, 32)}
+        exec(code, names)
+        grid = RecordingGrid(names["app"], CLIENTS)
+        names["strategy"].start(grid, ArrayRecord(project.task.Net().state_dict()), num_rounds=2)
+    assert grid.errors() == []
+    assert grid.count("train") == 2 * CLIENTS
+
+
+# --- on Flower's own runtime -------------------------------------------------
+
+
+@pytest.mark.engines
+def test_flower_s_simulation_runs_the_project_as_it_is() -> None:
+    done = fedbn("flwr", "run", PROJECT, *OPTIONS, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(scores(done.stdout)) == 4
+    assert "and 0 failures" in done.stdout
+    assert not re.search(r"and [1-9]\d* failures", done.stdout)
+
+
+@pytest.mark.engines
+@needs_uv
+@pytest.mark.parametrize("rule", SERVER)
+def test_with_our_wheel_installed_flower_s_simulation_gives_the_local_engine_s_numbers(
+    rule: str,
+    clean_environment: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served(rule, tmp_path, monkeypatch)
+    here = scores(capsys.readouterr().out)
+    there = run(clean_environment / "fedbn", "flwr", "run", tmp_path / "project", *OPTIONS, cwd=tmp_path, **CLEAN)
+    assert len(here) == 4
+    assert scores(there) == here

@@ -1,0 +1,263 @@
+"""SCAFFOLD against a derivation by hand: one weight, two clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from fedbn_flwr import BNClient, client_app
+from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold, prepare
+from tests.conftest import Batches, Federation
+from tests.support.records import BAD_RECORDS, between
+
+Federations = Callable[..., Any]
+Arrays = dict[str, np.ndarray]
+
+
+def run(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None) -> list[Arrays]:
+    """The global model after each round."""
+    models: list[Arrays] = []
+
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
+        models.append(unpack(arrays))
+
+    strategy.start(fed.grid(app), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
+    return models[1:]
+
+
+def one_weight(images: tuple[int, int] = (1, 1)) -> Federation:
+    """Client 0 has the loss w^2/2 and client 1 has (2w - 8)^2/2; both begin at w = 0 and take two steps of 1/8."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+
+    def half_square(outputs: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * (outputs - targets).square().mean()
+
+    data = [
+        Batches([(torch.full((count, 1), x, dtype=torch.float64), torch.full((count, 1), s, dtype=torch.float64))])
+        for count, (x, s) in zip(images, ((1.0, 0.0), (2.0, 8.0)), strict=True)
+    ]
+    return Federation(model, data, {"lr": 0.125, "epochs": 2, "loss": half_square})
+
+
+def strategy(**options: Any) -> Scaffold:
+    return Scaffold(fraction_evaluate=0.0, **{"min_train_nodes": 1, "min_available_nodes": 1, **options})
+
+
+def weights(models: list[Arrays]) -> list[float]:
+    return [float(model["weight"].item()) for model in models]
+
+
+def test_two_clients_with_one_weight_by_hand() -> None:
+    """The gradients are g_0(y) = y and g_1(y) = 4 (y - 4); a step is y <- y - (g(y) + c - c_i) / 8.
+
+    Round 1, x = 0, c = c_0 = c_1 = 0:
+      client 0: g = 0, y = 0; g = 0, y = 0.                         c_0 = 0
+      client 1: g = -16, y = 2; g = -8, y = 3.                      c_1 = -12
+      x = (0 + 3)/2 = 1.5; c = 0 + (0 - 12)/2 = -6
+    Round 2:
+      client 0: c - c_0 = -6; g = 1.5, y = 2.0625; g = 2.0625, y = 2.5546875.     c_0 = 1.78125
+      client 1: c - c_1 = 6; g = -10, y = 2; g = -8, y = 2.25.                    c_1 = -9
+      x = (2.5546875 + 2.25)/2 = 2.40234375; c = -6 + (1.78125 + 3)/2 = -3.609375
+    Round 3:
+      client 0: c - c_0 = -5.390625; g = 2.40234375, y = 2.77587890625;
+                g = 2.77587890625, y = 3.10272216796875.
+      client 1: c - c_1 = 5.390625; g = -6.390625, y = 2.52734375; g = -5.890625, y = 2.58984375.
+      x = (3.10272216796875 + 2.58984375)/2 = 2.846282958984375
+    """
+    assert weights(run(one_weight(), strategy(), 3)) == [1.5, 2.40234375, 2.846282958984375]
+    assert weights(run(one_weight(), FedAvg(fraction_evaluate=0.0), 2))[1] != 2.40234375
+
+
+def test_it_ends_where_the_mean_loss_is_least_and_fedavg_does_not() -> None:
+    """The mean of the gradients, (w + 4 (w - 4))/2, is zero at 3.2; FedAvg's fixed point is 1.5/0.4921875."""
+    assert weights(run(one_weight(), strategy(), 60))[-1] == pytest.approx(3.2, abs=1e-6)
+    assert weights(run(one_weight(), FedAvg(fraction_evaluate=0.0), 60))[-1] == pytest.approx(3.0476190, abs=1e-6)
+
+
+def test_x_is_weighted_by_examples_and_c_is_not() -> None:
+    """Three images on client 1: round 1 has x = (0 + 3*3)/4 = 2.25 and c = -6 as ever; in round 2
+    client 0 has c - c_0 = -6 and takes 2.25 to 2.71875 and 3.12890625,
+    client 1 has c - c_1 = 6 and takes 2.25 to 2.375 and 2.4375; x = (3.12890625 + 3 * 2.4375)/4.
+    """
+    assert weights(run(one_weight((1, 3)), strategy(), 2)) == [2.25, (3.12890625 + 3 * 2.4375) / 4]
+
+
+def by_hand(present: list[set[int]]) -> list[float]:
+    """x after each round, in which only these clients take part; N = 2."""
+    gradients = [lambda y: y, lambda y: 4 * (y - 4)]
+    x, c, own, found = 0.0, 0.0, [0.0, 0.0], []
+    for clients in present:
+        ends, changes = [], []
+        for i in sorted(clients):
+            y, seen = x, []
+            for _ in range(2):
+                seen.append(gradients[i](y))
+                y -= (seen[-1] + c - own[i]) / 8
+            ends.append(y)
+            changes.append(sum(seen) / 2 - own[i])
+            own[i] += changes[-1]
+        x, c = sum(ends) / len(ends), c + sum(changes) / 2
+        found.append(x)
+    return found
+
+
+def absent(fed: Federation, partition: int, rounds: set[int]) -> ClientApp:
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        if config["server-round"] in rounds and context.node_config["partition-id"] == partition:
+            raise OSError("gone")
+        return fed.make_client(context)
+
+    return client_app(make)
+
+
+@pytest.mark.parametrize(("partition", "rounds"), [(0, {2}), (1, {1}), (1, {1, 3}), (0, {2, 3})])
+def test_a_client_that_misses_rounds_comes_back_with_its_own_control_variate(partition: int, rounds: set[int]) -> None:
+    """Its share of c stays as it was: c moves by |S|/N of the mean change."""
+    present = [{0, 1} - ({partition} if number in rounds else set()) for number in range(1, 6)]
+    fed = one_weight()
+    found = weights(run(fed, strategy(), 5, absent(fed, partition, rounds)))
+    assert found == pytest.approx(by_hand(present), rel=1e-13)
+    assert found != pytest.approx(by_hand([{0, 1}] * 5), rel=1e-3)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_partial_participation_counts_all_nodes_in_n(federation: Federations, rounds: int) -> None:
+    """Two of four clients a round: c is the mean of all four c_i, also of those that were never asked."""
+    fed = federation((4,) * 4, dtype=torch.float64)
+    states: dict[int, NodeState] = {}
+
+    def make(context: Context) -> BNClient:
+        states[int(context.node_config["partition-id"])] = NodeState(context.state)
+        return fed.make_client(context)
+
+    rule = strategy(fraction_train=0.5, min_train_nodes=2)
+    run(fed, rule, rounds, client_app(make))
+    own = [state.load("control") for state in states.values()]
+    if rounds == 1:
+        assert sum(bool(each) for each in own) == 2
+    for key, c in rule._control.items():
+        expected = sum(each.get(key, 0.0) for each in own) / 4
+        np.testing.assert_allclose(c, expected, rtol=1e-12, atol=1e-14, err_msg=key)
+
+
+def test_the_first_round_is_fedavg_s(federation: Federations) -> None:
+    fed = federation((8, 12), momentum=0.9)
+    (ours,), (theirs,) = run(fed, strategy(), 1), run(fed, FedAvg(), 1)
+    for key, value in theirs.items():
+        assert value.tobytes() == ours[key].tobytes(), key
+
+
+def test_one_client_equals_fedavg(federation: Federations) -> None:
+    """c and c_i are one, so nothing is corrected."""
+    fed = federation((8,), dtype=torch.float64, epochs=2)
+    ours = run(fed, strategy(), 4)
+    theirs = run(fed, FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0), 4)
+    for key, value in theirs[-1].items():
+        np.testing.assert_allclose(ours[-1][key], value, rtol=1e-12, atol=1e-12, err_msg=key)
+
+
+def test_control_variates_are_of_parameters_alone(federation: Federations) -> None:
+    fed, seen = federation((8, 12)), []
+
+    def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        seen.append((message["config"]["server-round"], set(message.array_records), set(reply["control"])))
+        if "control" in message:
+            assert set(message["control"]) == set(reply["control"])
+
+    run(fed, strategy(), 2, between(fed.app(), look))
+    parameters = {name for name, _ in fed.model.named_parameters()}
+    assert [round_ for round_, _, _ in seen] == [1, 1, 2, 2]
+    assert [records for _, records, _ in seen] == [{"arrays"}] * 2 + [{"arrays", "control"}] * 2
+    assert all(keys == parameters for _, _, keys in seen)
+
+
+def test_what_a_node_keeps_is_the_mean_of_its_gradients(federation: Federations) -> None:
+    """Option II of the paper, c_i - c + (x - y_i) / (K lr), for plain SGD."""
+    fed, states, seen = federation((8, 12), dtype=torch.float64, lr=0.25, steps=3), {}, []
+
+    def make(context: Context) -> BNClient:
+        states[int(context.node_config["partition-id"])] = NodeState(context.state)
+        return fed.make_client(context)
+
+    def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        x, y = unpack(message["arrays"]), unpack(reply["arrays"])
+        c = unpack(message["control"]) if "control" in message else {}
+        after = states[partition].load("control")
+        for key, new in after.items():
+            before = new - unpack(reply["control"])[key]
+            expected = before - c.get(key, 0.0) + (x[key] - y[key]) / (3 * 0.25)
+            np.testing.assert_allclose(new, expected, rtol=1e-9, atol=1e-12)
+        seen.append(partition)
+
+    run(fed, strategy(), 3, between(client_app(make), look))
+    assert sorted(seen) == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_a_control_record_that_cannot_be_used_leaves_its_reply_out_and_is_named(
+    federation: Federations, flower_log: pytest.LogCaptureFixture, name: str
+) -> None:
+    fed, good = federation((8, 12, 6)), []
+    spoil, words = BAD_RECORDS[name]
+
+    def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        if partition == 1:
+            spoil("control")(reply)
+        else:
+            good.append(unpack(reply["control"]))
+
+    rule = strategy()
+    (found,) = run(fed, rule, 1, between(fed.app(), hook))
+    (expected,) = run(fed, strategy(), 1, absent(fed, 1, {1}))
+    for key, value in expected.items():
+        assert value.tobytes() == found[key].tobytes(), key
+    for key, c in rule._control.items():
+        np.testing.assert_allclose(c, (good[0][key] + good[1][key]) / 3, rtol=1e-6, err_msg=key)
+    lines = [r.getMessage() for r in flower_log.records if "its record 'control'" in r.getMessage()]
+    assert len(lines) == 1
+    assert "node 2" in lines[0]
+    assert words in lines[0]
+
+
+def test_frozen_affine_parameters_keep_their_control_variates(federation: Federations) -> None:
+    """Inside FixBN: what does not train has no gradient; its c and c_i stand still."""
+    fed, kept, states = federation((8, 12)), [], {}
+
+    class Noting(Scaffold):
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            result = super().aggregate_train(server_round, replies)
+            assert self._control is not None
+            kept.append((dict(self._control), states[0].load("control")))
+            return result
+
+    def make(context: Context) -> BNClient:
+        states[int(context.node_config["partition-id"])] = NodeState(context.state)
+        return fed.make_client(context)
+
+    inner = Noting(fraction_evaluate=0.0)
+    run(fed, FixBN(inner, freeze_round=1, freeze=["affine"]), 3, client_app(make))
+    for first, second, third in zip(*kept, strict=True):  # c, then c_0
+        assert set(first) == set(third) == {name for name, _ in fed.model.named_parameters()}
+        for key in ("1.weight", "1.bias"):
+            assert first[key].tobytes() == third[key].tobytes()
+        assert second["0.weight"].tobytes() != third["0.weight"].tobytes()
+
+
+def test_a_strategy_or_a_grid_that_is_used_again_begins_anew(federation: Federations) -> None:
+    fed, rule = federation((8, 12)), strategy()
+    grid = fed.grid()
+    results = [unpack(rule.start(grid, fed.arrays(), num_rounds=2).arrays) for _ in range(2)]
+    for key, value in results[0].items():
+        assert value.tobytes() == results[1][key].tobytes(), key
+    prepare(rule, 1, fed.arrays())
+    assert rule._control is None

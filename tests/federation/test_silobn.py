@@ -1,0 +1,25 @@
+"""SiloBN: what it shares with FedBN is in test_fedbn.py; here is what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.strategies import FedAvg, SiloBN, describe_strategies
+
+Federations = Callable[..., Any]
+
+
+def test_gamma_and_beta_are_averaged_with_the_weights(federation: Federations) -> None:
+    """Batch norm trains by the batch's statistics, so the running ones, at home or not, change no gradient."""
+    fed = federation((8, 12), dtype=torch.float64)
+    ours, twin = (unpack(rule().start(fed.grid(), fed.arrays(), num_rounds=3).arrays) for rule in (SiloBN, FedAvg))
+    for key, value in twin.items():
+        assert (ours[key].tobytes() == value.tobytes()) == ("running" not in key), key
+
+
+def test_its_line_cites_its_own_paper() -> None:
+    assert describe_strategies()["SiloBN"].startswith("SiloBN (Andreux et al. 2020")

@@ -1,0 +1,57 @@
+"""Standalone: clients that train alone, from one beginning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from torch.nn import functional as F
+
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.strategies import Standalone
+from tests.federation.test_fedbn import replaced
+
+Federations = Callable[..., Any]
+
+
+def test_each_client_is_plain_sgd_on_its_own_data(federation: Federations) -> None:
+    """Also where only `Context.state` survives from one message to the next."""
+    fed = federation((8, 12), dtype=torch.float64, lr=0.2, epochs=2)
+    app, clients = replaced(fed)
+    Standalone().start(fed.grid(app), fed.arrays(), num_rounds=3)
+    for client, data in zip(clients.values(), fed.data, strict=True):
+        twin = copy.deepcopy(fed.model).train()
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.2)
+        for inputs, labels in data.batches * 6:
+            optimizer.zero_grad()
+            F.cross_entropy(twin(inputs), labels).backward()
+            optimizer.step()
+        for key, value in twin.state_dict().items():
+            np.testing.assert_allclose(client.model.state_dict()[key].numpy(), value.numpy(), rtol=1e-12, err_msg=key)
+
+
+def test_no_array_travels_and_the_server_s_model_stays(federation: Federations) -> None:
+    fed = federation()
+    grid = MeteredGrid(fed.grid())
+    result = Standalone().start(grid, fed.arrays(), num_rounds=2)
+    traffic = grid.take()
+    assert (traffic.messages_down, traffic.messages_up) == (4, 4)
+    assert (traffic.bytes_down, traffic.bytes_up, traffic.other_bytes) == (0, 0, 0)
+    for key, value in unpack(fed.arrays()).items():
+        assert result.arrays[key].numpy().tobytes() == value.tobytes()
+    assert set(result.evaluate_metrics_clientapp[2]) == {"loss", "accuracy"}
+
+
+def test_a_model_of_which_only_a_part_comes_is_refused_all_the_same(federation: Federations) -> None:
+    fed = federation()
+    first, *_ = fed.arrays().items()
+    content = RecordDict({"arrays": ArrayRecord(dict([first])), "config": ConfigRecord()})
+    (reply,) = fed.grid().send_and_receive([Message(content, 1, "train")])
+    assert "the server did not send '4.weight' (2 such keys), and this node has none" in reply.error.reason
+    (reply,) = fed.grid().send_and_receive([Message(RecordDict({"arrays": pack({})}), 1, "train")])
+    assert not reply.has_error()

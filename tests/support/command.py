@@ -1,0 +1,28 @@
+"""Runs the command `fedbn` as a person would, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FEDBN_OUT")}
+    return kept | {"FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"} | more
+
+
+def fedbn(*words: str | Path, cwd: Path, timeout: float = 300, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedbn_flwr.cli", *map(str, words)]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )

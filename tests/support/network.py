@@ -1,0 +1,359 @@
+"""docker-compose.yml as plain processes on loopback, where there is no Docker.
+
+Every service runs the entrypoint, command, environment and health check of the shipped file. Rewritten is only
+what a container provides: mounted folders, host names, and a network of its own (so ports become free ones).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+COMPOSE = ROOT / "docker-compose.yml"
+KEYS = "./deploy/keys"
+HOME = "/app"  # home and working folder in Flower's images
+
+
+def missing_tools() -> list[str]:
+    return [tool for tool in ("openssl", "ssh-keygen") if shutil.which(tool) is None]
+
+
+def make_keys(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", str(ROOT / "deploy" / "keys.sh"), "--out", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def read_compose(variables: Mapping[str, str] | None = None, file: Path = COMPOSE) -> dict[str, Any]:
+    """The file as Compose reads it: `${NAME:-default}` filled in, anchors and merges resolved."""
+    given = variables or {}
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: given.get(m[1]) or m[2], file.read_text(encoding="utf-8"))
+    assert "$" not in text, "the compose file uses an interpolation that this reader does not know"
+    content = yaml.safe_load(text)
+    assert isinstance(content, dict)
+    return content
+
+
+def wait_for(what: str, ready: Callable[[], bool], seconds: float, every: float = 0.2) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
+        time.sleep(every)
+
+
+class Service:
+    """One process, in a process group of its own that holds all it starts."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str], folder: Path, stop: str) -> None:
+        self.name = name
+        self.log = folder / "output.txt"
+        self._stop = signal.Signals[stop]
+        with self.log.open("ab") as output:  # after those of its earlier lives
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder / HOME[1:],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def has_ended(self) -> bool:
+        # It is left unreaped, so that its id stays its own until `kill`.
+        return (
+            not self.is_ours()
+            or os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        )
+
+    def is_ours(self) -> bool:
+        """Whether its process id is still its own: nobody has waited for it."""
+        return self._process.returncode is None
+
+    def ask_to_stop(self) -> None:
+        os.killpg(self._process.pid, self._stop)
+
+    def kill(self) -> int:
+        """End what is left of the group, and return the exit status."""
+        if self.is_ours():
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait(timeout=30)
+
+    def exit_status(self, seconds: float) -> int:
+        """Wait for its end."""
+        wait_for(f"the end of {self.name}", self.has_ended, seconds)
+        return self.kill()
+
+    def apps(self) -> list[int]:
+        """Its processes that run an app, which it starts for each message or run."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = folder.joinpath("cmdline").read_text(errors="replace").split("\0")
+                is_app = any(Path(word).name in ("flwr-clientapp", "flwr-serverapp") for word in words[:3])
+                if is_app and os.getsid(int(folder.name)) == self._process.pid:
+                    found.append(int(folder.name))
+        return found
+
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+class Deployment:
+    """All services of the file. Use as a context manager, or call `start` and `stop`.
+
+    `folder` gets the keys, the volumes, and one folder per service with its output.
+    """
+
+    def __init__(self, folder: Path, file: Path = COMPOSE, variables: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self.keys = folder / "keys"
+        self.services: dict[str, Any] = read_compose(variables, file)["services"]
+        self.running: dict[str, Service] = {}
+        self._ports: dict[tuple[str, int], int] = {}
+
+    # --- what a container provides ---
+
+    def mounts(self, service: str) -> dict[str, Path]:
+        """Where each folder inside the container lies on this host."""
+        folders = {HOME: self.folder / service / HOME[1:]}
+        if service.startswith("supernode-"):
+            # Its --node-config names folders of the container in which the app runs.
+            app = self.mounts(service.replace("supernode", "superexec-clientapp"))
+            folders |= {target: app[target] for target in ("/data", "/state")}
+        for volume in self.services[service].get("volumes", []):
+            if isinstance(volume, str):
+                source, target = volume.split(":")[:2]
+            else:
+                source, target = volume["source"], volume["target"]
+            if source == KEYS or source.startswith(KEYS + "/"):
+                folders[target] = self.keys / source[len(KEYS) :].lstrip("/")
+            elif source.startswith("/"):
+                folders[target] = Path(source)
+            elif source.startswith("."):
+                folders[target] = ROOT / source
+            else:
+                folders[target] = self.folder / "volumes" / source
+        return folders
+
+    def port(self, host: str, port: int) -> int:
+        if (host, port) not in self._ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._ports[host, port] = probe.getsockname()[1]
+        return self._ports[host, port]
+
+    def rewrite(self, text: str, service: str, mounts: Mapping[str, Path], name: str) -> str:
+        """`text` of the compose file, for a process `name` on this host."""
+        hosts, own = "|".join(map(re.escape, self.services)), (service, "localhost", "0.0.0.0")
+        text = re.sub(
+            rf"(?<![\w.-])({hosts}|localhost|0\.0\.0\.0):(\d+)",
+            lambda m: f"127.0.0.1:{self.port(name if m[1] in own else m[1], int(m[2]))}",
+            text,
+        )
+        text = re.sub(r"--port=(\d+)", lambda m: f"--port={self.port(name, int(m[1]))}", text)
+        text = text.replace("0.0.0.0", "127.0.0.1")
+        targets = "|".join(map(re.escape, mounts))
+        return re.sub(rf"(?<![\w./:-])({targets})(?![\w.-])", lambda m: str(mounts[m[1]]), text)
+
+    def environment(self, given: Mapping[str, str], home: Path) -> dict[str, str]:
+        """A container's environment: nothing of the caller's but the Python that the tests run in."""
+        environment = {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            "HOME": str(home),
+            "PYTHONUNBUFFERED": "1",
+            "LANG": "C.UTF-8",
+        }
+        # Every message starts a Python process: without bytecode each would take seconds more.
+        if "PYTHONPYCACHEPREFIX" in os.environ or "PYTHONDONTWRITEBYTECODE" in os.environ:
+            environment["PYTHONPYCACHEPREFIX"] = os.environ.get("PYTHONPYCACHEPREFIX", str(self.folder / "bytecode"))
+        return environment | {key: str(value) for key, value in given.items()}
+
+    # --- services ---
+
+    def launch(self, service: str, name: str | None = None, mounts: Mapping[str, Path] | None = None) -> Service:
+        """Start a service, or another process `name` like it that finds other folders where `mounts` says so."""
+        name = name or service
+        given = self.services[service]
+        where = self.mounts(service) | {HOME: self.folder / name / HOME[1:]} | dict(mounts or {})
+        for target, path in where.items():
+            if path.is_relative_to(self.folder / "volumes") or target == HOME:
+                path.mkdir(parents=True, exist_ok=True)
+            assert path.exists(), f"{service} mounts {path}, which is not there"
+        folder = self.folder / name
+        folder.joinpath(HOME[1:]).mkdir(parents=True, exist_ok=True)
+        words = [*given["entrypoint"], *given.get("command", [])]
+        self.running[name] = Service(
+            name,
+            [self.rewrite(word, service, where, name) for word in words],
+            self.environment(
+                {key: self.rewrite(value, service, where, name) for key, value in given["environment"].items()},
+                where[HOME],
+            ),
+            folder,
+            given.get("stop_signal", "SIGTERM"),
+        )
+        return self.running[name]
+
+    def is_healthy(self, service: str) -> bool:
+        if self.running[service].has_ended():
+            raise RuntimeError(f"{service} has ended\n{self.outputs()}")
+        kind, *words = self.services[service]["healthcheck"]["test"]
+        assert kind == "CMD"
+        mounts = self.mounts(service)
+        check = subprocess.run(
+            [self.rewrite(word, service, mounts, service) for word in words],
+            env=self.environment({}, mounts[HOME]),
+            capture_output=True,
+            timeout=30,
+        )
+        return check.returncode == 0
+
+    def start(self) -> None:
+        """Start every service once those that it depends on are as the file demands."""
+        made = make_keys(self.keys, "--nodes", str(sum(name.startswith("supernode-") for name in self.services)))
+        assert made.returncode == 0, made.stderr
+        for names in self._levels():
+            self._wait_for_conditions(names)
+            for name in names:
+                self.launch(name)
+        for name in [name for name in self.services if "healthcheck" in self.services[name]]:
+            wait_for(f"{name} healthy", functools.partial(self.is_healthy, name), 60)
+
+    def _demands(self, name: str) -> dict[str, str]:
+        """The services that must be up before, each with its condition."""
+        needed = self.services[name].get("depends_on", {})
+        if isinstance(needed, list):
+            return dict.fromkeys(needed, "service_started")
+        return {other: demand["condition"] for other, demand in needed.items()}
+
+    def _wait_for_conditions(self, names: list[str]) -> None:
+        for needed, condition in sorted({demand for name in names for demand in self._demands(name).items()}):
+            if condition == "service_healthy":
+                wait_for(f"{needed} healthy", functools.partial(self.is_healthy, needed), 60)
+            elif condition == "service_completed_successfully":
+                status = self.running[needed].exit_status(60)
+                assert status == 0, f"{needed} ended with {status}\n{self.outputs()}"
+
+    def _levels(self) -> list[list[str]]:
+        """The services by how many others must be up before."""
+
+        def depth(name: str) -> int:
+            return 1 + max(map(depth, self._demands(name)), default=-1)
+
+        depths = {name: depth(name) for name in self.services}
+        return [[name for name in depths if depths[name] == d] for d in range(1 + max(depths.values()))]
+
+    def stop(self) -> None:
+        """End what was started, those first that nothing else depends on."""
+        levels = self._levels()
+        others = [name for name in self.running if name not in self.services]
+        for names in [others, *reversed(levels)]:
+            alive = [self.running[name] for name in names if name in self.running and self.running[name].is_ours()]
+            for service in alive:
+                service.ask_to_stop()
+            deadline = time.monotonic() + 15
+            while time.monotonic() < deadline and not all(service.has_ended() for service in alive):
+                time.sleep(0.1)
+            for service in alive:
+                service.kill()
+
+    def __enter__(self) -> Deployment:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def outputs(self, lines: int = 40) -> str:
+        """The end of what every service wrote; for the message of a failure."""
+        parts = [
+            f"--- {name} ---\n" + "\n".join(service.output().splitlines()[-lines:])
+            for name, service in self.running.items()
+        ]
+        return "\n".join(parts)
+
+    # --- a user's commands ---
+
+    def flwr(self, *words: str, seconds: float = 60) -> str:
+        """The `flwr` command on the user's side, with the link `remote`."""
+        home = self.folder / "user"
+        home.mkdir(exist_ok=True)
+        (home / "config.toml").write_text(
+            f'[superlink.remote]\naddress = "127.0.0.1:{self.port("superlink", 8000)}"\n'
+            f"root-certificates = {json.dumps(str(self.keys / 'ca.crt'))}\n",
+            encoding="utf-8",
+        )
+        given = self.services["superlink"]["environment"] | {"FLWR_HOME": str(home)}
+        done = subprocess.run(
+            ["flwr", *words],
+            cwd=home,
+            env=self.environment(given, home),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+        assert done.returncode == 0, f"{shlex.join(['flwr', *words])}\n{done.stdout}{done.stderr}\n{self.outputs()}"
+        return done.stdout
+
+    def submit(self, run_config: Mapping[str, Any]) -> str:
+        """Have this checkout run with `run_config`, and return the run's id."""
+        settings = self.folder / "run-config.toml"
+        # JSON's strings, numbers and booleans are TOML's.
+        settings.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in run_config.items()))
+        answer = json.loads(self.flwr("run", str(ROOT), "remote", "--run-config", str(settings), "--format", "json"))
+        return str(answer["run-id"])
+
+    def status(self, run_id: str) -> str:
+        listed = json.loads(self.flwr("ls", "remote", "--run-id", run_id, "--format", "json"))
+        return str(listed["runs"][0]["status"])
+
+    def log(self, run_id: str) -> str:
+        """What the ServerApp printed; it is in the SuperLink's keeping, not in a container's output."""
+        return self.flwr("log", run_id, "remote", "--show")
+
+    def wait_for_end(self, run_id: str, seconds: float = 300) -> str:
+        """The status of the run when it has ended, or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not (last := self.status(run_id)).startswith("finished") and time.monotonic() < deadline:
+            time.sleep(2)
+        return last
+
+    def run_app(self, run_config: Mapping[str, Any], seconds: float = 300) -> Path:
+        """Run this checkout with `run_config`, and return the folder of its one training run."""
+        out = Path(run_config["out"]) if "out" in run_config else self.mounts("superexec-serverapp")["/runs"]
+        before = set(out.glob("**/config.yaml"))
+        run_id = self.submit(run_config)
+        if (last := self.wait_for_end(run_id, seconds)) != "finished:completed":
+            raise AssertionError(
+                f"the run is {last!r} after at most {seconds:g} s\n{self.log(run_id)}\n{self.outputs()}"
+            )
+        (config,) = set(out.glob("**/config.yaml")) - before
+        return config.parent

@@ -1,0 +1,68 @@
+"""What passes between server and clients in training, to look at or to spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.messages.arrays import pack, unpack
+
+# Given a train message's config and records as they came, the reply's, and the client's partition.
+Hook = Callable[[RecordDict, RecordDict, int], None]
+
+
+def between(inner: ClientApp, hook: Hook) -> ClientApp:
+    """`inner`, and `hook` between each trained reply and the server; it may change the reply."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        reply = inner(message, context)
+        hook(message.content, reply.content, int(context.node_config["partition-id"]))
+        return reply
+
+    for register in (app.evaluate(), app.query("cohort"), app.query("partition"), app.query("statistics")):
+        register(inner)
+    return app
+
+
+Spoil = Callable[[RecordDict], None]
+
+
+def change_record(name: str, key: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Spoil:
+    """Changes one array of a record, or takes it out."""
+
+    def apply(content: RecordDict) -> None:
+        arrays = dict(unpack(content[name]))
+        new = change(arrays.pop(key))
+        content[name] = pack(arrays if new is None else arrays | {key: new})
+
+    return apply
+
+
+def drop_record(name: str) -> Spoil:
+    def apply(content: RecordDict) -> None:
+        del content[name]
+
+    return apply
+
+
+def add_array(name: str, key: str, value: np.ndarray) -> Spoil:
+    def apply(content: RecordDict) -> None:
+        content[name] = pack(unpack(content[name]) | {key: value})
+
+    return apply
+
+
+# Records of small_net's parameters that cannot be used, and what is said of them.
+BAD_RECORDS: dict[str, tuple[Callable[[str], Spoil], str]] = {
+    "NaN": (lambda name: change_record(name, "0.weight", lambda a: a * np.nan), "'0.weight' has 72 of 72 values"),
+    "shape": (lambda name: change_record(name, "4.bias", lambda a: a[:2]), "'4.bias' has shape (2,)"),
+    "dtype": (lambda name: change_record(name, "4.bias", lambda a: a.astype(np.float16)), "'4.bias' is float16"),
+    "missing key": (lambda name: change_record(name, "4.bias", lambda a: None), "lacks '4.bias'"),
+    "a statistic": (lambda name: add_array(name, "1.running_mean", np.zeros(4, np.float32)), "has '1.running_mean'"),
+    "no record": (drop_record, "is missing (is the client served by fedbn_flwr.client_app"),
+}

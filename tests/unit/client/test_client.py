@@ -1,0 +1,482 @@
+"""The client by hand-made messages, and through client_app on the local grid."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.messages.arrays import pack, unpack
+
+Federations = Callable[..., Any]
+
+
+def message(node: int, arrays: ArrayRecord, kind: str = "train", **config: Any) -> Message:
+    config = {key.replace("fedbn_", "fedbn.").replace("_", "-"): value for key, value in config.items()}
+    return Message(RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": 1, **config})}), node, kind)
+
+
+def ask(grid: LocalGrid, *messages: Message) -> list[Message]:
+    return list(grid.send_and_receive(list(messages)))
+
+
+def reason(reply: Message) -> str:
+    assert reply.has_error()
+    return str(reply.error.reason)
+
+
+def counters(arrays: dict[str, np.ndarray]) -> list[int]:
+    return [int(value) for key, value in arrays.items() if key.endswith("num_batches_tracked")]
+
+
+# --- a NumPyClient -----------------------------------------------------------
+
+
+def test_it_is_a_numpy_client(federation: Federations) -> None:
+    fed = federation(batches=2)
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0], fed.data[1], lr=0.1)
+    assert isinstance(client, NumPyClient)
+    parameters = client.get_parameters({})
+    assert len(parameters) == 7, "conv, gamma, beta, mean, variance, weight and bias; no counter"
+    result, num_examples, metrics = client.fit(parameters, {"server-round": 1})
+    assert num_examples == 8
+    assert metrics["train-loss"] > 0
+    assert [array.shape for array in result] == [array.shape for array in parameters]
+    assert not any(np.array_equal(new, old) for new, old in zip(result, parameters, strict=True))
+    loss, num_examples, metrics = client.evaluate(result, {})
+    assert num_examples == 12
+    assert loss > 0
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+def test_fit_equals_sgd_by_hand(federation: Federations) -> None:
+    fed = federation()
+    twin = copy.deepcopy(fed.model).train()
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0], lr=0.2, epochs=2, momentum=0.5, weight_decay=0.01)
+    result, _, _ = client.fit(client.get_parameters({}), {})
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.2, momentum=0.5, weight_decay=0.01)
+    for inputs, targets in fed.data[0].batches * 2:
+        optimizer.zero_grad()
+        F.cross_entropy(twin(inputs), targets).backward()
+        optimizer.step()
+    state = {key: value for key, value in twin.state_dict().items() if not key.endswith("num_batches_tracked")}
+    for value, (key, expected) in zip(result, state.items(), strict=True):
+        np.testing.assert_array_equal(value, expected.numpy(), key)
+
+
+def test_what_it_returned_does_not_change_as_it_trains_on(federation: Federations) -> None:
+    fed = federation()
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0], lr=0.2)
+    first, _, _ = client.fit(client.get_parameters({}), {})
+    before = [array.copy() for array in first]
+    client.fit(first, {})
+    for array, old in zip(first, before, strict=True):
+        np.testing.assert_array_equal(array, old)
+
+
+def test_positions_may_include_the_counters(federation: Federations) -> None:
+    fed = federation()
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0])
+    state = [value.numpy().copy() for value in fed.model.state_dict().values()]
+    result, _, _ = client.fit(state, {})
+    assert len(result) == 8
+    assert result[5] == 2, "two batches later"
+
+
+def test_a_wrong_number_of_arrays_is_refused(federation: Federations) -> None:
+    fed = federation()
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0])
+    with pytest.raises(MessageError, match="received 3 arrays, the model has 7"):
+        client.fit(client.get_parameters({})[:3], {})
+
+
+def test_epochs_and_steps_exclude_each_other(federation: Federations) -> None:
+    fed = federation()
+    with pytest.raises(ValueError, match=r"give epochs \(1\) or steps \(2\), not both"):
+        BNClient(fed.model, fed.data[0], epochs=1, steps=2)
+
+
+def test_learning_rate_may_be_a_function_of_the_round(federation: Federations) -> None:
+    fed = federation()
+    asked: list[int] = []
+
+    def rate(server_round: int) -> float:
+        asked.append(server_round)
+        return 0.0
+
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0], lr=rate)
+    before = client.get_parameters({})
+    after, _, _ = client.fit(before, {"server-round": 5})
+    assert asked == [5]
+    np.testing.assert_array_equal(after[0], before[0])
+
+
+def test_a_list_of_batches_is_a_loader(federation: Federations) -> None:
+    """Any iterable of (inputs, targets) trains; a list knows its examples as well as a DataLoader does."""
+    fed = federation()
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0].batches)
+    _, num_examples, _ = client.fit(client.get_parameters({}), {})
+    assert num_examples == 8
+
+
+def test_a_data_loader_that_shuffles_is_a_function_of_seed_and_round(federation: Federations) -> None:
+    fed = federation(batches=1)
+    inputs, targets = fed.data[0].batches[0]
+
+    def fit(server_round: int, seed: int = 0) -> list[np.ndarray]:
+        torch.manual_seed(np.random.default_rng().integers(2**31))
+        loader = DataLoader(TensorDataset(inputs, targets), batch_size=3, shuffle=True)
+        client = BNClient(copy.deepcopy(fed.model), loader, seed=seed)
+        result, num_examples, _ = client.fit(client.get_parameters({}), {"server-round": server_round})
+        assert num_examples == 8
+        return result
+
+    first = fit(1)
+    assert all(np.array_equal(a, b) for a, b in zip(first, fit(1), strict=True))
+    assert not np.array_equal(first[0], fit(2)[0])
+    assert not np.array_equal(first[0], fit(1, seed=1)[0])
+
+
+def test_training_leaves_the_global_generator_alone(federation: Federations) -> None:
+    fed = federation()
+    client = BNClient(nn.Sequential(nn.Dropout(0.5), copy.deepcopy(fed.model)), fed.data[0])
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    client.fit(client.get_parameters({}), {})
+    assert torch.rand(2).equal(expected)
+
+
+# --- through client_app ------------------------------------------------------
+
+
+def test_a_reply_has_the_keys_that_were_sent(federation: Federations) -> None:
+    fed = federation((8, 12))
+    arrays = fed.arrays()
+    replies = ask(fed.grid(), message(1, arrays), message(2, arrays))
+    for partition, (reply, count) in enumerate(zip(replies, (8, 12), strict=True)):
+        assert list(reply.content["arrays"]) == list(arrays)
+        metrics = reply.content["metrics"]
+        assert metrics["num-examples"] == count
+        assert metrics["partition-id"] == partition
+        assert metrics["train-loss"] > 0
+
+
+def test_a_part_of_the_keys_comes_back_as_that_part(federation: Federations) -> None:
+    """Statistics that are not sent stay on the node, as SiloBN wants them."""
+    fed = federation()
+    sent = pack({key: value for key, value in unpack(fed.arrays()).items() if "running" not in key})
+    (reply,) = ask(fed.grid(), message(1, sent))
+    assert list(reply.content["arrays"]) == list(sent)
+
+
+def test_evaluation_replies_with_metrics_alone(federation: Federations) -> None:
+    fed = federation()
+    (reply,) = ask(fed.grid(), message(1, fed.arrays(), "evaluate"))
+    assert not reply.content.array_records
+    assert set(reply.content["metrics"]) == {"loss", "accuracy", "num-examples", "partition-id"}
+
+
+def test_the_partition_is_told_when_asked(federation: Federations) -> None:
+    fed = federation((8, 12))
+    (reply,) = ask(fed.grid(), Message(RecordDict(), 2, "query.partition"))
+    assert dict(reply.content["metrics"]) == {"partition-id": 1}
+
+
+def test_a_client_is_made_before_training_only_where_the_server_asks_whether_all_is_ready() -> None:
+    def make(context: Context) -> BNClient:
+        raise FileNotFoundError("/srv/data")
+
+    grid = LocalGrid(client_app(make), 1)
+    (reply,) = ask(grid, Message(RecordDict(), 1, "query.partition"))
+    assert reply.content["metrics"]["partition-id"] == 0
+    ready = RecordDict({"config": ConfigRecord({"fedbn.ready": True})})
+    (reply,) = ask(grid, Message(ready, 1, "query.partition"))
+    assert "/srv/data" in reply.error.reason
+
+
+def test_a_data_loader_serves_as_well(federation: Federations) -> None:
+    fed = federation(batches=1)
+
+    def make(context: Context) -> BNClient:
+        data = DataLoader(TensorDataset(*fed.data[0].batches[0]), batch_size=4)
+        return BNClient(copy.deepcopy(fed.model), data, data, context=context)
+
+    arrays = fed.arrays()
+    train, evaluate = ask(fed.grid(client_app(make)), message(1, arrays), message(1, arrays, "evaluate"))
+    assert train.content["metrics"]["num-examples"] == 8
+    assert evaluate.content["metrics"]["num-examples"] == 8
+
+
+def test_make_client_with_two_parameters_is_given_the_config(federation: Federations) -> None:
+    fed = federation()
+    seen: list[Any] = []
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        seen.append(config["server-round"])
+        return fed.make_client(context)
+
+    (reply,) = ask(fed.grid(client_app(make)), message(1, fed.arrays()))
+    assert not reply.has_error()
+    assert seen == [1]
+
+
+# --- what is refused ---------------------------------------------------------
+
+
+def test_an_unknown_key_of_ours_is_refused_and_named(federation: Federations) -> None:
+    fed = federation()
+    for kind in ("train", "evaluate"):
+        (reply,) = ask(fed.grid(), message(1, fed.arrays(), kind, fedbn_freze="statistics"))
+        assert "asks for 'fedbn.freze' (= 'statistics')" in reason(reply)
+        assert "did you mean 'fedbn.freeze'?" in reason(reply)
+
+
+def test_keys_of_others_are_nobody_s_business(federation: Federations) -> None:
+    fed = federation()
+    (reply,) = ask(fed.grid(), message(1, fed.arrays(), lr=3.0, anything="else"))
+    assert not reply.has_error()
+
+
+def test_a_role_that_cannot_be_frozen_is_named(federation: Federations) -> None:
+    fed = federation()
+    (reply,) = ask(fed.grid(), message(1, fed.arrays(), fedbn_freeze="statistics,weights"))
+    assert "fedbn.freeze names 'weights'; known: affine, statistics" in " ".join(reason(reply).split())
+
+
+def changed(arrays: ArrayRecord, **changes: np.ndarray | None) -> ArrayRecord:
+    new = unpack(arrays) | {key.replace("_", ".", 1).lstrip("n"): value for key, value in changes.items()}
+    return pack({key: value for key, value in new.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n0_weight": np.zeros((4, 2, 5, 5), np.float32)}, ["'0.weight'", "(4, 2, 5, 5)", "(4, 2, 3, 3)"]),
+        ({"n7_weight": np.zeros(1, np.float32)}, ["'7.weight', which this client's model does not have", "0.weight"]),
+        ({"n4_bias": None}, ["did not send '4.bias' (1 such keys), and this node has none"]),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(
+    federation: Federations, change: dict[str, np.ndarray | None], words: list[str]
+) -> None:
+    fed = federation()
+    (reply,) = ask(fed.grid(), message(2, changed(fed.arrays(), **change)))
+    assert "client 1 could not train" in reason(reply)
+    for word in words:
+        assert word in reason(reply)
+
+
+@pytest.mark.parametrize(("count", "found"), [(0, "found none"), (2, "found ['record 0', 'record 1']")])
+def test_which_arrays_are_the_model_s_must_be_clear(federation: Federations, count: int, found: str) -> None:
+    fed = federation()
+    content = RecordDict({f"record {i}": fed.arrays() for i in range(count)})
+    (reply,) = ask(fed.grid(), Message(content, 1, "train"))
+    assert f"expected an ArrayRecord 'arrays' in the message, {found}" in reason(reply)
+
+
+def test_a_lone_record_may_have_any_name(federation: Federations) -> None:
+    fed = federation()
+    (reply,) = ask(fed.grid(), Message(RecordDict({"weights": fed.arrays()}), 1, "train"))
+    assert list(reply.content["arrays"]) == list(fed.arrays())
+
+
+def test_a_message_without_config_is_a_first_round(federation: Federations) -> None:
+    fed = federation()
+    (reply,) = ask(fed.grid(), Message(RecordDict({"arrays": fed.arrays()}), 1, "train"))
+    assert not reply.has_error()
+
+
+def test_evaluation_without_data_is_refused(federation: Federations) -> None:
+    fed = federation()
+    app = client_app(lambda context: BNClient(copy.deepcopy(fed.model), fed.data[0], context=context))
+    (reply,) = ask(fed.grid(app), message(1, fed.arrays(), "evaluate"))
+    assert "client 0 could not evaluate: MessageError: this client has no data to evaluate on" in reason(reply)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit("bye"), KeyError("lost")])
+def test_whatever_goes_wrong_becomes_a_reply_that_names_the_partition(
+    federation: Federations, error: BaseException
+) -> None:
+    fed = federation()
+
+    def make(context: Context) -> BNClient:
+        if context.node_config["partition-id"] == 1:
+            raise error
+        return fed.make_client(context)
+
+    arrays = fed.arrays()
+    good, bad = ask(fed.grid(client_app(make)), message(1, arrays), message(2, arrays))
+    assert not good.has_error()
+    assert f"client 1 could not train: {type(error).__name__}: {error}" in reason(bad)
+
+
+def test_a_client_that_exits_while_it_trains_becomes_a_reply(federation: Federations) -> None:
+    fed = federation(loss=lambda logits, targets: sys.exit(3))
+    (reply,) = ask(fed.grid(), message(1, fed.arrays()))
+    assert "client 0 could not train: SystemExit: 3" in reason(reply)
+
+
+# --- what a node keeps -------------------------------------------------------
+
+
+def test_counters_stay_local_and_survive_between_messages(federation: Federations) -> None:
+    fed = federation(batches=2)
+    arrays = fed.arrays()
+    assert not counters(unpack(arrays))
+    kept: list[int] = []
+    clients: list[BNClient] = []
+
+    def make(context: Context) -> BNClient:
+        clients.append(fed.make_client(context))
+        return clients[-1]
+
+    grid = fed.grid(client_app(make))
+    for _ in range(3):
+        ask(grid, message(1, arrays))
+        kept.append(int(clients[-1].model[1].num_batches_tracked))
+    assert kept == [2, 4, 6], "a new client each time, and the node's counter goes on"
+    ask(grid, message(2, arrays))
+    assert int(clients[-1].model[1].num_batches_tracked) == 2, "another node has its own"
+
+
+def test_another_run_begins_empty(federation: Federations) -> None:
+    fed = federation(batches=2)
+    arrays, clients = fed.arrays(), []
+
+    def make(context: Context) -> BNClient:
+        clients.append(fed.make_client(context))
+        return clients[-1]
+
+    grid = fed.grid(client_app(make))
+    for name, expected in (("a", 2), ("a", 4), ("b", 2), ("a", 2)):
+        ask(grid, message(1, arrays, fedbn_run=name))
+        assert int(clients[-1].model[1].num_batches_tracked) == expected
+
+
+def test_evaluation_uses_what_the_node_kept(federation: Federations) -> None:
+    """Statistics that are never sent are the node's own, in evaluation as well."""
+    fed = federation((8, 8))
+    arrays = unpack(fed.arrays())
+    shared = pack({key: value for key, value in arrays.items() if "running" not in key})
+    grid = fed.grid()
+    (fresh,) = ask(grid, message(1, shared, "evaluate"))
+    ask(grid, message(1, shared))
+    (later,) = ask(grid, message(1, shared, "evaluate"))
+    assert fresh.content["metrics"]["loss"] != later.content["metrics"]["loss"]
+
+
+def test_evaluation_does_not_train(federation: Federations) -> None:
+    fed = federation()
+    grid = fed.grid()
+    arrays = fed.arrays()
+    once, twice = (ask(grid, message(1, arrays, "evaluate"))[0].content["metrics"] for _ in range(2))
+    assert dict(once) == dict(twice)
+
+
+def test_an_evaluation_that_names_no_run_leaves_the_node_s_memory_alone(federation: Federations) -> None:
+    """Flower's start() takes one config for training and one for evaluation; the second may well be empty."""
+    fed = federation(batches=2)
+    arrays, clients = fed.arrays(), []
+
+    def make(context: Context) -> BNClient:
+        clients.append(fed.make_client(context))
+        return clients[-1]
+
+    grid = fed.grid(client_app(make))
+    ask(grid, message(1, arrays, fedbn_run="a"))
+    ask(grid, message(1, arrays, "evaluate"))
+    ask(grid, message(1, arrays, fedbn_run="a"))
+    assert int(clients[-1].model[1].num_batches_tracked) == 4
+
+
+def test_counters_that_are_sent_as_floats_are_rounded(federation: Federations) -> None:
+    """Flower's own mean of ten equal integers of 16 is 15.999999999999998."""
+    fed = federation(batches=2)
+    state = {key: value.numpy().copy() for key, value in fed.model.state_dict().items()}
+    state["1.num_batches_tracked"] = np.array(15.999999999999998)
+    (reply,) = ask(fed.grid(), message(1, pack(state)))
+    assert counters(unpack(reply.content["arrays"])) == [18]
+
+
+# --- somebody else's NumPyClient ---------------------------------------------
+
+
+class Foreign(NumPyClient):
+    """Adds one to every array, as its only knowledge of federated learning."""
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        return [array + 1 for array in parameters], 7, {"flag": True, "score": np.float32(0.5), "name": "left out"}
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        return 0.25, 3, {"accuracy": np.float64(0.5), "count": np.int64(4)}
+
+
+def test_a_foreign_numpy_client_is_served() -> None:
+    arrays = pack({"a": np.zeros((2, 2)), "b": np.ones(3, np.float32)})
+    grid = LocalGrid(client_app(lambda context: Foreign()), 1)
+    train, evaluate = ask(grid, message(1, arrays), message(1, arrays, "evaluate"))
+    assert {key: value.tolist() for key, value in unpack(train.content["arrays"]).items()} == {
+        "a": [[1, 1], [1, 1]],
+        "b": [2, 2, 2],
+    }
+    assert train.content["metrics"] == MetricRecord({"num-examples": 7, "flag": 1, "score": 0.5, "partition-id": 0})
+    assert evaluate.content["metrics"] == MetricRecord({"loss": 0.25, "num-examples": 3, "accuracy": 0.5, "count": 4})
+
+
+def test_a_foreign_client_may_know_the_name_of_the_run() -> None:
+    arrays = pack({"a": np.zeros(2)})
+    grid = LocalGrid(client_app(lambda context: Foreign()), 1)
+    (reply,) = ask(grid, message(1, arrays, fedbn_run="a"))
+    assert not reply.has_error()
+
+
+def test_a_foreign_client_cannot_freeze_and_says_so() -> None:
+    grid = LocalGrid(client_app(lambda context: Foreign()), 1)
+    (reply,) = ask(grid, message(1, pack({"a": np.zeros(2)}), fedbn_freeze="statistics"))
+    assert "'fedbn.freeze'" in reason(reply)
+
+
+def test_a_foreign_client_that_returns_too_few_arrays_is_refused() -> None:
+    class Short(Foreign):
+        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            return parameters[:1], 1, {}
+
+    arrays = pack({"a": np.zeros(2), "b": np.zeros(2)})
+    (reply,) = ask(LocalGrid(client_app(lambda context: Short()), 1), message(1, arrays))
+    assert "fit() returned 1 arrays for the 2 it was given" in reason(reply)
+
+
+# --- memory format --------------------------------------------------------------
+
+
+def test_channels_last_trains_the_same_and_sends_arrays_in_order() -> None:
+    """In float64 the layouts agree but for rounding; what is sent is laid out as ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    ).double()
+    data = [(torch.randn(6, 3, 9, 9, dtype=torch.float64), torch.randint(0, 4, (6,))) for _ in range(3)]
+    sent = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+    updates = {}
+    for last in (False, True):
+        client = BNClient(copy.deepcopy(model), data, lr=0.1, momentum=0.9, channels_last=last)
+        assert client.model[3].weight.is_contiguous(memory_format=torch.channels_last) == last
+        updates[last] = client.train_round(sent, {}).arrays
+    for key, value in updates[False].items():
+        found = updates[True][key]
+        assert found.flags.c_contiguous
+        np.testing.assert_allclose(found, value, rtol=1e-10, atol=1e-12)
+    assert any(updates[True][key].tobytes() != value.tobytes() for key, value in updates[False].items())

@@ -1,0 +1,344 @@
+"""Accuracy, statistics estimated anew, and what a run says of its clients' own models."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, build_model, convert_norm
+from fedbn_flwr.client.evaluation import evaluate, reestimate
+from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.data.load import load
+from fedbn_flwr.data.partition.registry import share_test
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import make_strategy
+from fedbn_flwr.experiment.run import _Recorded, run_locally
+from fedbn_flwr.results.report import find_runs, group, table
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from tests.conftest import small_net
+
+CPU = torch.device("cpu")
+
+
+def some_batches(sizes: tuple[int, ...] = (5, 5, 3)) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator) * (1 + n), torch.arange(n) % 3)
+        for n in sizes
+    ]
+
+
+def net(norm: str = "bn") -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return convert_norm(small_net().double(), norm)
+
+
+# --- evaluate ----------------------------------------------------------------
+
+
+def test_loss_and_accuracy_are_means_over_examples_whatever_the_batches() -> None:
+    model, batches = net().train(), some_batches()
+    found = evaluate(model, batches, F.cross_entropy, CPU)
+    inputs, labels = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
+    logits = copy.deepcopy(model).eval()(inputs).detach()
+    assert found["num-examples"] == 13
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
+    assert found["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
+    assert model.training
+
+
+# --- reestimate --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["bn", "sbn"])
+def test_reestimated_statistics_are_the_mean_of_the_batches_own(norm: str) -> None:
+    """Of three batches of 5, 5 and 3 images each counts alike; variances are unbiased."""
+    model, batches = net(norm), some_batches()
+    found, count = reestimate(model, batches, CPU)
+    inputs = [model[0](x).detach() for x, _ in batches]
+    means = torch.stack([y.mean((0, 2, 3)) for y in inputs]).mean(0)
+    variances = torch.stack([y.var((0, 2, 3)) for y in inputs]).mean(0)
+    assert count == 3
+    assert list(found) == ["1.running_mean", "1.running_var"]
+    torch.testing.assert_close(found["1.running_mean"], means, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(found["1.running_var"], variances, rtol=1e-13, atol=1e-14)
+
+
+def test_in_a_deep_network_they_equal_torch_s_cumulative_mean() -> None:
+    """Each layer sees what the layers before it make of the batch's own statistics, as in training."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build_model("resnet20", 3, in_channels=2).double()
+    twin = copy.deepcopy(model).train()
+    for module in twin.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    batches = some_batches()
+    with torch.no_grad():
+        for inputs, _ in batches:
+            twin(inputs)
+    found, _ = reestimate(model, batches, CPU)
+    expected = {key: value for key, value in twin.state_dict().items() if "running" in key}
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13)
+
+
+class Twice(nn.Module):
+    """One batch norm, passed twice and known by two names, and one that is never passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm2d(2, dtype=torch.float64)
+        self.again = self.first
+        self.unused = nn.BatchNorm2d(2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.again(2 * self.first(x) + 1)
+        return y
+
+
+def test_a_layer_that_is_passed_twice_has_the_mean_over_its_passes_under_both_names() -> None:
+    batches = some_batches()
+    found, _ = reestimate(Twice(), batches, CPU)
+    assert set(found) == {f"{name}.running_{what}" for name in ("first", "again") for what in ("mean", "var")}
+    means = [y.mean((0, 2, 3)) for x, _ in batches for y in (x, 2 * F.batch_norm(x, None, None, training=True) + 1)]
+    for name in ("first", "again"):
+        torch.testing.assert_close(found[f"{name}.running_mean"], torch.stack(means).mean(0), rtol=1e-12, atol=1e-14)
+
+
+def snapshot(model: nn.Module) -> Any:
+    state = {key: value.numpy().tobytes() for key, value in model.state_dict().items()}
+    modes = [(m.training, getattr(m, "momentum", 0), getattr(m, "track_running_stats", 0)) for m in model.modules()]
+    return state, modes, [len(module._forward_pre_hooks) for module in model.modules()]
+
+
+@pytest.mark.parametrize("norm", ["bn", "sbn"])
+@pytest.mark.parametrize("training", [True, False])
+def test_reestimating_leaves_the_model_as_it_was(norm: str, training: bool) -> None:
+    model = net(norm).train(training)
+    model[1].train(not training)  # as a frozen batch norm is
+    before = snapshot(model)
+    reestimate(model, some_batches(), CPU)
+    assert snapshot(model) == before
+    with pytest.raises(RuntimeError):
+        reestimate(model, [*some_batches(), (torch.zeros(2, 7, 4, 4, dtype=torch.float64), torch.zeros(2))], CPU)
+    assert snapshot(model) == before, "also where a batch does not fit"
+
+
+def test_there_is_nothing_to_estimate_from_no_batch() -> None:
+    with pytest.raises(ValueError, match="no examples"):
+        reestimate(net(), [], CPU)
+
+
+# --- several sets ------------------------------------------------------------
+
+
+def test_a_client_names_the_figures_of_its_second_set() -> None:
+    model, every = net(), some_batches()
+    client = BNClient(model, every, {"": every, "own": every[:1]})
+    arrays = {key: value.numpy() for key, value in model.state_dict().items()}
+    metrics = client.evaluate_round(arrays, {})
+    whole, own = (evaluate(net(), data, F.cross_entropy, CPU) for data in (every, every[:1]))
+    assert metrics == {**whole, "own-loss": own["loss"], "own-accuracy": own["accuracy"]}
+    assert metrics["num-examples"] == 13, "by which clients are weighted: alike, as the first set is the same for all"
+
+
+def test_batches_of_some_indices_hold_these_images() -> None:
+    data = load("digits")
+    rows = torch.tensor([3, 5, 8, 13, 21])
+    some = TestBatches(data.test, data.moments, 2, rows)
+    images = torch.cat([images for images, _ in TestBatches(data.test, data.moments, 500)])
+    assert some.num_examples == 5
+    assert [len(labels) for _, labels in some] == [2, 2, 1]
+    assert torch.cat([x for x, _ in some]).equal(images[rows])
+    assert torch.cat([y for _, y in some]).equal(data.test.labels[rows])
+
+
+# --- runs --------------------------------------------------------------------
+
+RUNS = """
+rounds: 2
+clients: 3
+data: {name: digits, partition: {kind: classes, classes_per_client: 4}}
+model: {name: cnn}
+train: {lr: 0.05, batch_size: 64, steps: 6}
+evaluate: {every: 2}
+engine: {workers: 0, device: cpu}
+runs:
+  FedAvg: {strategy: {name: FedAvg}}
+  FedBN: {strategy: {name: FedBN}}
+  Reestimated: {strategy: {name: SiloBN}, evaluate: {statistics: reestimated, clients: false}}
+  Static: {strategy: {name: HeteroBN}, model: {norm: sbn}}
+  Queried: {strategy: {name: HeteroBN, statistics: query}, model: {norm: sbn}}
+  Standalone: {strategy: {name: Standalone}}
+  Centralized: {clients: 1, data: {partition: {kind: iid}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("runs") / "out"
+    run_locally(load_experiment(RUNS), {"experiment": RUNS}, out, resume=False)
+    return {path.name: path for path in out.iterdir() if path.is_dir()}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def test_clients_of_rules_that_personalise_are_evaluated_and_no_others(runs: dict[str, Path]) -> None:
+    told = {name for name, folder in runs.items() if "clients_accuracy" in summary(folder)}
+    assert told == {"FedBN", "Standalone"}
+    first, last = lines(runs["FedBN"])
+    assert "clients_accuracy" not in first
+    assert summary(runs["FedBN"])["clients_accuracy"] == last["clients_accuracy"]
+    assert summary(runs["FedBN"])["clients_own_accuracy"] == last["clients_own_accuracy"]
+    assert summary(runs["FedBN"])["accuracy"] == last["accuracy"] != last["clients_accuracy"]
+    # Clients that hold four classes of ten know these best.
+    assert last["clients_own_accuracy"] > last["clients_accuracy"]
+
+
+def test_a_client_without_own_test_images_is_left_out_of_their_mean_alone() -> None:
+    """Flower's mean has only what all clients sent; sizes of 100 and 300 do not weigh: (0.5 + 0.7) / 2."""
+    told = [{"own-accuracy": 0.5, "num-examples": 100}, {"own-accuracy": 0.7, "num-examples": 300}, {"num-examples": 9}]
+    question = Message(RecordDict(), 1, "evaluate")
+    replies = [
+        Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)
+        for each in told
+    ]
+    (run,) = load_experiment("{evaluate: {clients: true}}").runs
+    recorded = _Recorded(FedAvg(), run)
+    recorded.aggregate_evaluate(1, replies)
+    assert recorded.metrics["clients_own_accuracy"] == pytest.approx(0.6, rel=1e-15)
+    assert recorded.metrics["clients_accuracy"] == pytest.approx(0.1, rel=1e-15)
+
+
+def test_standalone_s_accuracy_is_the_clients_mean(runs: dict[str, Path]) -> None:
+    found = summary(runs["Standalone"])
+    assert found["accuracy"] == found["best_accuracy"] == found["clients_accuracy"]
+    assert found["accuracy_of"] == "the clients' models, mean"
+    assert found["bytes_down"] == found["bytes_up"] == 0
+    assert "evaluated_with" not in found
+    assert summary(runs["FedAvg"])["accuracy_of"] == "the global model"
+
+
+def test_a_summary_says_which_statistics_the_evaluation_used(runs: dict[str, Path]) -> None:
+    used = {name: summary(folder).get("evaluated_with") for name, folder in runs.items() if name != "Standalone"}
+    assert used == {
+        "FedAvg": "model", "FedBN": "model", "Reestimated": "reestimated", "Static": "batch", "Queried": "query",
+        "Centralized": "model",
+    }  # fmt: skip
+    assert summary(runs["FedBN"])["global_norm"] == "average"
+
+
+def test_the_accuracy_of_a_run_is_that_of_its_model_file_with_these_statistics(runs: dict[str, Path]) -> None:
+    data = load("digits")
+    test = TestBatches(data.test, data.moments, 500)
+    for name, norm in (("FedAvg", "bn"), ("Reestimated", "bn"), ("Static", "sbn"), ("Queried", "sbn")):
+        state = load_file(runs[name] / "model.safetensors")
+        model = build_model("cnn", 10, norm, in_channels=1)
+        model.load_state_dict(state, strict=False)
+        assert ("bn1.running_mean" in state) == (name != "Static")
+        if name == "Reestimated":
+            model.load_state_dict(reestimate(model, test, CPU)[0], strict=False)
+        assert evaluate(model, test, F.cross_entropy, CPU)["accuracy"] == summary(runs[name])["accuracy"], name
+        if name != "Static":  # and a plain batch norm with them says the same
+            plain = build_model("cnn", 10, in_channels=1)
+            plain.load_state_dict(state | {k: v for k, v in model.state_dict().items() if "run" in k}, strict=False)
+            assert evaluate(plain, test, F.cross_entropy, CPU)["accuracy"] == summary(runs[name])["accuracy"], name
+
+
+def test_training_is_the_same_whether_statistics_are_queried_or_not(runs: dict[str, Path]) -> None:
+    static, queried = (load_file(runs[name] / "model.safetensors") for name in ("Static", "Queried"))
+    assert {key for key in queried if key not in static} == {
+        f"{layer}.running_{what}" for layer in ("bn1", "bn2") for what in ("mean", "var")
+    }
+    assert all(queried[key].equal(value) for key, value in static.items())
+
+
+def test_the_query_is_asked_in_evaluated_rounds_and_counted_apart(runs: dict[str, Path]) -> None:
+    (first, last), (_, plain) = lines(runs["Queried"]), lines(runs["Static"])
+    assert first["other_messages"] == 6, "before the first round each node is asked for its partition"
+    assert last["other_messages"] == 6
+    assert plain["other_messages"] == 0
+    assert (last["bytes_down"], last["bytes_up"]) == (plain["bytes_down"], plain["bytes_up"])
+
+
+def test_a_table_has_columns_of_the_clients_only_where_a_run_has_them(runs: dict[str, Path]) -> None:
+    heads, *rows = table(group(find_runs([runs["FedAvg"], runs["FedBN"]])))
+    where = heads.index("clients' accuracy")
+    assert heads[where + 1] == "on own data"
+    cells = {row[0]: row[where] for row in rows}
+    assert cells == {"FedAvg": "-", "FedBN": f"{100 * summary(runs['FedBN'])['clients_accuracy']:.2f}%"}
+    assert "clients' accuracy" not in table(group(find_runs([runs["FedAvg"]])))[0]
+
+
+def test_standalone_without_clients_evaluation_is_refused() -> None:
+    (run,) = load_experiment("strategy: {name: Standalone}\nevaluate: {clients: false}").runs
+    with pytest.raises(SettingsError, match=r"evaluate\.clients is false, but Standalone trains no global model"):
+        make_strategy(run)
+
+
+def test_each_strategy_s_clients_are_evaluated_by_default_where_it_says_so() -> None:
+    assert {name for name, rule in STRATEGIES.items() if getattr(rule, "personal", False) is True} == {
+        "FedBN", "SiloBN", "Standalone",
+    }  # fmt: skip
+
+
+# --- own test images ---------------------------------------------------------
+
+
+def test_own_test_images_are_shared_as_the_training_images_are() -> None:
+    """Class 0: three quarters and one quarter of 10, which is 7.5 and 2.5; class 1: client 1's alone; 2: nobody's."""
+    labels = torch.tensor([0] * 8 + [1] * 4)
+    parts = [torch.arange(6), torch.arange(6, 12)]
+    test_labels = torch.tensor([0, 1, 2] * 10)
+    first, second = share_test(parts, labels, test_labels, seed=5)
+    assert np.bincount(test_labels[first], minlength=3).tolist() == [8, 0, 0]
+    assert np.bincount(test_labels[second], minlength=3).tolist() == [2, 10, 0]
+    assert not set(first.tolist()) & set(second.tolist())
+    assert first.tolist() == sorted(first.tolist())
+
+
+def test_shares_depend_on_the_seed_alone() -> None:
+    labels, test_labels = torch.arange(300) % 3, torch.arange(90) % 3
+    parts = [torch.arange(0, 100), torch.arange(100, 300)]
+    once, again, other = (share_test(parts, labels, test_labels, seed) for seed in (1, 1, 2))
+    assert all(a.equal(b) for a, b in zip(once, again, strict=True))
+    assert not once[0].equal(other[0])
+    assert [len(part) for part in once] == [len(part) for part in other]
+
+
+def test_many_clients_may_leave_one_without_and_lose_no_image() -> None:
+    generator = np.random.default_rng(0)
+    labels = torch.from_numpy(generator.integers(0, 5, 400))
+    parts = [torch.from_numpy(rows) for rows in np.array_split(generator.permutation(400), 40)]
+    test_labels = torch.arange(20) % 6  # class 5 is in no training set
+    shares = share_test(parts, labels, test_labels, seed=0)
+    together = torch.cat(shares)
+    assert sorted(together.tolist()) == [i for i in range(20) if test_labels[i] < 5]
+    assert min(len(share) for share in shares) == 0
+    for part, share in zip(parts, shares, strict=True):
+        for label in range(5):
+            exact = (
+                int((labels[part] == label).sum()) / int((labels == label).sum()) * int((test_labels == label).sum())
+            )
+            assert abs(int((test_labels[share] == label).sum()) - exact) < 1

@@ -1,0 +1,276 @@
+"""The one local loop against a hand-written one, and evaluation against plain arithmetic."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.optimizer import SGD
+from fedbn_flwr.client.training import CosineSchedule, Epochs, Proximal, StepSchedule, local_batches, train
+
+CPU = torch.device("cpu")
+Data = list[tuple[Tensor, Tensor]]
+
+
+class Counted:
+    """Batches that tell where they come from: (round, epoch, number)."""
+
+    num_examples = 3
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[int, int, int]]:
+        return iter([(server_round, epoch, number) for number in range(self.batches)])
+
+
+def test_so_many_epochs() -> None:
+    assert isinstance(Counted(2), Epochs)
+    taken = list(local_batches(Counted(2), 7, epochs=3, steps=None))
+    assert taken == [(7, 0, 0), (7, 0, 1), (7, 1, 0), (7, 1, 1), (7, 2, 0), (7, 2, 1)]
+
+
+def test_so_many_steps_over_as_many_epochs_as_they_take() -> None:
+    taken = list(local_batches(Counted(3), 2, epochs=None, steps=7))
+    assert len(taken) == 7
+    assert taken[-1] == (2, 2, 0)
+    assert list(local_batches(Counted(3), 2, epochs=None, steps=1)) == [(2, 0, 0)]
+
+
+def test_a_plain_iterable_is_begun_anew_each_epoch() -> None:
+    assert list(local_batches(["a", "b"], 1, epochs=2, steps=None)) == ["a", "b", "a", "b"]
+    assert list(local_batches(["a", "b"], 1, epochs=None, steps=3)) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, None), (None, 5)])
+def test_data_without_a_batch_is_an_error(epochs: int | None, steps: int | None) -> None:
+    with pytest.raises(ValueError, match="yielded no batch"):
+        list(local_batches([], 1, epochs=epochs, steps=steps))
+
+
+def test_an_iterator_that_is_used_up_is_an_error_and_not_a_hang() -> None:
+    with pytest.raises(ValueError, match="yielded no batch"):
+        list(local_batches(iter(["a", "b"]), 1, epochs=None, steps=5))
+
+
+# --- train -------------------------------------------------------------------
+
+
+def problem(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Data]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    return model, [(torch.randn(size, 5, dtype=dtype), torch.randint(0, 3, (size,))) for size in (6, 6, 4)]
+
+
+def assert_same(one: nn.Module, two: nn.Module) -> None:
+    other = two.state_dict()
+    for key, value in one.state_dict().items():
+        assert value.equal(other[key]), key
+
+
+def test_train_equals_a_hand_written_loop_bit_for_bit() -> None:
+    """v <- m v + (g + d w), w <- w - lr v, the velocity beginning at zero."""
+    lr, momentum, decay = 0.1, 0.9, 0.01
+    model, data = problem()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
+    loss, steps, first = train(model, data * 2, optimizer, F.cross_entropy, device=CPU)
+
+    weights = list(twin.parameters())
+    velocity: list[Tensor] = []
+    total = 0.0
+    for inputs, targets in data * 2:
+        value = F.cross_entropy(twin(inputs), targets)
+        gradients = torch.autograd.grad(value, weights)
+        with torch.no_grad():
+            steps_now = [gradient.add(weight, alpha=decay) for gradient, weight in zip(gradients, weights, strict=True)]
+            if velocity:
+                velocity = [v.mul(momentum).add(step) for v, step in zip(velocity, steps_now, strict=True)]
+            else:
+                velocity = steps_now
+            for weight, v in zip(weights, velocity, strict=True):
+                weight.sub_(v, alpha=lr)
+        total += float(value.detach()) * len(targets)
+    assert_same(model, twin)
+    assert (steps, first) == (6, 6)
+    assert loss == pytest.approx(total / 32, rel=1e-6)
+
+
+def test_the_loss_is_the_mean_over_examples() -> None:
+    """Batches of 6, 6 and 4 examples at a rate of zero: the loss of all 16."""
+    model, data = problem(torch.float64)
+    model.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss, *_ = train(model, data, optimizer, F.cross_entropy, device=CPU)
+    inputs, targets = (torch.cat(parts) for parts in zip(*data, strict=True))
+    assert loss == pytest.approx(float(F.cross_entropy(model(inputs), targets).detach()), rel=1e-13)
+
+
+def test_the_proximal_term_equals_one_in_the_loss() -> None:
+    """mu/2 times the squared distance to where training began, in float64."""
+    mu, lr = 0.7, 0.1
+    model, data = problem(torch.float64)
+    twin, start = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    loss, *_ = train(model, data * 3, optimizer, F.cross_entropy, device=CPU, adjust=[Proximal(model.parameters(), mu)])
+
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=lr, momentum=0.5)
+    total = 0.0
+    for inputs, targets in data * 3:
+        twin_optimizer.zero_grad()
+        plain = F.cross_entropy(twin(inputs), targets)
+        distance = sum(
+            ((w - w0.detach()) ** 2).sum() for w, w0 in zip(twin.parameters(), start.parameters(), strict=True)
+        )
+        (plain + mu / 2 * distance).backward()
+        twin_optimizer.step()
+        total += float(plain.detach()) * len(targets)
+    moved = 0.0
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-12, atol=1e-12)
+        moved += float((value.double() - start.state_dict()[key].double()).abs().sum())
+    assert moved > 0.1
+    assert loss == pytest.approx(total / 48, rel=1e-12), "the loss that is told is that of the data"
+
+
+def test_a_proximal_weight_of_zero_changes_nothing() -> None:
+    model, data = problem()
+    twin = copy.deepcopy(model)
+    for each, adjust in ((model, [Proximal(model.parameters(), 0.0)]), (twin, [])):
+        train(each, data, torch.optim.SGD(each.parameters(), lr=0.1), F.cross_entropy, device=CPU, adjust=adjust)
+    assert_same(model, twin)
+
+
+def test_what_does_not_train_has_no_proximal_term() -> None:
+    model, data = problem()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(model, data, optimizer, F.cross_entropy, device=CPU, adjust=[Proximal(model.parameters(), 1.0)])
+    assert model[0].weight.equal(before)
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    net, (_, data) = Net(), problem()
+    before = net.unused.weight.clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train(net, data, optimizer, F.cross_entropy, device=CPU, adjust=[Proximal(net.parameters(), 0.5)])
+    assert net.unused.weight.equal(before)
+
+
+# --- schedules ---------------------------------------------------------------
+
+
+def test_step_schedule_falls_after_its_milestones() -> None:
+    """Half and three quarters of 100 rounds: rounds 50 and 75 are the last at each rate."""
+    schedule = StepSchedule(1.0, (0.5, 0.75), gamma=0.1)
+    rates = {server_round: schedule(server_round, 100) for server_round in (1, 50, 51, 75, 76, 100)}
+    assert rates == pytest.approx({1: 1.0, 50: 1.0, 51: 0.1, 75: 0.1, 76: 0.01, 100: 0.01})
+
+
+def test_step_schedule_takes_rounds_as_well() -> None:
+    schedule = StepSchedule(2.0, (6, 8), gamma=0.5)
+    assert [schedule(server_round, 10) for server_round in (6, 7, 8, 9)] == [2.0, 1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("milestone", [0.07, 0.14, 0.28, 0.29, 0.55, 0.56, 0.57, 0.58])
+def test_a_fraction_of_a_hundred_rounds_is_the_round_it_names(milestone: float) -> None:
+    """0.29 * 100 is 28.999999999999996 in floating point, and 0.07 * 100 is 7.000000000000001."""
+    last = round(milestone * 100)
+    schedule = StepSchedule(1.0, (milestone,), gamma=0.5)
+    assert (schedule(last, 100), schedule(last + 1, 100)) == (1.0, 0.5)
+
+
+def test_no_milestones_is_a_constant_rate() -> None:
+    assert {StepSchedule(0.3)(server_round, 10) for server_round in range(1, 11)} == {0.3}
+
+
+def test_cosine_schedule_begins_at_lr_and_would_end_at_zero() -> None:
+    schedule = CosineSchedule(0.4)
+    assert schedule(1, 10) == 0.4
+    assert schedule(6, 10) == pytest.approx(0.2)
+    assert schedule(10, 10) == pytest.approx(0.2 * (1 + math.cos(math.pi * 0.9)))
+    assert schedule(11, 10) == pytest.approx(0.0, abs=1e-15)
+    rates = [schedule(server_round, 10) for server_round in range(1, 11)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] > 0
+
+
+# --- evaluate ----------------------------------------------------------------
+
+
+def test_evaluate_equals_plain_computation() -> None:
+    model, data = problem(torch.float64)
+    model.train()
+    before = copy.deepcopy(model)
+    found = evaluate(model, data, F.cross_entropy, CPU)
+    assert model.training
+    assert_same(model, before)
+    inputs, targets = (torch.cat(parts) for parts in zip(*data, strict=True))
+    with torch.no_grad():
+        logits = before.eval()(inputs)
+    rows = list(zip(logits.tolist(), targets.tolist(), strict=True))
+    losses = [-math.log(math.exp(row[target]) / sum(map(math.exp, row))) for row, target in rows]
+    hits = sum(max(range(3), key=row.__getitem__) == target for row, target in rows)
+    assert found["loss"] == pytest.approx(sum(losses) / 16, rel=1e-12)
+    assert found["accuracy"] == hits / 16
+    assert found["num-examples"] == 16
+    assert type(found["num-examples"]) is int
+
+
+def test_evaluate_leaves_a_model_in_evaluation_mode_there() -> None:
+    model, data = problem()
+    evaluate(model.eval(), data, F.cross_entropy, CPU)
+    assert not model.training
+
+
+def test_evaluating_on_nothing_is_an_error() -> None:
+    model, _ = problem()
+    with pytest.raises(ValueError, match="no examples"):
+        evaluate(model, [], F.cross_entropy, CPU)
+
+
+# --- bfloat16 ----------------------------------------------------------------
+
+
+def test_bfloat16_is_for_passes_alone() -> None:
+    """Convolutions and products compute in it; parameters, gradients, statistics and momentum stay float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    batch = torch.randn(16, 3, 8, 8), torch.arange(16) % 5
+    seen: dict[str, torch.dtype] = {}
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output.dtype}))
+
+    def gradients(precision: torch.dtype | None) -> Tensor:
+        each = copy.deepcopy(model)
+        optimizer = SGD(dict(each.named_parameters()), 0.1, 0.9)
+        loss, *_ = train(each, [batch], optimizer, F.cross_entropy, device=CPU, precision=precision)
+        assert math.isfinite(loss)
+        tensors = [*each.state_dict().values(), *optimizer.buffers.values()]
+        assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
+        assert not each[1].running_mean.equal(model[1].running_mean)
+        return torch.cat([tensor.flatten() for tensor in optimizer.buffers.values()])
+
+    exact = gradients(None)
+    assert set(seen.values()) == {torch.float32}
+    rounded = gradients(torch.bfloat16)
+    assert (seen["0"], seen["4"]) == (torch.bfloat16, torch.bfloat16)
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.02
+    evaluate(model, [batch], F.cross_entropy, CPU)
+    assert set(seen.values()) == {torch.float32}

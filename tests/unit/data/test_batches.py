@@ -1,0 +1,127 @@
+"""Resized crops and turns of a whole batch against torchvision, an image at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms import functional as tv
+
+from fedbn_flwr.data.augment import RATIO, SCALE, Window, crop_and_resize, random_rotate, resized_crop_boxes
+from fedbn_flwr.data.batches import ClientBatches
+from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.load import load
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 28, 28), (3, 20, 31)])
+def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, int]) -> None:
+    images = torch.randint(0, 256, (40, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    window = Window.resized(40, torch.Generator().manual_seed(5))
+    boxes = window.boxes(*shape[1:])
+    found = crop_and_resize(images, boxes, shape[1:])
+    assert found.dtype == torch.uint8
+    assert [list(window.box(i, *shape[1:])) for i in range(40)] == boxes.tolist(), "one by one as all at once"
+    assert len({tuple(box) for box in boxes.tolist()}) > 30, "each image has a box of its own"
+    for image, mine, box in zip(images, found, boxes.int().tolist(), strict=True):
+        expected = tv.resized_crop(image, *box, list(shape[1:]), InterpolationMode.BILINEAR, antialias=False)
+        # Both round, from sums in another order: where the value lies between two, they may differ by one.
+        assert (mine.int() - expected.int()).abs().max() <= 1
+        assert (mine != expected).double().mean() < 0.1
+        # Nothing is shrunk, so smoothing before it would change nothing.
+        smooth = tv.resized_crop(image, *box, list(shape[1:]), InterpolationMode.BILINEAR, antialias=True)
+        assert (mine.int() - smooth.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("size", [(64, 64), (20, 90)])
+def test_boxes_have_the_law_of_torchvision_s(size: tuple[int, int]) -> None:
+    """Means and deviations over 3,000 boxes; in the long image most tries fail and the middle is taken."""
+    mine = Window.resized(3_000, torch.Generator().manual_seed(0)).boxes(*size).float()
+    image = torch.zeros(1, *size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = torch.tensor(
+            [RandomResizedCrop.get_params(image, list(SCALE), list(RATIO)) for _ in range(3_000)], dtype=torch.float32
+        )
+    top, left, tall, wide = mine.unbind(1)
+    assert min(top.min(), left.min()) >= 0
+    assert min(tall.min(), wide.min()) >= 1
+    assert (top + tall).max() <= size[0]
+    assert (left + wide).max() <= size[1]
+    torch.testing.assert_close(mine.mean(0), theirs.mean(0), rtol=0.06, atol=0.5)
+    torch.testing.assert_close(mine.std(0), theirs.std(0), rtol=0.08, atol=0.5)
+
+
+def test_an_image_in_which_no_try_fits_is_cut_in_the_middle() -> None:
+    draw = torch.rand(4, 5, 10, generator=torch.Generator().manual_seed(0))
+    assert resized_crop_boxes(draw, 10, 100, (1.0, 1.0)).tolist() == [[0, 43, 10, 13]] * 5
+
+
+def test_square_boxes_lie_within_and_reach_every_place() -> None:
+    boxes = Window.square(2_000, 5, torch.Generator().manual_seed(0)).boxes(7, 12)
+    top, left, tall, wide = boxes.int().unbind(1)
+    assert tall.unique().tolist() == wide.unique().tolist() == [5]
+    assert top.unique().tolist() == list(range(3))
+    assert left.unique().tolist() == list(range(8))
+    assert torch.bincount(left).min() > 2_000 / 8 * 0.8, "each as likely"
+
+
+def test_turned_images_equal_torchvision_s() -> None:
+    images = torch.randint(1, 256, (20, 3, 24, 31), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = random_rotate(images, torch.Generator().manual_seed(3))
+    draws = torch.rand(20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    angles = (60 * draws - 30).tolist()
+    assert min(angles) < -20
+    assert max(angles) > 20
+    for image, mine, angle in zip(images, found, angles, strict=True):
+        assert mine.equal(tv.rotate(image, angle))
+
+
+@pytest.mark.parametrize("kind", ["resized_crop", "rotate"])
+def test_what_a_client_sees_is_a_function_of_its_place(kind: str) -> None:
+    data = load("digits")
+
+    def first(server_round: int, augment: tuple[str, ...] = (kind,)) -> torch.Tensor:
+        batches = ClientBatches(
+            data.train, torch.arange(32), data.moments, batch_size=32, client=0, seed=0, augment=augment
+        )
+        return next(batches.epoch(server_round, 0))[0]
+
+    assert first(1).equal(first(1))
+    assert not first(1).equal(first(1, ()))
+    assert first(1).shape == first(1, ()).shape
+
+
+class Transfers(TorchDispatchMode):
+    """Copies from the CPU to another device: how many, and which of them the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.waited_for: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, args[0].device):
+            self.made += 1
+            if not kwargs.get("non_blocking"):
+                self.waited_for.append(args[0].shape)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("augment", [(), ("crop", "flip", "rotate"), ("resized_crop", "flip")], ids="+".join)
+def test_no_batch_makes_the_host_wait_for_the_device(augment: tuple[str, ...]) -> None:
+    """On PyTorch's device without memory, which takes part in everything but the arithmetic."""
+    device = torch.device("meta")
+    data = Images(torch.zeros(20, 3, 16, 16, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)).to(device)
+    moments = ((0.5,) * 3, (0.25,) * 3)
+    batches = ClientBatches(data, torch.arange(20), moments, batch_size=5, client=0, seed=0, augment=augment)
+    with Transfers() as transfers:
+        shapes = [
+            (tuple(inputs.shape), inputs.device.type, targets.device.type) for inputs, targets in batches.epoch(1, 0)
+        ]
+    assert shapes == [((5, 3, 16, 16), "meta", "meta")] * 4
+    assert transfers.made >= 4, "each batch's rows, at least, go there"
+    assert transfers.waited_for == []

@@ -1,0 +1,336 @@
+"""Data sets by name, from local copies, with the papers' defaults; and folders of images of one's own.
+
+What is not among the shared data sets is made here, with the columns and splits that its source has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from fedbn_flwr.data.catalogue import CATALOGUE, describe, find
+from fedbn_flwr.data.load import load
+from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import moments_of, prepare_run, resolve
+from fedbn_flwr.experiment.settings import Settings, parse_yaml, read_experiment
+from tests.unit.data.test_data import png
+
+AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
+
+
+def picture(seed: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"bytes": png(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)), "path": None}
+
+
+def write(
+    file: Path, shape: tuple[int, ...], rows: dict[str, list[int] | list[str]], names: dict[str, list[str]], image: str
+) -> None:
+    """A Parquet file with a column of images beside `rows`; `names` are the columns that are ClassLabels."""
+    count = len(next(iter(rows.values())))
+    features: dict[str, Any] = {image: datasets.Image()}
+    for column, values in rows.items():
+        label = datasets.ClassLabel(names=names[column]) if column in names else None
+        features[column] = label or datasets.Value("string" if isinstance(values[0], str) else "int64")
+    columns = {image: [picture(i, shape) for i in range(count)], **rows}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(columns, features=datasets.Features(features)).to_parquet(file)
+
+
+def numbered(count: int) -> list[str]:
+    return [f"c{i}" for i in range(count)]
+
+
+def run_of(text: str, *overrides: str) -> Settings:
+    (run,) = read_experiment(parse_yaml(text), overrides).runs
+    return run
+
+
+# --- the table ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_an_entry_is_complete_in_itself(name: str) -> None:
+    entry = CATALOGUE[name]
+    assert set(entry.augment) <= AUGMENTS
+    if entry.moments is not None:
+        mean, deviation = entry.moments
+        assert len(mean) == len(deviation) == entry.channels
+        assert all(0 < value < 1 for value in (*mean, *deviation))
+    assert bool(entry.domain) == bool(entry.domains)
+    assert not entry.keep or len(entry.keep) == entry.classes
+    assert entry.title in describe()[name]
+
+
+def test_what_has_no_name_is_not_found() -> None:
+    assert find("./cifar10") is None
+    assert find("uoft-cs/cifar10") is None
+
+
+# --- true layouts ------------------------------------------------------------
+
+# As the hub has them: the folder within the data set's, the names of the splits, columns and their classes.
+LAYOUTS: dict[str, tuple[str, str, tuple[int, ...], dict[str, Any], dict[str, list[str]], str]] = {
+    "cifar10": ("plain_text/", "test", (32, 32, 3), {"label": [0, 9, 4]}, {"label": numbered(10)}, "img"),
+    "cifar100": (
+        "cifar100/",
+        "test",
+        (32, 32, 3),
+        {"fine_label": [0, 99, 40], "coarse_label": [0, 19, 4]},
+        {"fine_label": numbered(100), "coarse_label": numbered(20)},
+        "img",
+    ),
+    "mnist": ("mnist/", "test", (28, 28), {"label": [0, 9, 4]}, {"label": numbered(10)}, "image"),
+    "tiny_imagenet": ("data/", "valid", (64, 64, 3), {"label": [0, 199, 4]}, {"label": numbered(200)}, "image"),
+    "imagenet": ("data/", "validation", (50, 40, 3), {"label": [0, 999, 4]}, {"label": numbered(1000)}, "image"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
+    folder, test, shape, rows, names, image = LAYOUTS[name]
+    for split in ("train", test):
+        write(root / name / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
+    data = load(name, root=str(root))
+    entry = CATALOGUE[name]
+    assert data.train.images.shape == (3, entry.channels, entry.size, entry.size)
+    label = entry.label
+    assert data.train.labels.tolist() == data.test.labels.tolist() == rows[label]
+    assert data.classes == entry.classes
+    assert data.domains is None
+
+
+def write_domainnet(root: Path) -> list[str]:
+    kept = list(find("domainnet10").keep)  # type: ignore[union-attr]
+    classes = sorted([*kept, "airplane", "zigzag"])
+    domains = ["clipart", "infograph", "painting", "quickdraw", "real", "sketch"]
+    rows = {
+        "domain": [0, 5, 5, 3, 0],
+        "label": [classes.index(c) for c in ("airplane", "bird", "zigzag", "zebra", "tiger")],
+    }
+    for split in ("train", "test"):
+        file = root / "domainnet10" / "data" / f"{split}-00000-of-00001.parquet"
+        write(file, (20, 30, 3), rows, {"domain": domains, "label": classes}, "image")
+    return kept
+
+
+def test_domainnet_is_reduced_to_its_ten_classes(root: Path) -> None:
+    kept = write_domainnet(root)
+    data = load("domainnet10", root=str(root), size=8)
+    assert data.class_names == tuple(kept)
+    assert [kept[i] for i in data.train.labels] == ["bird", "zebra", "tiger"]
+    assert data.domains is not None
+    assert [data.domains.names[i] for i in data.domains.train] == ["sketch", "quickdraw", "clipart"]
+    whole = load(str(root / "domainnet10"), size=8)
+    assert whole.classes == 12
+    assert data.train.images.equal(whole.train.images[[1, 3, 4]]), "each image kept its label"
+
+
+def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
+    names = {"label": numbered(10)}
+    write(root / "set" / "train.parquet", (6, 6), {"label": [1, 2]}, names, "image")
+    write(root / "set" / "test.parquet", (6, 6, 3), {"label": [3]}, names, "image")
+    grey = load(str(root / "set"), test="train")
+    data = load(str(root / "set"))
+    assert (data.channels, grey.channels) == (3, 1)
+    assert data.train.images.equal(grey.train.images.expand(-1, 3, -1, -1))
+
+
+# --- where a name is looked for ----------------------------------------------
+
+
+def test_the_variable_names_a_root_where_the_file_names_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(root / "mnist" / "train.parquet", (28, 28), {"label": [1]}, {"label": numbered(10)}, "image")
+    write(root / "mnist" / "test.parquet", (28, 28), {"label": [2]}, {"label": numbered(10)}, "image")
+    monkeypatch.setenv("FEDBN_DATA", str(root))
+    assert load("mnist").train.labels.tolist() == [1]
+
+
+def test_other_names_are_found_under_the_root_too(root: Path) -> None:
+    write(root / "mine" / "train.parquet", (5, 5), {"kind": [1]}, {"kind": ["a", "b"]}, "photo")
+    write(root / "mine" / "test.parquet", (5, 5), {"kind": [0]}, {"kind": ["a", "b"]}, "photo")
+    assert load("mine", root=str(root)).class_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{name: cifar10, root: /no/such/place}", r"data\.root='/no/such/place': there is no such folder.*cifar10/"),
+        ("{name: cifar10, root: ROOT}", r"has no folder 'cifar10'; it holds mnist\..*leave out data\.root to load"),
+        ("{name: office_caltech10}", r"'office_caltech10' .* is not on the Hugging Face hub; give data\.root"),
+        (
+            "{name: mnist, root: ROOT, label: kind}",
+            r"data\.label='kind' is not a column of 'mnist'.*label \(ClassLabel\)",
+        ),
+        ("{name: mnist, root: ROOT, domain: city}", r"data\.domain='city' is not a column of 'mnist'"),
+        (
+            "{name: mnist, root: ROOT, domains: [real]}",
+            r"data\.domains is \['real'\], but 'mnist' has no column 'domain'",
+        ),
+        (
+            "{name: mnist, root: ROOT, partition: {kind: natural, column: city}}",
+            r"data\.partition\.column='city' is not a column of 'mnist'; its columns: image \(Image\), label",
+        ),
+        ("{name: mnist, root: ROOT, partition: {kind: domain}}", r"the data has no domains"),
+        ("{name: mnist_, root: ROOT}", r"'mnist_' with data\.train='train' cannot be loaded"),
+        ("{name: digits, normalise: official}", r"'official', but 'digits' has no official mean.*known for cifar10"),
+        ("{name: digits, domains: [a]}", r"embedded digits have neither domains nor other columns, but 'a'"),
+    ],
+)
+def test_bad_input_is_one_message_before_training(text: str, message: str, root: Path) -> None:
+    for split in ("train", "test"):
+        file = root / "mnist" / f"{split}.parquet"
+        write(file, (28, 28), {"label": list(range(10))}, {"label": numbered(10)}, "image")
+    run = run_of(f"clients: 2\ndata: {text.replace('ROOT', str(root))}")
+    with pytest.raises((DataError, SettingsError), match=message) as caught:
+        prepare_run(run, "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_data_of_another_number_of_classes_is_not_taken_for_the_named_set(root: Path) -> None:
+    for split in ("train", "test"):
+        write(root / "cifar10" / f"{split}.parquet", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
+    with pytest.raises(DataError, match=r"CIFAR-10\) has 10 classes, the data 7 in 'label'"):
+        load("cifar10", root=str(root))
+
+
+def test_an_unknown_domain_is_answered_with_the_nearest(root: Path) -> None:
+    write_domainnet(root)
+    with pytest.raises(DataError, match=r"'sketsh' is not a domain of 'domainnet10'; did you mean 'sketch'\?"):
+        load("domainnet10", root=str(root), size=8, domains=["sketsh"])
+
+
+def test_domains_are_those_asked_for_in_that_order(root: Path) -> None:
+    write_domainnet(root)
+    data = load("domainnet10", root=str(root), size=8, domains=["sketch", "clipart"])
+    assert data.domains is not None
+    assert data.domains.names == ("sketch", "clipart")
+    assert data.domains.train.tolist() == [0, 1]
+    assert [data.class_names[i] for i in data.train.labels] == ["bird", "tiger"]
+
+
+# --- defaults ----------------------------------------------------------------
+
+
+def test_the_catalogue_fills_in_what_the_file_leaves_open() -> None:
+    data = resolve(run_of("data: {name: cifar10}")).data
+    assert (data.size, data.normalise, data.augment, data.pad) == (32, "official", ("crop", "flip"), 2)
+    data = resolve(run_of("data: {name: tiny_imagenet}")).data
+    assert (data.size, data.augment) == (64, ("resized_crop", "flip"))
+    data = resolve(run_of("data: {name: office_caltech10}")).data
+    assert (data.size, data.normalise) == (256, "moments"), "it has no official ones"
+
+
+def test_what_the_file_says_wins() -> None:
+    data = resolve(run_of("data: {name: cifar10, size: 16, normalise: unit, augment: []}")).data
+    assert (data.size, data.normalise, data.augment) == (16, "unit", ())
+
+
+def test_without_an_entry_nothing_is_assumed() -> None:
+    for name in ("digits", "./cifar10", "uoft-cs/cifar10"):
+        data = resolve(run_of(f"data: {{name: {name}}}")).data
+        assert (data.size, data.normalise, data.augment) == (None, "moments", ())
+
+
+def test_official_images_have_the_published_mean_and_deviation(root: Path) -> None:
+    for split in ("train", "test"):
+        write(root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img")
+    run = resolve(run_of(f"data: {{name: cifar10, root: {root}}}"))
+    data = load("cifar10", root=str(root))
+    assert moments_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
+    assert moments_of(resolve(measured), data) == data.moments
+
+
+def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> None:
+    for split in ("train", "test"):
+        file = root / "mnist" / f"{split}.parquet"
+        write(file, (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)}, "image")
+    with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'mnist', but these images have 3"):
+        prepare_run(run_of(f"clients: 2\ndata: {{name: mnist, root: {root}}}"), "run")
+
+
+def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
+    for split in ("train", "test"):
+        file = root / "mnist" / f"{split}.parquet"
+        write(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
+    run = load_experiment("mnist", ["seed=0", f"data.root={root}"]).runs[1]
+    assert prepare_run(run, "run").dataset.train.images.shape == (20, 1, 28, 28)
+
+
+# --- a folder of images ------------------------------------------------------
+
+
+def write_folder(folder: Path, split: str, classes: dict[str, list[int]]) -> None:
+    for name, seeds in classes.items():
+        (folder / split / name).mkdir(parents=True, exist_ok=True)
+        for seed in seeds:
+            (folder / split / name / f"{seed}.png").write_bytes(picture(seed, (5, 5, 3))["bytes"])
+
+
+def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
+    write_folder(root, "train", {"cat": [1, 2], "dog": [3]})
+    write_folder(root, "test", {"cat": [4], "dog": [5]})
+    data = load(str(root))
+    assert data.class_names == ("cat", "dog")
+    assert sorted(data.train.labels.tolist()) == [0, 0, 1]
+    dog = int((data.train.labels == 1).nonzero())
+    expected = np.random.default_rng(3).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(data.train.images[dog].numpy(), expected.transpose(2, 0, 1))
+
+
+def test_an_image_that_changed_is_read_again(root: Path) -> None:
+    write_folder(root, "train", {"cat": [1], "dog": [3]})
+    write_folder(root, "val", {"cat": [4], "dog": [5]})
+    before = load(str(root)).train.images.clone()
+    (root / "train" / "cat" / "1.png").write_bytes(picture(77, (5, 5, 3))["bytes"])
+    after = load(str(root)).train.images
+    assert not before.equal(after)
+
+
+def test_an_unreadable_image_of_a_folder_is_named_by_its_file(root: Path) -> None:
+    write_folder(root, "train", {"cat": [1], "dog": [3]})
+    write_folder(root, "test", {"cat": [4], "dog": [5]})
+    (root / "train" / "dog" / "3.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"the image in row 1 \(.*3\.png\) cannot be read"):
+        load(str(root))
+
+
+# --- the real ones -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "domains", "counts"),
+    [
+        ("office_caltech10", 16, ("amazon", "caltech", "dslr", "webcam"), [180, 220, 27, 56]),
+        ("digits_five", 28, ("mnist", "mnist_m", "usps"), [2000, 2000, 1860]),
+    ],
+)
+def test_real_domains_load(
+    name: str, size: int, domains: tuple[str, ...], counts: list[int], shared_data: Path
+) -> None:
+    """Test splits alone, as both, to be quick; sizes and modes are mixed in the files."""
+    if not (shared_data / name).is_dir():
+        pytest.skip(f"no {name}/ among the data sets")
+    data = load(name, root=str(shared_data), train="test", size=size)
+    assert data.train.images.shape == (sum(counts), 3, size, size)
+    assert data.domains is not None
+    assert data.domains.names == domains
+    assert torch.bincount(data.domains.train).tolist() == counts
+    assert data.classes == 10
+
+
+def test_official_moments_are_those_of_the_real_test_images(shared_data: Path) -> None:
+    """Within 0.01 of what 10,000 test images of Fashion-MNIST give."""
+    if not (shared_data / "fashion_mnist").is_dir():
+        pytest.skip("no fashion_mnist/ among the data sets")
+    found = load("fashion_mnist", root=str(shared_data), train="test").moments
+    official = CATALOGUE["fashion_mnist"].moments
+    assert official is not None
+    assert found[0] == pytest.approx(official[0], abs=0.01)
+    assert found[1] == pytest.approx(official[1], abs=0.01)

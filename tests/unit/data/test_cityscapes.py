@@ -1,0 +1,345 @@
+"""Data with a label for each pixel: Cityscapes in its own layout, and columns of masks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedbn_flwr import cli
+from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.images import Images, Stream
+from fedbn_flwr.data.load import DataSet, load
+from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import own_test, partition_of, prepare_run, resolve
+from fedbn_flwr.experiment.settings import Settings, parse_yaml, read_experiment
+from tests.unit.data.test_data import png
+
+# Label id -> train id, as Cityscapes defines them; all other ids are 255.
+TRAIN_IDS = {7: 0, 8: 1, 11: 2, 12: 3, 13: 4, 17: 5, 19: 6, 20: 7, 21: 8, 22: 9, 23: 10, 24: 11, 25: 12, 26: 13}
+TRAIN_IDS |= {27: 14, 28: 15, 31: 16, 32: 17, 33: 18}
+
+CITIES = {"train": {"aachen": 3, "bochum": 5}, "val": {"frankfurt": 2, "lindau": 1}}
+HEIGHT, WIDTH = 32, 64
+
+
+def label_ids(seed: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+    """All of 0 to 33, in blocks of 4x4 pixels."""
+    blocks = np.random.default_rng(seed).integers(0, 34, (height // 4, width // 4), dtype=np.uint8)
+    return blocks.repeat(4, 0).repeat(4, 1)
+
+
+def street(seed: int) -> np.ndarray:
+    """An image whose red tells the label id, green the row and blue the column of each pixel."""
+    ids = label_ids(seed)
+    rows, columns = np.indices(ids.shape)
+    return np.stack([7 * ids, rows, columns], 2).astype(np.uint8)
+
+
+def write_cityscapes(root: Path) -> Path:
+    folder = root / "cityscapes"
+    seed = 0
+    for split, cities in CITIES.items():
+        for city, count in cities.items():
+            for kind in ("leftImg8bit", "gtFine"):
+                (folder / kind / split / city).mkdir(parents=True)
+            for number in range(count):
+                name = f"{city}_{number:06}_000019"
+                image = folder / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png"
+                image.write_bytes(png(street(seed)))
+                mask = folder / "gtFine" / split / city / f"{name}_gtFine_labelIds.png"
+                mask.write_bytes(png(label_ids(seed)))
+                # What else lies there is none of our business.
+                mask.with_name(f"{name}_gtFine_color.png").write_bytes(png(street(seed)))
+                seed += 1
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDBN_DATA", raising=False)
+    write_cityscapes(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def run_of(root: Path, text: str = "", *overrides: str) -> Settings:
+    base = f"{{clients: 2, data: {{name: cityscapes, root: {root}, crop: 16{', ' + text if text else ''}}}}}"
+    (run,) = read_experiment(parse_yaml(base), overrides).runs
+    return run
+
+
+def expected_mask(seed: int) -> torch.Tensor:
+    ids = label_ids(seed)
+    return torch.tensor([[TRAIN_IDS.get(value, 255) for value in line] for line in ids.tolist()])
+
+
+# --- the layout --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_masks_and_cities_are_those_of_the_folder(root: Path, stream: bool) -> None:
+    data = load("cityscapes", root=str(root), natural="city", stream=stream)
+    assert isinstance(data.train, Stream if stream else Images)
+    assert data.dense
+    assert (data.channels, data.size, data.classes) == (3, (HEIGHT, WIDTH), 19)
+    assert [data.class_names[i] for i in (0, 10, 11, 13, 18)] == ["road", "sky", "person", "car", "bicycle"]
+    assert data.natural is not None
+    assert [data.natural.names[i] for i in data.natural.train] == ["aachen"] * 3 + ["bochum"] * 5
+    assert data.natural.test is not None
+    assert [data.natural.names[i] for i in data.natural.test] == ["frankfurt"] * 2 + ["lindau"]
+    whole = list(TestBatches(data.test, ((0.0,) * 3, (1 / 255,) * 3), 2))
+    assert [tuple(images.shape) for images, _ in whole] == [(2, 3, HEIGHT, WIDTH), (1, 3, HEIGHT, WIDTH)]
+    images, masks = (torch.cat(parts) for parts in zip(*whole, strict=True))
+    for number in range(3):
+        assert masks[number].equal(expected_mask(8 + number))
+        np.testing.assert_array_equal(images[number].round().numpy(), street(8 + number).transpose(2, 0, 1))
+
+
+def test_every_label_id_becomes_its_train_id(root: Path) -> None:
+    ids = np.arange(256, dtype=np.uint8).reshape(16, 16).repeat(2, 0).repeat(4, 1)
+    (mask,) = (root / "cityscapes" / "gtFine" / "val" / "lindau").glob("*_labelIds.png")
+    mask.write_bytes(png(ids))
+    test = load("cityscapes", root=str(root)).test
+    assert isinstance(test, Images)
+    assert test.masks is not None
+    found = test.masks[2, ::2, ::4].flatten().tolist()
+    assert found == [TRAIN_IDS.get(i, 255) for i in range(256)]
+
+
+def batches(data: DataSet, seed: int = 0, augment: tuple[str, ...] = ("flip",)) -> list[tuple[Any, Any]]:
+    rows = torch.arange(len(data.train.labels))
+    unit = (0.0,) * 3, (1 / 255,) * 3
+    client = ClientBatches(data.train, rows, unit, batch_size=3, client=0, seed=seed, augment=augment, cut=16)
+    return [batch for epoch in range(4) for batch in client.epoch(1, epoch)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_image_and_labels_are_cut_and_mirrored_together(root: Path, stream: bool) -> None:
+    data = load("cityscapes", root=str(root), stream=stream)
+    places, mirrored = set(), 0
+    for images, masks in batches(data):
+        assert images.shape[1:] == (3, 16, 16)
+        assert masks.shape[1:] == (16, 16)
+        assert masks.dtype == torch.int64
+        for image, mask in zip(images.round().int(), masks, strict=True):
+            red, row, column = image
+            assert mask.equal(torch.tensor([[TRAIN_IDS.get(v // 7, 255) for v in line] for line in red.tolist()]))
+            assert (row - row[0, 0]).equal(torch.arange(16, dtype=torch.int32)[:, None].expand(16, 16))
+            step = int(column[0, 1] - column[0, 0])
+            assert (column - column[0, 0]).equal(step * torch.arange(16, dtype=torch.int32).expand(16, 16))
+            mirrored += step == -1
+            places.add((int(row.min()), int(column.min())))
+    assert len(places) > 25
+    assert 8 < mirrored < 24
+
+
+def test_a_stream_gives_the_batches_of_memory(root: Path) -> None:
+    memory, stream = (load("cityscapes", root=str(root), stream=how) for how in (False, True))
+    for (one, mask), (other, mask_too) in zip(batches(memory), batches(stream), strict=True):
+        assert one.equal(other)
+        assert mask.equal(mask_too)
+    assert not batches(memory)[0][0].equal(batches(memory, seed=1)[0][0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_size_takes_the_nearest_label(root: Path, stream: bool) -> None:
+    """Blocks of 4x4 at a quarter of the size are one pixel each: no label in between is made up."""
+    data = load("cityscapes", root=str(root), size=(HEIGHT // 4, WIDTH // 4), stream=stream)
+    ((images, masks), *_) = TestBatches(data.test, ((0.0,) * 3, (1.0,) * 3), 3)
+    assert images.shape == (3, 3, HEIGHT // 4, WIDTH // 4)
+    assert masks[0].equal(expected_mask(8)[::4, ::4])
+
+
+def test_the_folder_is_known_by_its_layout(root: Path) -> None:
+    """As a site has it that keeps its own cities."""
+    data = load(str(root / "cityscapes"))
+    assert data.class_names[13] == "car"
+
+
+# --- who holds what ----------------------------------------------------------
+
+
+def test_by_city_each_client_is_one(root: Path) -> None:
+    run = resolve(run_of(root, "partition: {kind: natural, column: city}"))
+    parts = partition_of(run.data, 2, 0, "cpu")
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    own = own_test(run.data, 2, 0, "cpu")
+    assert sorted(torch.cat(own).tolist()) == [0, 1, 2], "test cities are others: their images go by how many one holds"
+    assert [len(rows) for rows in own] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "clients", "sizes"),
+    [
+        ("partition: {kind: iid}", 4, [2, 2, 2, 2]),
+        ("domain: city, partition: {kind: domain}", 2, [3, 5]),
+        ("domain: city, partition: {kind: domain, clients_per_domain: 2}", 4, [2, 1, 3, 2]),
+    ],
+)
+def test_other_partitions_that_need_no_class(root: Path, text: str, clients: int, sizes: list[int]) -> None:
+    run = resolve(run_of(root, text))
+    assert [len(part) for part in partition_of(run.data, clients, 0, "cpu")] == sizes
+
+
+def test_fedbn_partition_counts_the_images_of_each_city(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"data.root={root}", "clients=2", "data.crop=16"]
+    assert cli.main(["partition", "cityscapes", *words, "--out", str(tmp_path / "bars.png")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert ["client", "images"] in lines
+    assert ["0", "aachen", "3"] in lines
+    assert ["1", "bochum", "5"] in lines
+    assert ["all", "8"] in lines
+    assert Image.open(tmp_path / "bars.png").width > 100
+
+
+# --- what is refused, before training ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["dirichlet, alpha: 1.0", "classes, classes_per_client: 2", "shards, shards_per_client: 2"]
+)
+def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
+    name = kind.split(",")[0]
+    with pytest.raises(
+        SettingsError, match=f"kind is '{name}', which goes by the class of each image, but 'cityscapes'"
+    ):
+        prepare_run(run_of(root, f"partition: {{kind: {kind}}}", "model.name=resnet20"), "run")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("", ["model.name=resnet20"], r"'resnet20' has one answer for each image, but 'cityscapes' has a label for"),
+        ("augment: [flip, rotate]", [], r"data\.augment has 'rotate', but 'cityscapes' has a label for each pixel"),
+        ("augment: [resized_crop]", [], r"data\.augment has 'resized_crop', but 'cityscapes'"),
+        ("", ["data.crop=33"], r"data\.crop is 33, but the images of 'cityscapes' have 32x64 pixels"),
+        ("test: test", [], r"no leftImg8bit/test/; leftImg8bit/ holds train, val"),
+        ("classes: 20", [], r"data\.classes is 20, but 'cityscapes' has 19 classes"),
+        ("partition: {kind: natural, column: city}", ["clients=3"], r"'city' has 2 values .* set clients=2"),
+    ],
+)
+def test_bad_input_is_one_message(root: Path, text: str, words: list[str], message: str) -> None:
+    with pytest.raises((DataError, SettingsError), match=message) as caught:
+        prepare_run(run_of(root, text, *words), "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_pixels_is_refused_for_labels_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pixels_model.py").write_text(
+        "from torch import nn\n\ndef make(num_classes):\n    return nn.Conv2d(1, num_classes, 1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (run,) = read_experiment({"model": {"name": "pixels_model:make"}}).runs
+    with pytest.raises(SettingsError, match=r"make' has an answer for each pixel, but 'digits' has one label for"):
+        prepare_run(run, "run")
+
+
+def test_a_side_that_the_network_does_not_take_is_named(root: Path) -> None:
+    pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
+    run = run_of(root, "", "data.crop=20", "model.name=deeplabv3plus_mobilenet_v2")
+    with pytest.raises(SettingsError, match=r"does not take the 3x20x20 images of 'cityscapes'.*divisible by 16"):
+        prepare_run(run, "run")
+
+
+def test_an_image_without_labels_is_named(root: Path) -> None:
+    (root / "cityscapes" / "gtFine" / "train" / "bochum" / "bochum_000002_000019_gtFine_labelIds.png").unlink()
+    with pytest.raises(DataError, match=r"bochum_000002_000019_leftImg8bit\.png has no labels; there is no gtFine/tr"):
+        load("cityscapes", root=str(root))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (b"nothing", "the mask in row 4 .*000001_000019_gtFine_labelIds.png.* cannot be read"),
+        (png(street(0)), r"the mask in row 4 has several values per pixel \(mode RGB\)"),
+        (png(label_ids(0, 16, 64)), r"16x64|sizes"),
+    ],
+)
+def test_a_bad_mask_is_named(root: Path, stream: bool, mask: bytes, message: str) -> None:
+    (root / "cityscapes" / "gtFine" / "train" / "bochum" / "bochum_000001_000019_gtFine_labelIds.png").write_bytes(mask)
+    with pytest.raises(DataError, match=message):
+        load("cityscapes", root=str(root), stream=stream)
+
+
+# --- masks of one's own ------------------------------------------------------
+
+
+def write_masks(folder: Path, highest: int = 2) -> None:
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("test", 2)):
+        masks = [rng.integers(0, 3, (8, 12), dtype=np.uint8) for _ in range(count)]
+        masks[-1][0, :2] = highest, 255
+        images = [np.stack([100 * np.minimum(mask, 2)] * 3, 2) for mask in masks]
+        columns = {
+            "photo": [{"bytes": png(image), "path": None} for image in images],
+            "annotation": [{"bytes": png(mask), "path": None} for mask in masks],
+        }
+        features = datasets.Features({"photo": datasets.Image(), "annotation": datasets.Image()})
+        folder.mkdir(exist_ok=True)
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_column_of_masks_is_a_label_for_each_pixel(root: Path, stream: bool) -> None:
+    write_masks(root / "mine")
+    data = load(str(root / "mine"), label="annotation", classes=3, stream=stream)
+    assert data.dense
+    assert data.class_names == ("0", "1", "2")
+    ((images, masks),) = TestBatches(data.test, ((0.0,) * 3, (1 / 255,) * 3), 5)
+    counts = masks != 255
+    assert masks[1, 0, :2].tolist() == [2, 255]
+    assert (images[:, 0].round()[counts] == 100 * masks[counts]).all()
+
+
+def test_how_many_classes_pixels_have_must_be_said(root: Path) -> None:
+    write_masks(root / "mine")
+    with pytest.raises(DataError, match=r"a label for each pixel; say how many classes there are by data\.classes"):
+        load(str(root / "mine"), label="annotation")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_value_that_is_no_class_is_named(root: Path, stream: bool) -> None:
+    write_masks(root / "mine", highest=7)
+    with pytest.raises(
+        DataError, match=r"the mask in row 5 has the value 7; expected 0 to 2, or 255 .*data\.classes is"
+    ):
+        load(str(root / "mine"), label="annotation", classes=3, stream=stream)
+
+
+# --- two rounds from end to end ----------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["bn", "gn"])
+def test_two_rounds_of_fedavg_with_deeplab(root: Path, tmp_path: Path, norm: str) -> None:
+    """The shipped experiment, small: by city, crops, mean IoU in the history and the summary."""
+    pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
+    words = [f"data.root={root}", "clients=2", "rounds=2", "data.crop=32", "train.batch_size=2", "evaluate.every=1"]
+    words += ["strategy={name: FedAvg}", f"model.norm={norm}", "data.stream=true", "evaluate.clients=true", "label=one"]
+    experiment = load_experiment("cityscapes", words)
+    assert {run.data.partition.kind for run in experiment.runs} == {"natural"}
+    file = tmp_path / "one.yaml"
+    text = json.dumps(experiment.runs[0].model_dump(mode="json", exclude={"label"}))
+    file.write_text(text)
+    assert cli.main(["run", str(file), "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    (history,) = (tmp_path / "out").rglob("history.jsonl")
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    summary = json.loads((history.parent / "summary.json").read_text())
+    assert len(lines) == 2
+    for line in lines:
+        assert 0 <= line["mean_iou"] <= 1
+        assert 0 <= line["accuracy"] <= 1
+        assert np.isfinite(line["train_loss"])
+        assert line["clients_mean_iou"] == pytest.approx(line["mean_iou"], abs=1e-6), "they evaluate the global model"
+    assert summary["mean_iou"] == lines[-1]["mean_iou"]
+    assert summary["status"] == "finished"

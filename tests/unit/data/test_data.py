@@ -1,0 +1,567 @@
+"""Sources, partitions, batches and draws: nothing lost, nothing twice, and the same again for the same seed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from fedbn_flwr import seeding
+from fedbn_flwr.data.augment import random_crop, random_flip
+from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.load import DataSet, load
+from fedbn_flwr.data.partition.registry import partition
+from fedbn_flwr.errors import DataError
+
+# --- the embedded digits -----------------------------------------------------
+
+
+def test_digits_are_all_there() -> None:
+    digits = load("digits")
+    assert digits.train.images.shape == (1438, 1, 8, 8)
+    assert digits.test.images.shape == (359, 1, 8, 8)
+    assert digits.train.images.dtype == torch.uint8
+    assert digits.train.labels.dtype == torch.int64
+    assert (digits.classes, digits.channels, digits.size) == (10, 1, (8, 8))
+
+
+def test_digits_are_those_of_the_uci_test_set() -> None:
+    """Alpaydin and Kaynak 1998: its class counts, and its first image, a zero in 17 shades."""
+    digits = load("digits")
+    counts = torch.bincount(torch.cat([digits.train.labels, digits.test.labels]))
+    assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    zero = [
+        [0, 0, 5, 13, 9, 1, 0, 0],
+        [0, 0, 13, 15, 10, 15, 5, 0],
+        [0, 3, 15, 2, 0, 11, 8, 0],
+        [0, 4, 12, 0, 0, 8, 8, 0],
+        [0, 5, 8, 0, 0, 9, 8, 0],
+        [0, 4, 11, 0, 1, 12, 7, 0],
+        [0, 2, 14, 5, 10, 12, 0, 0],
+        [0, 0, 6, 13, 10, 0, 0, 0],
+    ]
+    assert digits.train.labels[0] == 0
+    assert digits.train.images[0, 0].tolist() == np.rint(np.array(zero) * 255 / 16).tolist()
+
+
+def test_digits_are_not_resized() -> None:
+    with pytest.raises(DataError, match=r"data\.size is 32"):
+        load("digits", size=32)
+
+
+def test_moments_equal_those_of_torch_in_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (20, 3, 5, 7), dtype=torch.uint8, generator=generator)
+    images[:, 1] //= 4
+    part = Images(images, torch.zeros(20, dtype=torch.int64))
+    means, deviations = DataSet("random", part, part, ("only",)).moments
+    values = images.double() / 255
+    assert means == pytest.approx(values.mean((0, 2, 3)).tolist(), rel=1e-13)
+    assert deviations == pytest.approx(values.std((0, 2, 3), correction=0).tolist(), rel=1e-13)
+
+
+def test_a_channel_without_contrast_has_a_deviation_above_zero() -> None:
+    part = Images(torch.full((2, 1, 4, 4), 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    data = DataSet("flat", part, part, ("only",))
+    (inputs, _), *_ = TestBatches(part, data.moments, 2)
+    assert torch.isfinite(inputs).all()
+
+
+# --- partitions --------------------------------------------------------------
+
+SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes, as many data sets come: sorted
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "iid": ("iid", {}),
+    "dirichlet": ("dirichlet", {"alpha": 1.0}),
+    "consecutive": ("classes", {"classes_per_client": 5}),
+}
+# Assignments that are drawn may leave a class to nobody, which is an error.
+DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "first-deterministic": ("classes", {"classes_per_client": 5, "assignment": "first-deterministic"}),
+    "random": ("classes", {"classes_per_client": 5, "assignment": "random"}),
+}
+
+
+def classes_of(part: Tensor) -> set[int]:
+    return set(SORTED[part].tolist())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=12)
+@given(clients=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
+def test_partition_loses_nothing_and_gives_nothing_twice(name: str, clients: int, seed: int) -> None:
+    kind, options = KINDS[name]
+    parts = partition(SORTED, 10, clients, seed, kind, **options)
+    assert len(parts) == clients
+    assert all(len(part) for part in parts)
+    assert torch.cat(parts).sort().values.tolist() == list(range(400))
+    for part in parts:
+        assert part.tolist() == sorted(part.tolist())
+        if kind == "classes":
+            assert len(classes_of(part)) == 5
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@settings(max_examples=12)
+@given(clients=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
+def test_drawn_classes_lose_nothing_or_say_so(name: str, clients: int, seed: int) -> None:
+    kind, options = DRAWN[name]
+    try:
+        parts = partition(SORTED, 10, clients, seed, kind, **options)
+    except DataError as caught:
+        error = str(caught)
+    else:
+        error = ""
+        assert torch.cat(parts).sort().values.tolist() == list(range(400))
+        assert [len(classes_of(part)) for part in parts] == [5] * clients
+    assert not error or "to nobody" in error
+
+
+@pytest.mark.parametrize("name", KINDS | DRAWN)
+def test_partition_is_a_function_of_the_seed(name: str) -> None:
+    kind, options = (KINDS | DRAWN)[name]
+
+    def split(seed: int) -> list[list[int]]:
+        return [part.tolist() for part in partition(SORTED, 10, 16, seed, kind, **options)]
+
+    assert split(3) == split(3)
+    assert split(3) != split(5)
+
+
+def test_iid_parts_are_of_equal_size_and_hold_all_classes() -> None:
+    parts = partition(SORTED, 10, 5, 0, "iid")
+    assert [len(part) for part in parts] == [80] * 5
+    assert all(len(classes_of(part)) == 10 for part in parts)
+
+
+def test_consecutive_classes_for_five_clients_are_pairs() -> None:
+    parts = partition(SORTED, 10, 5, 0, "classes", classes_per_client=2)
+    assert [classes_of(part) for part in parts] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}]
+
+
+def test_consecutive_classes_wrap_around_and_are_shared_equally() -> None:
+    parts = partition(SORTED, 10, 5, 0, "classes", classes_per_client=4)
+    assert classes_of(parts[4]) == {8, 9, 0, 1}
+    held = torch.bincount(SORTED[parts[4]], minlength=10)
+    assert held[[8, 9, 0, 1]].tolist() == [20, 20, 20, 20]
+
+
+def test_more_clients_than_classes_share_them() -> None:
+    parts = partition(SORTED, 10, 20, 0, "classes", classes_per_client=1)
+    assert [classes_of(part) for part in parts] == [{i // 2} for i in range(20)]
+
+
+def test_small_alpha_gives_a_skewer_split_than_a_large_one() -> None:
+    def skew(alpha: float) -> float:
+        parts = partition(SORTED, 10, 4, 0, "dirichlet", alpha=alpha)
+        counts = torch.stack([torch.bincount(SORTED[part], minlength=10) for part in parts]).double()
+        return float((counts / counts.sum(0)).std(0).mean())
+
+    assert skew(0.1) > 2 * skew(100.0)
+
+
+def test_dirichlet_gives_every_client_its_least() -> None:
+    parts = partition(SORTED, 10, 4, 0, "dirichlet", alpha=0.5, min_size=50)
+    assert min(len(part) for part in parts) >= 50
+
+
+def test_dirichlet_that_cannot_reach_the_least_says_what_to_change() -> None:
+    with pytest.raises(DataError, match=r"min_size=399 images; use a larger alpha"):
+        partition(SORTED, 10, 4, 0, "dirichlet", alpha=0.1, min_size=399)
+
+
+def test_more_clients_than_images_is_an_error() -> None:
+    with pytest.raises(DataError, match="clients is 401, but the data has 400 training images"):
+        partition(SORTED, 10, 401, 0, "iid")
+
+
+def test_a_client_without_images_is_an_error_that_names_it() -> None:
+    labels = torch.tensor([0, 0, 0, 0, 1])  # client 2 of 4 holds half of class 1, of which there is one image
+    with pytest.raises(DataError, match=r"leaves 1 of 4 clients without images \(clients 3\)"):
+        partition(labels, 2, 4, 0, "classes", classes_per_client=1)
+
+
+def test_too_many_classes_per_client_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"classes_per_client=11, but the data has 10 classes"):
+        partition(SORTED, 10, 5, 0, "classes", classes_per_client=11)
+
+
+def test_classes_that_nobody_holds_are_named() -> None:
+    with pytest.raises(DataError, match=r"160 of 400 images to nobody \(classes \[2, 5, 8, 9\]\)"):
+        partition(SORTED, 10, 3, 0, "classes", classes_per_client=2)
+
+
+def test_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(DataError, match="kind='sharks' is not one of iid, dirichlet, classes"):
+        partition(SORTED, 10, 3, 0, "sharks")
+
+
+# --- batches -----------------------------------------------------------------
+
+MOMENTS = ((0.0,), (1 / 255,))  # the model sees pixels as they are
+
+
+def numbered(count: int) -> Images:
+    """Image i is all i."""
+    images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
+    return Images(images, torch.arange(count))
+
+
+def client_batches(indices: list[int], batch_size: int = 4, client: int = 0, seed: int = 0, **options: Any) -> Any:
+    return ClientBatches(
+        numbered(50), torch.tensor(indices), MOMENTS, batch_size=batch_size, client=client, seed=seed, **options
+    )
+
+
+def order_of(batches: ClientBatches, server_round: int = 1, epoch: int = 0) -> list[int]:
+    return [int(label) for _, labels in batches.epoch(server_round, epoch) for label in labels]
+
+
+def test_every_image_comes_once_per_epoch_with_its_label() -> None:
+    own = [3, 7, 8, 20, 21, 22, 40, 41, 42, 49]
+    batches = client_batches(own)
+    assert batches.num_examples == 10
+    for epoch in range(3):
+        for images, labels in batches.epoch(1, epoch):
+            torch.testing.assert_close(images[:, 0, 0, 0], labels.float())
+        assert sorted(order_of(batches, epoch=epoch)) == own
+
+
+def test_order_depends_on_seed_round_client_and_epoch_only() -> None:
+    own = list(range(30))
+    first = order_of(client_batches(own))
+    assert order_of(client_batches(own)) == first
+    torch.manual_seed(123)  # the global generator has no say
+    assert order_of(client_batches(own)) == first
+    assert order_of(client_batches(own, batch_size=7)) == first
+    others = [
+        order_of(client_batches(own, seed=1)),
+        order_of(client_batches(own, client=1)),
+        order_of(client_batches(own), server_round=2),
+        order_of(client_batches(own), epoch=1),
+    ]
+    assert len({tuple(order) for order in [first, *others]}) == 5
+
+
+def test_a_last_batch_of_one_image_is_left_out() -> None:
+    batches = client_batches(list(range(9)))
+    assert [len(labels) for _, labels in batches.epoch(1, 0)] == [4, 4]
+
+
+def test_an_only_batch_of_one_image_is_kept() -> None:
+    batches = client_batches([5])
+    assert [labels.tolist() for _, labels in batches.epoch(1, 0)] == [[5]]
+
+
+def test_batches_of_one_image_are_all_kept() -> None:
+    """Asked for batch_size 1, a client trains on all its images, not on the first alone."""
+    assert sorted(order_of(client_batches(list(range(6)), batch_size=1))) == list(range(6))
+
+
+def test_augmented_batches_are_a_function_of_their_place() -> None:
+    data = load("digits")
+
+    def first(seed: int = 0, **options: Any) -> Tensor:
+        batches = ClientBatches(
+            data.train, torch.arange(32), data.moments, batch_size=32, client=0, seed=seed, **options
+        )
+        images, _ = next(batches.epoch(1, 0))
+        return images
+
+    augment = ("flip", "crop")
+    assert first(augment=augment).equal(first(augment=augment))
+    assert not first(augment=augment).equal(first())
+    assert first().shape == first(augment=augment).shape
+
+
+def test_test_batches_are_all_images_in_order_normalised() -> None:
+    digits = load("digits")
+    batches = list(TestBatches(digits.test, digits.moments, 100))
+    assert [len(labels) for _, labels in batches] == [100, 100, 100, 59]
+    inputs = torch.cat([images for images, _ in batches])
+    mean, deviation = digits.moments[0][0], digits.moments[1][0]
+    expected = (digits.test.images.double() / 255 - mean) / deviation
+    torch.testing.assert_close(inputs.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.cat([labels for _, labels in batches]).equal(digits.test.labels)
+
+
+def test_normalising_leaves_the_images_alone() -> None:
+    data = numbered(8)
+    before = data.images.clone()
+    list(TestBatches(data, ((0.5,), (0.5,)), 3))
+    assert data.images.equal(before)
+
+
+def test_crop_equals_a_loop_over_images() -> None:
+    images = torch.randint(1, 256, (9, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pad = 2
+    found = random_crop(images, pad, torch.Generator().manual_seed(4))
+    corners = torch.randint(0, 2 * pad + 1, (2, 9, 1), generator=torch.Generator().manual_seed(4))
+    assert len(set(corners.flatten().tolist())) == 5, "all places are met"
+    for number, image in enumerate(images.numpy()):
+        padded = np.zeros((3, 6 + 2 * pad, 5 + 2 * pad), np.uint8)
+        padded[:, pad:-pad, pad:-pad] = image
+        top, left = int(corners[0, number]), int(corners[1, number])
+        expected = padded[:, top : top + 6, left : left + 5]
+        np.testing.assert_array_equal(found[number].numpy(), expected)
+
+
+def test_flip_equals_a_loop_over_images() -> None:
+    images = torch.randint(0, 256, (20, 3, 4, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    (found,) = random_flip(torch.Generator().manual_seed(2), images)
+    mirrored = (torch.rand(20, generator=torch.Generator().manual_seed(2)) < 0.5).tolist()
+    assert 0 < sum(mirrored) < 20
+    for number, image in enumerate(images.numpy()):
+        expected = image[:, :, ::-1] if mirrored[number] else image
+        np.testing.assert_array_equal(found[number].numpy(), expected)
+
+
+# --- draws -------------------------------------------------------------------
+
+
+def test_draws_are_a_function_of_their_arguments() -> None:
+    assert seeding.seed_for(0, "order", 1, 2, 3) == seeding.seed_for(0, "order", 1, 2, 3)
+    one, two = (torch.rand(5, generator=seeding.generator(7, "order", 1)) for _ in range(2))
+    assert one.equal(two)
+
+
+def test_draws_differ_by_seed_purpose_and_place() -> None:
+    places = [
+        (seed, name, i, j) for seed in range(3) for name in ("a", "b", "order") for i in range(4) for j in range(4)
+    ]
+    assert len({seeding.seed_for(*place) for place in places}) == len(places)
+
+
+def test_a_place_of_zero_is_not_no_place() -> None:
+    assert len({seeding.seed_for(0, "x"), seeding.seed_for(0, "x", 0), seeding.seed_for(0, "x", 0, 0)}) == 3
+
+
+@given(seed=st.integers(0, 2**63), where=st.lists(st.integers(0, 2**32), max_size=4))
+def test_draws_fit_a_generator(seed: int, where: list[int]) -> None:
+    number = seeding.seed_for(seed, "any", *where)
+    assert 0 <= number < 2**63
+    torch.Generator().manual_seed(number)
+
+
+# --- folders of Parquet ------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    return folder
+
+
+def png(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def pixels(count: int, shape: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
+
+
+def write(folder: Path, split: str, images: list[bytes | None], labels: list[int], *, classes: int = 3) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {
+            "picture": datasets.Image(),
+            "kind": datasets.ClassLabel(names=[f"kind {i}" for i in range(classes)]),
+            "number": datasets.Value("int64"),
+        }
+    )
+    rows = {
+        "picture": [None if image is None else {"bytes": image, "path": None} for image in images],
+        "kind": labels,
+        "number": [10 * label for label in labels],
+    }
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
+
+
+def write_both(folder: Path, images: list[np.ndarray], labels: list[int]) -> None:
+    for split in ("train", "test"):
+        write(folder, split, [png(image) for image in images], labels)
+
+
+def test_parquet_loads_what_was_written(folder: Path) -> None:
+    train, test = pixels(6, (5, 4, 3)), pixels(3, (5, 4, 3), seed=1)
+    write(folder, "train-00000", [png(image) for image in train[:4]], [0, 1, 2, 0])
+    write(folder, "train-00001", [png(image) for image in train[4:]], [1, 2])
+    write(folder, "test", [png(image) for image in test], [2, 1, 0])
+    data = load(str(folder))
+    np.testing.assert_array_equal(data.train.images.numpy(), np.stack(train).transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(data.test.images.numpy(), np.stack(test).transpose(0, 3, 1, 2))
+    assert data.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert data.test.labels.tolist() == [2, 1, 0]
+    assert data.class_names == ("kind 0", "kind 1", "kind 2")
+    assert (data.channels, data.size) == (3, (5, 4))
+
+
+def test_a_second_load_comes_from_the_cache(folder: Path) -> None:
+    write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
+    first = load(str(folder))
+    cached = sorted((folder.parent / "cache").glob("*.npy"))
+    assert cached
+    stamps = [file.stat().st_mtime_ns for file in cached]
+    second = load(str(folder))
+    assert second.train.images.equal(first.train.images)
+    assert [file.stat().st_mtime_ns for file in cached] == stamps
+
+
+def test_a_changed_file_is_read_again(folder: Path) -> None:
+    write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
+    load(str(folder))
+    new = pixels(3, (4, 4), seed=9)
+    write_both(folder, new, [2, 2, 2])
+    data = load(str(folder))
+    np.testing.assert_array_equal(data.train.images.numpy()[:, 0], np.stack(new))
+    assert data.train.labels.tolist() == [2, 2, 2]
+
+
+def test_grey_images_have_one_channel(folder: Path) -> None:
+    images = pixels(3, (4, 4))
+    write_both(folder, images, [0, 1, 2])
+    data = load(str(folder))
+    np.testing.assert_array_equal(data.train.images.numpy()[:, 0], np.stack(images))
+    assert data.channels == 1
+
+
+def test_grey_among_colour_is_repeated(folder: Path) -> None:
+    grey, colour = pixels(1, (4, 4))[0], pixels(1, (4, 4, 3))[0]
+    write_both(folder, [grey, colour], [0, 1])
+    data = load(str(folder))
+    np.testing.assert_array_equal(data.train.images[0].numpy(), np.stack([grey] * 3))
+    np.testing.assert_array_equal(data.train.images[1].numpy(), colour.transpose(2, 0, 1))
+
+
+def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
+    write_both(folder, [*pixels(1, (4, 4)), *pixels(1, (6, 5))], [0, 1])
+    with pytest.raises(DataError, match=r"2 sizes \(4x4, 6x5, \.\.\.\); set data\.size"):
+        load(str(folder))
+    data = load(str(folder), size=3)
+    assert data.train.images.shape == (2, 1, 3, 3)
+
+
+def test_each_size_is_cached_by_itself(folder: Path) -> None:
+    write_both(folder, pixels(2, (8, 8)), [0, 1])
+    assert [load(str(folder), size=size).size for size in (4, 3, None, 4)] == [(4, 4), (3, 3), (8, 8), (4, 4)]
+
+
+def test_resizing_equals_that_of_pil(folder: Path) -> None:
+    image = pixels(1, (9, 7, 3))[0]
+    write_both(folder, [image], [0])
+    expected = Image.fromarray(image).resize((4, 4), Image.Resampling.BILINEAR)
+    found = load(str(folder), size=4).train.images[0]
+    np.testing.assert_array_equal(found.numpy(), np.asarray(expected).transpose(2, 0, 1))
+
+
+def test_train_and_test_of_different_sizes_are_an_error(folder: Path) -> None:
+    write(folder, "train", [png(image) for image in pixels(2, (4, 4))], [0, 1])
+    write(folder, "test", [png(image) for image in pixels(2, (6, 6))], [0, 1])
+    with pytest.raises(DataError, match=r"\(1, 4, 4\), test images \(1, 6, 6\)"):
+        load(str(folder))
+
+
+def test_an_unreadable_image_is_named_by_its_row(folder: Path) -> None:
+    write(folder, "train", [png(pixels(1, (4, 4))[0]), b"not an image"], [0, 1])
+    write(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
+    with pytest.raises(DataError, match="the image in row 1 cannot be read"):
+        load(str(folder))
+
+
+def test_a_cut_off_image_is_named_by_its_row(folder: Path) -> None:
+    whole = png(pixels(1, (32, 32))[0])
+    write(folder, "train", [whole, whole, whole[: len(whole) // 2]], [0, 1, 2])
+    write(folder, "test", [whole], [0])
+    with pytest.raises(DataError, match="the image in row 2 cannot be read"):
+        load(str(folder))
+
+
+def test_a_missing_image_is_named_by_its_row(folder: Path) -> None:
+    write(folder, "train", [png(pixels(1, (4, 4))[0]), None], [0, 1])
+    write(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
+    with pytest.raises(DataError, match="the image in row 1 cannot be read"):
+        load(str(folder))
+
+
+def test_labels_may_be_any_column(folder: Path) -> None:
+    write_both(folder, pixels(4, (4, 4)), [2, 0, 1, 2])
+    data = load(str(folder), label="number")
+    assert data.class_names == ("0", "10", "20")
+    assert data.train.labels.tolist() == [2, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label": "kin"}, r"data\.label='kin' is not a column"),
+        ({"image": "photo"}, r"data\.image='photo' is not a column"),
+        ({"image": "number"}, r"data\.image='number' of .* holds no images"),
+    ],
+)
+def test_a_wrong_column_lists_the_columns(folder: Path, options: dict[str, str], message: str) -> None:
+    write_both(folder, pixels(2, (4, 4)), [0, 1])
+    with pytest.raises(DataError, match=message) as caught:
+        load(str(folder), **options)
+    assert "picture (Image), kind (ClassLabel), number (Value)" in str(caught.value)
+
+
+def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such folder; give a folder with train"):
+        load(str(tmp_path / "absent"))
+
+
+def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
+    write(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
+    with pytest.raises(
+        DataError, match=r"no validation\*\.parquet for data\.test='validation'; .* holds train\.parquet"
+    ):
+        load(str(folder), test="validation")
+
+
+def test_a_file_that_is_no_parquet_is_named(folder: Path) -> None:
+    write_both(folder, pixels(1, (4, 4)), [0])
+    (folder / "train.parquet").write_bytes(b"not a table")
+    with pytest.raises(DataError, match=r"cannot read .*train\.parquet"):
+        load(str(folder))
+
+
+def test_splits_with_different_classes_are_an_error(folder: Path) -> None:
+    write(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
+    write(folder, "test", [png(pixels(1, (4, 4))[0])], [0], classes=2)
+    with pytest.raises(DataError, match="training split has 3 classes in 'kind', the test split 2"):
+        load(str(folder))
+
+
+def test_a_hub_name_without_a_network_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match=r"'nobody/nothing' with data\.train='train' cannot be loaded"):
+        load("nobody/nothing")
+
+
+def test_real_mnist_loads(shared_data: Path) -> None:
+    """Its test split alone, as both, to be quick."""
+    folder = shared_data / "mnist"
+    if not folder.is_dir():
+        pytest.skip("no mnist/ among the data sets")
+    mnist = load(str(folder), train="test")
+    assert mnist.train.images.shape == (10_000, 1, 28, 28)
+    assert mnist.classes == 10
+    # The published counts of MNIST's test digits.
+    assert torch.bincount(mnist.test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    parts: list[Tensor] = partition(mnist.train.labels, 10, 5, 0, "classes", classes_per_client=2)
+    assert sum(map(len, parts)) == 10_000

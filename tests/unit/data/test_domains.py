@@ -1,0 +1,85 @@
+"""Accuracy on each domain, of the global model and of clients on what is theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedbn_flwr import cli
+from fedbn_flwr.data.load import load
+from fedbn_flwr.experiment.prepare import own_test, resolve, rows_by_domain
+from fedbn_flwr.experiment.settings import Settings, parse_yaml, read_experiment
+from tests.unit.data.test_catalogue import numbered, write
+
+SITES = ["farm yard", "sea"]
+TEST = {"label": [0, 1, 2, 0, 1, 2, 0, 1], "domain": ["sea", "farm yard"] + ["sea"] * 4 + ["farm yard"] * 2}
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "sites"
+    rows: dict[str, Any] = {"label": [i % 3 for i in range(24)], "domain": [SITES[i // 3 % 2] for i in range(24)]}
+    write(folder / "train.parquet", (8, 8, 3), rows, {"label": numbered(3)}, "image")
+    write(folder / "test.parquet", (8, 8, 3), TEST, {"label": numbered(3)}, "image")
+    return folder
+
+
+def history(data: Path, out: Path, *words: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    base = ["rounds=2", "clients=2", f"data.name={data}", "data.partition={kind: domain}", "train.batch_size=4"]
+    base += ["train.epochs=3", "engine.workers=0"]
+    assert cli.main(["run", "quick", *base, *words, "--out", str(out)]) == 0
+    (file,) = out.rglob("history.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return lines, json.loads((file.parent / "summary.json").read_text())
+
+
+def test_accuracies_of_domains_average_to_that_of_all_images(data: Path, tmp_path: Path) -> None:
+    lines, summary = history(data, tmp_path / "out", "strategy={name: FedAvg}")
+    for line in lines:
+        sea, farm = line["accuracy_sea"], line["accuracy_farm_yard"]
+        assert 5 * sea + 3 * farm == pytest.approx(8 * line["accuracy"], abs=1e-12)
+        assert sea * 5 == pytest.approx(round(sea * 5), abs=1e-9), "a share of five images"
+    assert summary["accuracy_sea"] == lines[-1]["accuracy_sea"]
+    assert "clients_own_accuracy_sea" not in summary
+
+
+def test_clients_that_share_all_are_on_their_domain_as_the_global_model_is(data: Path, tmp_path: Path) -> None:
+    """The client of a domain holds all its test images; under FedAvg it evaluates the global model itself."""
+    lines, summary = history(data, tmp_path / "out", "strategy={name: FedAvg}", "evaluate.clients=true")
+    for line in [*lines, summary]:
+        for domain in ("sea", "farm_yard"):
+            assert line[f"clients_own_accuracy_{domain}"] == line[f"accuracy_{domain}"]
+        mean = (line["accuracy_sea"] + line["accuracy_farm_yard"]) / 2
+        assert line["clients_own_accuracy"] == pytest.approx(mean, abs=1e-12), "each client counts alike"
+    assert not [key for key in lines[0] if "@" in key]
+
+
+def test_personal_models_are_told_by_domain_too(data: Path, tmp_path: Path) -> None:
+    lines, summary = history(data, tmp_path / "out", "strategy={name: FedBN}", "data.partition={kind: iid}")
+    assert {"clients_own_accuracy_sea", "clients_own_accuracy_farm_yard"} <= summary.keys()
+    assert not [key for key in lines[0] if "@" in key], "also where all clients have images of every domain"
+
+
+def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
+    text = f"{{clients: 4, data: {{name: {data}, partition: {{kind: domain}}}}}}"
+    (run,) = read_experiment(parse_yaml(text)).runs
+    resolved: Settings = resolve(run)
+    own = own_test(resolved.data, 4, 0, "cpu")
+    dataset = load(str(data))
+    assert dataset.domains is not None
+    assert dataset.domains.names == ("farm yard", "sea")
+    assert torch.cat(own).sort().values.tolist() == list(range(8))
+    assert dataset.domains.test is not None
+    assert [set(dataset.domains.test[rows].tolist()) for rows in own[2:]] == [{1}, {1}]
+    assert set(dataset.domains.test[torch.cat(own[:2])].tolist()) == {0}
+
+
+def test_rows_by_domain_leave_out_domains_without_test_images(data: Path) -> None:
+    rows = rows_by_domain(load(str(data), domains=["sea", "farm yard"]))
+    assert {name: found.tolist() for name, found in rows.items()} == {"sea": [0, 2, 3, 4, 5], "farm_yard": [1, 6, 7]}
+    assert rows_by_domain(load("digits")) == {}

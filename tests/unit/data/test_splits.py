@@ -1,0 +1,192 @@
+"""The papers' ways to split: sizes and classes as asked, nothing lost, nothing twice, the same seed the same split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedbn_flwr.data.load import Groups
+from fedbn_flwr.data.partition.registry import partition
+from fedbn_flwr.errors import DataError
+
+SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes
+SITES = Groups("site", ("attic", "barn", "cellar"), torch.arange(400) % 3, None)
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shards": ("shards", {"shards_per_client": 2}),
+    "unbalanced_shards": ("unbalanced_shards", {"shard_size": 5, "min_shards": 1, "max_shards": 40}),
+    "dirichlet by client": ("dirichlet", {"alpha": 1.0, "by": "client"}),
+    "domain": ("domain", {"groups": SITES}),
+    "natural": ("natural", {"groups": SITES}),
+}
+CLIENTS = {"domain": st.sampled_from([3, 6, 9, 12]), "natural": st.just(3)}
+
+
+def held(part: Tensor, labels: Tensor = SORTED) -> list[int]:
+    return torch.bincount(labels[part], minlength=10).tolist()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=15)
+@given(data=st.data(), seed=st.integers(0, 2**31 - 1))
+def test_nothing_is_lost_and_nothing_given_twice(name: str, data: st.DataObject, seed: int) -> None:
+    kind, options = KINDS[name]
+    clients = data.draw(CLIENTS.get(name, st.integers(2, 12)))
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(400))  # no split may count on sorted rows
+    parts = partition(SORTED[order], 10, clients, seed, kind, **options)
+    assert len(parts) == clients
+    assert all(len(part) for part in parts)
+    assert torch.cat(parts).sort().values.tolist() == list(range(400))
+    again = partition(SORTED[order], 10, clients, seed, kind, **options)
+    assert all(one.equal(two) for one, two in zip(parts, again, strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS.keys() - {"natural"})
+def test_another_seed_is_another_split(name: str) -> None:
+    kind, options = KINDS[name]
+    one, two = ([part.tolist() for part in partition(SORTED, 10, 6, seed, kind, **options)] for seed in (1, 2))
+    assert one != two
+
+
+# --- shards ------------------------------------------------------------------
+
+
+def test_two_of_ten_shards_are_two_whole_classes() -> None:
+    """FixBN: five clients, each with 20 % of the classes, and no class with two clients."""
+    parts = partition(SORTED, 10, 5, 3, "shards", shards_per_client=2)
+    counts = torch.tensor([held(part) for part in parts])
+    assert ((counts == 0) | (counts == 40)).all()
+    assert (counts > 0).sum(1).tolist() == [2] * 5
+
+
+def test_fedbs_gives_each_of_100_clients_two_shards_of_300() -> None:
+    labels = torch.arange(10).repeat_interleave(6_000)[torch.randperm(60_000, generator=torch.Generator())]
+    parts = partition(labels, 10, 100, 0, "shards", shards_per_client=2)
+    assert [len(part) for part in parts] == [600] * 100
+    for part in parts:
+        # 300 divides 6,000: a shard is of one class.
+        assert sorted(n for n in held(part, labels) if n) in ([600], [300, 300])
+
+
+def test_a_remainder_makes_the_last_shard_smaller_and_is_not_lost() -> None:
+    parts = partition(SORTED[:397], 10, 4, 0, "shards", shards_per_client=2)  # eight shards of 50, the last of 47
+    assert sorted(len(part) for part in parts) == [97, 100, 100, 100]
+
+
+def test_shards_that_cannot_be_made_are_an_error_that_says_so() -> None:
+    with pytest.raises(DataError, match=r"11 images do not make 8 shards \(4 clients with shards_per_client=2\)"):
+        partition(SORTED[:11], 10, 4, 0, "shards", shards_per_client=2)
+
+
+def test_fedbs_deals_1200_shards_of_50_so_that_each_client_has_1_to_30() -> None:
+    labels = torch.arange(10).repeat_interleave(6_000)
+    sizes = []
+    for seed in range(5):
+        parts = partition(labels, 10, 100, seed, "unbalanced_shards", shard_size=50)
+        shards = [len(part) / 50 for part in parts]
+        assert all(n == int(n) and 1 <= n <= 30 for n in shards)
+        assert sum(shards) == 1_200
+        sizes += shards
+    assert min(sizes) <= 2
+    assert max(sizes) >= 20, "they differ widely"
+
+
+@settings(max_examples=60)
+@given(clients=st.integers(1, 20), least=st.integers(1, 5), more=st.integers(0, 20), seed=st.integers(0, 99))
+def test_numbers_of_unbalanced_shards_keep_their_bounds(clients: int, least: int, more: int, seed: int) -> None:
+    """80 shards of five images; also where the bounds leave little or no choice."""
+    options = {"shard_size": 5, "min_shards": least, "max_shards": least + more}
+    if clients * least <= 80 <= clients * (least + more):
+        parts = partition(SORTED, 10, clients, seed, "unbalanced_shards", **options)
+        assert all(least <= len(part) / 5 <= least + more for part in parts)
+    else:
+        with pytest.raises(DataError, match="shard_size=5 makes 80 shards"):
+            partition(SORTED, 10, clients, seed, "unbalanced_shards", **options)
+
+
+# --- classes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [2, 4, 6, 8, 10])
+def test_fedtan_sweep_client_i_holds_k_classes_from_2i_on_in_equal_shares(k: int) -> None:
+    """Appendix D of its paper: five clients, ten classes, wrapping around; each class is shared equally."""
+    labels = torch.arange(10).repeat_interleave(60)
+    for client, part in enumerate(partition(labels, 10, 5, 0, "classes", classes_per_client=k)):
+        counts = held(part, labels)
+        own = {(2 * client + j) % 10 for j in range(k)}
+        assert {label for label, n in enumerate(counts) if n} == own
+        assert len(part) == 120
+        assert [counts[label] for label in sorted(own)] == [60 // (k // 2)] * k
+
+
+# --- Dirichlet ---------------------------------------------------------------
+
+
+def test_by_client_all_are_of_equal_size_and_by_class_they_are_not() -> None:
+    by_client = [len(p) for p in partition(SORTED, 10, 8, 0, "dirichlet", alpha=0.5, by="client")]
+    by_class = [len(p) for p in partition(SORTED, 10, 8, 0, "dirichlet", alpha=0.5)]
+    assert by_client == [50] * 8
+    assert len(set(by_class)) > 4
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.1])
+def test_a_small_alpha_by_client_gives_few_classes_and_still_loses_nothing(alpha: float) -> None:
+    """Here clients' classes are used up, and what is left goes to those who come late."""
+    parts = partition(SORTED, 10, 10, 0, "dirichlet", alpha=alpha, by="client")
+    assert [len(part) for part in parts] == [40] * 10
+    assert np.mean([np.count_nonzero(held(part)) for part in parts]) < 4
+
+
+def test_a_large_alpha_by_client_gives_everybody_the_mix_of_all() -> None:
+    labels = torch.arange(10).repeat_interleave(400)
+    parts = partition(labels, 10, 4, 0, "dirichlet", alpha=1e6, by="client")
+    assert all(40 < n < 160 for part in parts for n in held(part, labels))
+
+
+# --- groups ------------------------------------------------------------------
+
+
+def test_each_domain_goes_over_its_clients_and_no_further() -> None:
+    parts = partition(SORTED, 10, 6, 0, "domain", groups=SITES)
+    assert [set(SITES.train[part].tolist()) for part in parts] == [{0}, {0}, {1}, {1}, {2}, {2}]
+    assert [len(part) for part in parts] == [67, 67, 67, 66, 67, 66]
+    assert all(np.count_nonzero(held(part)) == 10 for part in parts), "IID within a domain"
+
+
+def test_each_natural_id_is_a_client() -> None:
+    parts = partition(SORTED, 10, 3, 0, "natural", groups=SITES)
+    assert [part.tolist() for part in parts] == [list(range(i, 400, 3)) for i in range(3)]
+
+
+def test_a_domain_of_test_images_alone_has_no_client() -> None:
+    held_out = Groups("site", ("attic", "barn", "zoo"), torch.arange(400) % 2, None)
+    assert len(partition(SORTED, 10, 2, 0, "domain", groups=held_out)) == 2
+
+
+@pytest.mark.parametrize(
+    ("clients", "kind", "options", "message"),
+    [
+        (4, "domain", {"groups": SITES}, r"3 domains \(attic, barn, cellar\) do not go over clients=4.*clients=3"),
+        (2, "domain", {"groups": SITES}, "set clients=3"),
+        (6, "domain", {"groups": SITES, "clients_per_domain": 3}, "for 3 per domain set clients=9"),
+        (3, "domain", {}, "the data has no domains; name their column by data.domain"),
+        (5, "natural", {"groups": SITES}, "'site' has 3 values .*, but clients is 5; set clients=3"),
+        (
+            300,
+            "domain",
+            {"groups": Groups("s", ("a",), torch.zeros(299, dtype=torch.int64), None)},
+            "299 images for 300",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit_the_clients_are_an_error_that_says_what_would(
+    clients: int, kind: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        partition(SORTED, 10, clients, 0, kind, **options)

@@ -1,0 +1,397 @@
+"""The local engine: an answer to every message, in order, whatever the clients do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from fedbn_flwr import LocalGrid
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.strategies import FedAvg
+
+Handler = Callable[[Message, Context], Any]
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+def app_of(handler: Handler) -> ClientApp:
+    app = ClientApp()
+    app.train()(handler)
+    return app
+
+
+def told(message: Message, **metrics: Any) -> Message:
+    return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+
+
+def who(message: Message, context: Context) -> Message:
+    return told(message, partition=context.node_config["partition-id"], process=os.getpid())
+
+
+def count(message: Message, context: Context) -> Message:
+    """How many messages this node has had; asked to, it ends its process, sleeps or raises instead."""
+    config = message.content.config_records.get("config", ConfigRecord())
+    match config.get("do"):
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(3)
+        case "sleep":
+            time.sleep(1)
+        case "raise":
+            raise ValueError("no such thing")
+        case "nothing":
+            return None  # type: ignore[return-value]
+    had = context.state.metric_records.get("had", MetricRecord({"count": 0}))["count"]
+    assert isinstance(had, int)
+    context.state["had"] = MetricRecord({"count": had + 1})
+    return told(message, count=had + 1, node=context.node_id)
+
+
+def to(node: int, do: str = "") -> Message:
+    return Message(RecordDict({"config": ConfigRecord({"do": do})}), node, "train")
+
+
+def metrics(replies: Any, key: str) -> list[Any]:
+    return [reply.content["metrics"][key] for reply in replies]
+
+
+# --- the interface -----------------------------------------------------------
+
+
+def test_it_is_a_grid() -> None:
+    grid = LocalGrid(app_of(who), 3)
+    assert isinstance(grid, Grid)
+    assert grid.get_node_ids() == [1, 2, 3]
+    assert LocalGrid(app_of(who), 2, node_ids=[70, 30]).get_node_ids() == [70, 30]
+
+
+@WORKERS
+def test_replies_come_in_the_order_of_the_messages(workers: int) -> None:
+    nodes = [4, 1, 3, 3, 2]
+    with LocalGrid(app_of(who), 4, workers=workers) as grid:
+        messages = [to(node) for node in nodes]
+        replies = list(grid.send_and_receive(messages))
+    assert metrics(replies, "partition") == [node - 1 for node in nodes]
+    assert [reply.metadata.src_node_id for reply in replies] == nodes
+    assert [r.metadata.reply_to_message_id for r in replies] == [m.metadata.message_id for m in messages]
+    assert len({message.metadata.message_id for message in messages}) == 5
+
+
+@WORKERS
+def test_a_generator_of_messages_is_taken_too(workers: int) -> None:
+    with LocalGrid(app_of(who), 2, workers=workers) as grid:
+        assert metrics(grid.send_and_receive(to(node) for node in (1, 2)), "partition") == [0, 1]
+
+
+@WORKERS
+def test_push_and_pull_give_each_reply_once(workers: int) -> None:
+    with LocalGrid(app_of(who), 3, workers=workers) as grid:
+        left = list(grid.push_messages([to(1), to(2), to(3)]))
+        replies = []
+        deadline = time.monotonic() + 20
+        while left and time.monotonic() < deadline:
+            new = list(grid.pull_messages(left))
+            replies += new
+            left = [key for key in left if key not in {reply.metadata.reply_to_message_id for reply in new}]
+        assert sorted(metrics(replies, "partition")) == [0, 1, 2]
+        assert list(grid.pull_messages([r.metadata.reply_to_message_id for r in replies])) == []
+
+
+def test_a_node_is_always_served_by_the_same_process() -> None:
+    with LocalGrid(app_of(who), 5, workers=2) as grid:
+        first, second = (metrics(grid.send_and_receive([to(n) for n in range(1, 6)]), "process") for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 2
+    assert os.getpid() not in first
+
+
+def test_without_workers_this_process_serves() -> None:
+    assert set(metrics(LocalGrid(app_of(who), 2).send_and_receive([to(1), to(2)]), "process")) == {os.getpid()}
+
+
+def test_a_node_finds_its_configuration() -> None:
+    seen: dict[int, Context] = {}
+
+    def look(message: Message, context: Context) -> Message:
+        seen[context.node_id] = context
+        return told(message, done=1)
+
+    each = [{"data": "a"}, {"data": "b"}]
+    grid = LocalGrid(app_of(look), 2, run_config={"lr": 0.5}, node_config=each, node_ids=[8, 9])
+    list(grid.send_and_receive([to(8), to(9)]))
+    assert seen[8].node_config == {"partition-id": 0, "num-partitions": 2, "data": "a"}
+    assert seen[9].node_config == {"partition-id": 1, "num-partitions": 2, "data": "b"}
+    assert seen[9].run_config == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_nodes": 0}, "at least one"),
+        ({"workers": -1}, "workers is -1"),
+        ({"node_ids": [1, 1]}, "2 different numbers"),
+        ({"node_ids": [1]}, "2 different numbers"),
+        ({"node_config": [{}]}, "1 entries for 2 nodes"),
+    ],
+)
+def test_impossible_grids_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalGrid(app_of(who), **({"num_nodes": 2} | options))
+
+
+# --- the same numbers --------------------------------------------------------
+
+
+def test_workers_change_nothing_in_two_rounds_of_fedavg(federation: Callable[..., Any]) -> None:
+    fed = federation((8, 12, 6), momentum=0.9, lr=0.2)
+    results = []
+    for workers in (0, 2):
+        with fed.grid(workers=workers, threads=1) as grid:
+            results.append(unpack(FedAvg().start(grid, fed.arrays(), num_rounds=2).arrays))
+    assert list(results[0]) == list(results[1])
+    for key, value in results[0].items():
+        assert value.tobytes() == results[1][key].tobytes(), key
+    assert any(value.tobytes() != unpack(fed.arrays())[key].tobytes() for key, value in results[0].items())
+
+
+@WORKERS
+def test_state_is_kept_per_node(workers: int) -> None:
+    with LocalGrid(app_of(count), 3, workers=workers) as grid:
+        assert metrics(grid.send_and_receive([to(1), to(2), to(1)]), "count") == [1, 1, 2]
+        assert metrics(grid.send_and_receive([to(3), to(1), to(2)]), "count") == [1, 3, 2]
+
+
+def test_two_grids_know_nothing_of_each_other() -> None:
+    one, two = (LocalGrid(app_of(count), 1) for _ in range(2))
+    list(one.send_and_receive([to(1)]))
+    assert metrics(two.send_and_receive([to(1)]), "count") == [1]
+    assert metrics(one.send_and_receive([to(1)]), "count") == [2]
+
+
+@WORKERS
+def test_what_one_client_does_to_its_message_does_not_reach_another(workers: int) -> None:
+    """The messages of a round share their content."""
+
+    def spoil(message: Message, context: Context) -> Message:
+        arrays, config = message.content["arrays"], message.content["config"]
+        found = {"sum": float(arrays["w"].numpy().sum()), "keys": len(config), "records": len(message.content)}
+        arrays["w"].numpy()[:] = 100
+        arrays["w"] = pack({"w": np.full(3, 100.0)})["w"]
+        config["spoilt"] = True
+        message.content["more"] = ConfigRecord()
+        return told(message, **found)
+
+    content = RecordDict({"arrays": pack({"w": np.ones(3)}), "config": ConfigRecord({"a": 1})})
+    with LocalGrid(app_of(spoil), 3, workers=workers) as grid:
+        for _ in range(2):
+            replies = list(grid.send_and_receive([Message(content, node, "train") for node in (1, 2, 3)]))
+            assert [dict(reply.content["metrics"]) for reply in replies] == [{"sum": 3, "keys": 1, "records": 2}] * 3
+    assert unpack(content["arrays"])["w"].tolist() == [1, 1, 1]
+    assert dict(content["config"]) == {"a": 1}
+
+
+# --- faults ------------------------------------------------------------------
+
+
+@WORKERS
+def test_an_unknown_node_gives_an_error_reply(workers: int) -> None:
+    with LocalGrid(app_of(who), 2, workers=workers) as grid:
+        good, bad = grid.send_and_receive([to(1), to(9)])
+    assert not good.has_error()
+    assert bad.error.code == ErrorCode.NODE_UNAVAILABLE
+    assert "there is no node 9; the grid has 1 to 2" in bad.error.reason
+
+
+@WORKERS
+def test_a_handler_that_raises_gives_an_error_reply(workers: int) -> None:
+    with LocalGrid(app_of(count), 2, workers=workers) as grid:
+        bad, good = grid.send_and_receive([to(1, "raise"), to(2)])
+        assert bad.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+        assert "no such thing" in bad.error.reason
+        assert bad.metadata.src_node_id == 1
+        assert not good.has_error()
+        assert metrics(grid.send_and_receive([to(1)]), "count") == [1]
+
+
+@WORKERS
+def test_a_handler_that_returns_nothing_gives_an_error_reply(workers: int) -> None:
+    with LocalGrid(app_of(count), 1, workers=workers) as grid:
+        (reply,) = grid.send_and_receive([to(1, "nothing")])
+        assert "returned NoneType instead of a Message" in reply.error.reason
+        assert metrics(grid.send_and_receive([to(1)]), "count") == [1]
+
+
+@WORKERS
+def test_a_message_without_a_handler_gives_an_error_reply(workers: int) -> None:
+    with LocalGrid(app_of(count), 1, workers=workers) as grid:
+        (reply,) = grid.send_and_receive([Message(RecordDict(), 1, "query.anything")])
+    assert "anything" in reply.error.reason
+
+
+@WORKERS
+def test_a_handler_that_calls_sys_exit_gives_an_error_reply(workers: int) -> None:
+    """Of a ClientApp that is not ours: it must not end the run."""
+
+    def leave(message: Message, context: Context) -> Message:
+        sys.exit(4)
+
+    with LocalGrid(app_of(leave), 1, workers=workers) as grid:
+        (reply,) = grid.send_and_receive([to(1)])
+    assert reply.has_error()
+
+
+@pytest.mark.parametrize(("do", "how"), [("die", "signal 9"), ("exit", "exit code 3")])
+def test_a_client_that_ends_its_process_gives_an_error_reply_and_is_served_again(do: str, how: str) -> None:
+    with LocalGrid(app_of(count), 4, workers=2) as grid:
+        assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3, 4)]), "count") == [1, 1, 1, 1]
+        one, two, three, four = grid.send_and_receive([to(1), to(2, do), to(3), to(4)])
+        assert two.error.code == ErrorCode.CLIENT_APP_CRASHED
+        assert how in two.error.reason
+        assert two.metadata.src_node_id == 2
+        # Nodes 2 and 4 share the process that died, and so the loss of memory; 1 and 3 have theirs.
+        assert metrics([one, three, four], "count") == [2, 2, 1]
+        assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3, 4)]), "count") == [3, 1, 3, 2]
+
+
+def test_a_process_that_died_between_rounds_gives_an_error_reply_and_is_replaced() -> None:
+    with LocalGrid(app_of(count), 1, workers=1) as grid:
+        list(grid.send_and_receive([to(1)]))
+        (child,) = multiprocessing.active_children()
+        child.kill()
+        child.join(5)
+        (lost,) = grid.send_and_receive([to(1)])
+        assert lost.error.code == ErrorCode.CLIENT_APP_CRASHED
+        assert metrics(grid.send_and_receive([to(1)]), "count") == [1]
+
+
+def test_a_timeout_leaves_late_replies_out_and_the_next_round_is_right() -> None:
+    with LocalGrid(app_of(count), 3, workers=3) as grid:
+        list(grid.send_and_receive([to(1), to(2), to(3)]))  # starting a process takes longer than an answer
+        began = time.monotonic()
+        late = [to(1), to(2, "sleep"), to(3)]
+        replies = list(grid.send_and_receive(late, timeout=0.5))
+        assert time.monotonic() - began < 1
+        assert metrics(replies, "node") == [1, 3]
+        messages = [to(n) for n in (1, 2, 3)]
+        replies = list(grid.send_and_receive(messages, timeout=20))
+        assert [r.metadata.reply_to_message_id for r in replies] == [m.metadata.message_id for m in messages]
+        assert metrics(replies, "count") == [3, 3, 3], "node 2 did work in the second round, too late"
+        assert list(grid.pull_messages([message.metadata.message_id for message in late])) == [], "and is not kept"
+
+
+def test_messages_still_waiting_at_a_timeout_are_dropped() -> None:
+    with LocalGrid(app_of(count), 2, workers=1) as grid:
+        assert list(grid.send_and_receive([to(1, "sleep"), to(2)], timeout=0.3)) == []
+        assert metrics(grid.send_and_receive([to(1), to(2)], timeout=20), "count") == [2, 1]
+
+
+def test_closing_ends_the_processes_without_force() -> None:
+    with LocalGrid(app_of(who), 3, workers=3) as grid:
+        list(grid.send_and_receive([to(1), to(2), to(3)]))
+        children = multiprocessing.active_children()
+        assert len(children) == 3
+    for child in children:
+        child.join(5)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+
+
+def test_closing_ends_a_client_that_is_still_at_work() -> None:
+    with LocalGrid(app_of(count), 1, workers=1) as grid:
+        list(grid.send_and_receive([to(1, "sleep")], timeout=0.05))
+        (child,) = multiprocessing.active_children()
+    assert not child.is_alive()
+
+
+def test_a_client_that_finishes_while_the_grid_closes_does_not_complain(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody reads its reply any more; a traceback on the terminal would look like a failure."""
+
+    def nap(message: Message, context: Context) -> Message:
+        time.sleep(0.3)
+        return told(message, done=1)
+
+    with LocalGrid(app_of(nap), 1, workers=1) as grid:
+        assert list(grid.send_and_receive([to(1)], timeout=0.1)) == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_workers_train_after_this_process_used_several_threads() -> None:
+    """A fork after parallel arithmetic inherits a pool of threads without the threads, and must not wait for them."""
+
+    def convolve() -> None:
+        image = torch.randn(8, 8, 32, 32, requires_grad=True)
+        torch.relu(torch.nn.functional.conv2d(image, torch.randn(8, 8, 3, 3))).sum().backward()
+
+    def train(message: Message, context: Context) -> Message:
+        convolve()
+        return told(message, done=1)
+
+    torch.set_num_threads(2)
+    convolve()
+    with LocalGrid(app_of(train), 1, workers=1) as grid:
+        replies = list(grid.send_and_receive([to(1)], timeout=10))
+    assert metrics(replies, "done") == [1], "it did not answer within ten seconds"
+
+
+# --- what nodes remember, beyond the memory there is for it --------------------
+
+
+def remembering() -> ClientApp:
+    """Each node adds what it is sent to an array of 1,000 numbers that it keeps."""
+    app = ClientApp()
+
+    @app.query("add")
+    def add(message: Message, context: Context) -> Message:
+        before = unpack(context.state.array_records["kept"])["sum"] if "kept" in context.state else np.zeros(1000)
+        context.state["kept"] = pack({"sum": before + message.content.config_records["config"]["value"]})
+        context.state["told"] = ConfigRecord({"node": context.node_id})
+        return Message(RecordDict({"arrays": context.state.array_records["kept"]}), reply_to=message)
+
+    return app
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_beyond_its_memory_what_nodes_remember_lies_in_files(workers: int) -> None:
+    nodes = 12
+    with LocalGrid(remembering(), nodes, workers=workers, state_memory=20_000 / 2**30) as grid:
+        assert grid._remove_folder is not None
+        folder = grid._remove_folder.peek()[2][0]
+        for value in (1.0, 2.0, 4.0):
+            for node in range(1, nodes + 1):
+                content = RecordDict({"config": ConfigRecord({"value": value * node})})
+                (reply,) = grid.send_and_receive([Message(content, node, "query.add")])
+        kept = [grid.read_state(node) for node in range(1, nodes + 1)]
+        # 8,000 bytes each: two stay here, or one in each of two workers.
+        assert len(list(folder.iterdir())) >= nodes - 2
+        assert unpack(reply.content.array_records["arrays"])["sum"].tolist() == [7.0 * nodes] * 1000
+    for node, state in enumerate(kept, start=1):
+        assert state["told"]["node"] == node
+        assert unpack(state.array_records["kept"])["sum"].tolist() == [7.0 * node] * 1000
+    assert not folder.exists()
+
+
+def test_a_state_that_no_file_can_hold_stays_in_memory() -> None:
+    app = ClientApp()
+
+    @app.query("keep")
+    def keep(message: Message, context: Context) -> Message:
+        found = list(context.state)
+        context.state["kept"] = pack({"complex": np.full(1000, 1j)})
+        return Message(RecordDict({"config": ConfigRecord({"found": found})}), reply_to=message)
+
+    with LocalGrid(app, 3, state_memory=1e-9) as grid:
+        for expected in ([], ["kept"]):
+            replies = grid.send_and_receive([Message(RecordDict(), node, "query.keep") for node in (1, 2, 3)])
+            assert [reply.content.config_records["config"]["found"] for reply in replies] == [expected] * 3

@@ -1,0 +1,175 @@
+"""The grid for real nodes: it looks often, no longer than it may, and names the node that an error is about."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
+
+from fedbn_flwr import LocalGrid
+from fedbn_flwr.engines import network
+from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.errors import SettingsError
+
+Federations = Callable[..., Any]
+
+
+class SlowGrid(LocalGrid):
+    """A local grid whose replies are there after some looks, as a SuperLink's are; `lost` nodes never answer."""
+
+    def __init__(self, *args: Any, looks: int = 3, lost: Iterable[int] = (), refused: Iterable[int] = ()) -> None:
+        super().__init__(*args)
+        self.looks, self.lost, self.refused = itertools.count(-looks), set(lost), set(refused)
+        self.pulled: list[list[str]] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str | None]:  # type: ignore[override]
+        messages = list(messages)
+        self._to = dict(zip(super().push_messages(messages), (m.metadata.dst_node_id for m in messages), strict=True))
+        return [None if node in self.refused else key for key, node in self._to.items()]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        message_ids = list(message_ids)
+        self.pulled.append(message_ids)
+        ready = [key for key in message_ids if self._to[key] not in self.lost] if next(self.looks) >= 0 else []
+        return list(super().pull_messages(ready))
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the grid asked to sleep; they pass at once, and its clock says so."""
+    slept: list[float] = []
+    monkeypatch.setattr(network.time, "sleep", slept.append)
+    monkeypatch.setattr(network.time, "monotonic", lambda: sum(slept))
+    return slept
+
+
+def questions(*nodes: int) -> Iterable[Message]:
+    return (Message(RecordDict({"config": ConfigRecord()}), node, "query.partition") for node in nodes)
+
+
+def test_all_replies_come_and_each_is_asked_for_until_it_is_there(federation: Federations, slept: list[float]) -> None:
+    grid = SlowGrid(federation((4, 4, 4)).app(), 3, looks=4)
+    replies = PollingGrid(grid, 0.05).send_and_receive(questions(1, 2, 3), timeout=60)
+    assert sorted(reply.metadata.src_node_id for reply in replies) == [1, 2, 3]
+    assert len(grid.pulled) == 5
+    assert slept == [0.05] * 4
+
+
+def test_it_looks_ever_less_often_and_never_less_than_flower_does(federation: Federations, slept: list[float]) -> None:
+    grid = SlowGrid(federation((4,)).app(), 1, looks=300)
+    PollingGrid(grid, 0.05).send_and_receive(questions(1))
+    assert slept == sorted(slept)
+    assert slept[-1] == 3.0
+    assert slept[100] < 0.05 * sum(slept[:100]) + 0.05
+
+
+def test_late_replies_are_left_out(federation: Federations, slept: list[float]) -> None:
+    grid = SlowGrid(federation((4, 4)).app(), 2, lost=[2])
+    replies = list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=7))
+    assert [reply.metadata.src_node_id for reply in replies] == [1]
+    assert sum(slept) == pytest.approx(7)
+
+
+def test_an_error_of_the_superlink_names_the_node_that_was_asked(federation: Federations, slept: list[float]) -> None:
+    class Gone(SlowGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            replies = super().pull_messages(message_ids)
+            for reply in replies:
+                if reply.metadata.src_node_id == 2:
+                    reply.__dict__["_content"] = None
+                    reply.__dict__["_error"] = Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable")
+                    reply.metadata.__dict__["_src_node_id"] = SUPERLINK_NODE_ID
+            return replies
+
+    grid = Gone(federation((4, 4)).app(), 2)
+    replies = list(PollingGrid(grid).send_and_receive(questions(2, 1), timeout=7))
+    assert {reply.metadata.src_node_id: reply.has_error() for reply in replies} == {1: False, 2: True}
+
+
+def test_a_message_that_is_refused_is_an_error_of_its_node(federation: Federations, slept: list[float]) -> None:
+    grid = SlowGrid(federation((4, 4)).app(), 2, refused=[1])
+    replies = list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=7))
+    assert {reply.metadata.src_node_id: reply.has_error() for reply in replies} == {1: True, 2: False}
+
+
+class Starting(SlowGrid):
+    """Nodes as a SuperLink lists them, each with the time of its last start; node 2 starts anew at the third look."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.listed = itertools.count(1)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        second = "later" if next(self.listed) >= 3 else "once"
+        return [NodeInfo(node_id=1, last_activated_at="once"), NodeInfo(node_id=2, last_activated_at=second)]
+
+
+def test_a_node_that_was_started_anew_is_not_waited_for(federation: Federations, slept: list[float]) -> None:
+    """The SuperLink sees it online and makes no error of the message that it has lost."""
+    grid = Starting(federation((4, 4)).app(), 2, lost=[2])
+    replies = {reply.metadata.src_node_id: reply for reply in PollingGrid(grid).send_and_receive(questions(1, 2))}
+    assert replies[1].has_content()
+    assert "started anew" in replies[2].error.reason
+    assert sum(slept) < 20
+
+
+def test_what_a_node_sent_before_it_was_started_anew_counts(federation: Federations, slept: list[float]) -> None:
+    class Late(Starting):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            self.looks = itertools.count(0 if next(self.listed) > 4 else -1)  # there when the start is seen
+            return super().pull_messages(message_ids)
+
+    replies = list(PollingGrid(Late(federation((4, 4)).app(), 2)).send_and_receive(questions(1, 2)))
+    assert [reply.has_content() for reply in replies] == [True, True]
+
+
+def test_the_log_says_what_is_waited_for(
+    federation: Federations, slept: list[float], flower_log: pytest.LogCaptureFixture
+) -> None:
+    grid = SlowGrid(federation((4, 4)).app(), 2, lost=[2])
+    list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=300))
+    told = [record.getMessage() for record in flower_log.records]
+    assert len(told) == 3, "after about 60, 120 and 240 s"
+    assert all("waiting for 1 of 2 replies since" in line and "at most 300 s" in line for line in told)
+
+
+class Watching:
+    def __init__(self, *given_up: int) -> None:
+        self.errors: dict[int, str | None] = {}
+        self.nodes = frozenset(given_up)
+
+    def replied(self, reply: Message) -> None:
+        self.errors[reply.metadata.src_node_id] = reply.error.reason if reply.has_error() else None
+
+    def given_up(self) -> frozenset[int]:
+        return self.nodes
+
+
+def test_whom_the_watch_has_given_up_is_not_waited_for(federation: Federations, slept: list[float]) -> None:
+    """And the watch is of one batch of messages: it says nothing of the next."""
+    grid = SlowGrid(federation((4, 4)).app(), 2, lost=[2], looks=0)
+    polled, watch = PollingGrid(grid), Watching(2)
+    polled.watch(watch)
+    assert len(list(polled.send_and_receive(questions(1, 2, 9), timeout=100))) == 2
+    assert watch.errors.keys() == {1, 9}
+    assert watch.errors[1] is None
+    assert "there is no node 9" in str(watch.errors[9])
+    assert slept == []
+    list(polled.send_and_receive(questions(1, 2), timeout=100))
+    assert sum(slept) == pytest.approx(100)
+
+
+def test_no_messages_no_waiting(federation: Federations, slept: list[float]) -> None:
+    assert list(PollingGrid(SlowGrid(federation((4,)).app(), 1)).send_and_receive([])) == []
+
+
+@pytest.mark.parametrize("given", ["0", "fast", "nan", "-1"])
+def test_a_wrong_interval_is_named(federation: Federations, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBN_POLL_SECONDS", given)
+    with pytest.raises(SettingsError, match="FEDBN_POLL_SECONDS"):
+        PollingGrid(SlowGrid(federation((4,)).app(), 1))

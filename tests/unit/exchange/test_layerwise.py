@@ -1,0 +1,294 @@
+"""FedTAN's step against its trusted twin: ordinary batch norm on the union of the clients' batches, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import build_model
+from fedbn_flwr.exchange.session import Session
+from fedbn_flwr.exchange.step import Answer, LayerwiseStep, Pending, count_calls
+from tests.support.cohort import run_cohort
+
+
+class Perceptron(nn.Module):
+    """1d batch norms, one of them without gamma and beta, one straight on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.BatchNorm1d(12), nn.Linear(12, 9), nn.BatchNorm1d(9), nn.ReLU(),
+            nn.Linear(9, 7), nn.BatchNorm1d(7, affine=False), nn.Tanh(), nn.Linear(7, 5),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x.flatten(1))
+        return y
+
+
+class Twice(nn.Module):
+    """One batch norm that is used twice in a forward pass, across a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.mix = nn.Conv2d(4, 4, 1)
+        self.classify = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.norm(self.conv(x)))
+        b = self.norm(self.mix(a))
+        y: Tensor = self.classify((a + b).mean((2, 3)))
+        return y
+
+
+def small_mobilenet() -> nn.Module:
+    return torchvision.models.mobilenet_v2(num_classes=5, width_mult=0.25, dropout=0.0)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet20": (lambda: build_model("resnet20", 5), (3, 16, 16)),
+    "resnet18": (lambda: torchvision.models.resnet18(num_classes=5), (3, 32, 32)),
+    "mobilenet_v2": (small_mobilenet, (3, 32, 32)),
+    "densenet": (lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=5), (3, 32, 32)),
+    "perceptron": (Perceptron, (3, 2, 2)),
+    "used twice": (Twice, (3, 6, 6)),
+}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def clients_of(
+    name: str, sizes: list[int]
+) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Callable[[LayerwiseStep, nn.Module, Tensor, Tensor], Tensor]]:
+    make, shape = MODELS[name]
+    torch.manual_seed(3)
+    model = make().double().train()
+    # Label skew, and inputs that differ from client to client, so that local and global statistics differ much.
+    batches = [
+        (torch.randn(n, *shape, dtype=torch.float64) * (1 + i) + i, torch.full((n,), i % 5))
+        for i, n in enumerate(sizes)
+    ]
+    return model, batches, lambda step, m, x, y: step(m, x, y, F.cross_entropy)
+
+
+def cohort_gradients(
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]], weights: list[float], **options: bool
+) -> tuple[list[nn.Module], dict[str, Tensor], int]:
+    copies = [copy.deepcopy(model) for _ in batches]
+    works = [
+        lambda exchange, m=m, x=x, y=y: LayerwiseStep(exchange, **options)(m, x, y, F.cross_entropy)
+        for m, (x, y) in zip(copies, batches, strict=True)
+    ]
+    _, exchanges = run_cohort(works, weights)
+    shares = [weight / sum(weights) for weight in weights]
+    each = [gradients(m) for m in copies]
+    mean = {key: sum(p * g[key] for p, g in zip(shares, each, strict=True)) for key in each[0]}
+    return copies, mean, exchanges
+
+
+def union_twin(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    twin = copy.deepcopy(model)
+    inputs, targets = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    F.cross_entropy(twin(inputs), targets).backward()
+    return twin
+
+
+def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    scale = max(float(value.abs().max()) for value in b.values())
+    return max(float((a[key] - b[key]).abs().max()) for key in b) / scale
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [2, 5, 3]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
+def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(
+    name: str, sizes: list[int], fused: bool, walk: bool
+) -> None:
+    model, batches, _ = clients_of(name, sizes)
+    copies, mean, exchanges = cohort_gradients(model, batches, [float(n) for n in sizes], fused=fused, walk=walk)
+    assert exchanges == count_calls(model, batches[0][0]) * (2 if fused else 3)
+    twin = union_twin(model, batches)
+    assert worst(mean, gradients(twin)) < 1e-10
+    for ours in copies:
+        for key, buffer in twin.named_buffers():
+            torch.testing.assert_close(dict(ours.named_buffers())[key], buffer, rtol=1e-10, atol=1e-12)
+
+
+def test_channels_last_changes_the_last_bits_alone() -> None:
+    model, batches, _ = clients_of("resnet20", [4, 4])
+    _, plain, _ = cohort_gradients(model, batches, [1.0, 1.0])
+    model.to(memory_format=torch.channels_last)
+    last = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
+    for walk in (False, True):
+        _, found, _ = cohort_gradients(model, last, [1.0, 1.0], walk=walk)
+        assert worst(found, plain) < 1e-10
+
+
+def test_plain_federated_gradient_is_far_from_the_union() -> None:
+    """The twin can tell: without the exchange the gradient is wrong by more than a tenth."""
+    model, batches, _ = clients_of("resnet20", [4, 4, 4])
+    plain = []
+    for x, y in batches:
+        m = copy.deepcopy(model)
+        F.cross_entropy(m(x), y).backward()
+        plain.append(gradients(m))
+    mean = {key: sum(g[key] for g in plain) / 3 for key in plain[0]}
+    assert worst(mean, gradients(union_twin(model, batches))) > 0.1
+
+
+def test_the_forward_exchange_alone_is_not_enough() -> None:
+    model, batches, _ = clients_of("resnet20", [4, 4, 4])
+    _, mean, exchanges = cohort_gradients(model, batches, [1.0] * 3, backward=False)
+    assert exchanges == 19
+    assert worst(mean, gradients(union_twin(model, batches))) > 0.01
+
+
+def test_fused_and_paper_exchange_agree() -> None:
+    model, batches, _ = clients_of("resnet20", [2, 5, 3])
+    _, fused, rounds = cohort_gradients(model, batches, [2.0, 5.0, 3.0], fused=True)
+    _, paper, paper_rounds = cohort_gradients(model, batches, [2.0, 5.0, 3.0], fused=False)
+    assert worst(fused, paper) < 1e-12
+    assert (rounds, paper_rounds) == (2 * 19, 3 * 19)
+
+
+def test_weights_by_data_set_need_not_follow_the_batches() -> None:
+    """With p_i of its own the step is batch norm over a union in which client i's images count p_i / n_i each."""
+    model, batches, _ = clients_of("perceptron", [3, 6])
+    # A client of weight 2/3 whose batch is half as large: as if each of its images stood there four times.
+    _, mean, _ = cohort_gradients(model, batches, [2.0, 1.0])
+    repeated = [(batches[0][0].repeat(4, 1, 1, 1), batches[0][1].repeat(4)), batches[1]]
+    assert worst(mean, gradients(union_twin(model, repeated))) < 1e-10
+
+
+def test_one_client_is_ordinary_batch_norm() -> None:
+    model, batches, _ = clients_of("resnet20", [6])
+    _, mean, _ = cohort_gradients(model, batches, [1.0])
+    assert worst(mean, gradients(union_twin(model, batches))) < 1e-12
+
+
+class Unused(nn.Module):
+    """Its second batch norm has no say in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+        self.aside = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[:2](x.flatten(1))
+        self.aside(hidden)
+        y: Tensor = self.layers[2](hidden)
+        return y
+
+
+@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
+def test_a_layer_without_a_say_in_the_loss_does_not_put_exchanges_out_of_step(walk: bool) -> None:
+    torch.manual_seed(0)
+    model = Unused().double()
+    batches = [(torch.randn(4, 3, 2, 2, dtype=torch.float64) + i, torch.full((4,), i)) for i in range(2)]
+    _, mean, exchanges = cohort_gradients(model, batches, [1.0, 1.0], walk=walk)
+    twin = gradients(union_twin(model, batches))
+    assert exchanges == 4
+    assert worst({key: mean[key] for key in twin}, twin) < 1e-10
+
+
+@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
+def test_the_model_is_as_it_was_afterwards(walk: bool) -> None:
+    model, batches, _ = clients_of("used twice", [3, 3])
+    copies, _, _ = cohort_gradients(model, batches, [1.0, 1.0], walk=walk)
+    for m in copies:
+        assert "forward" not in m.norm.__dict__
+        assert list(m.state_dict()) == list(model.state_dict())
+
+
+def test_frozen_batch_norms_meet_nobody() -> None:
+    model, batches, _ = clients_of("resnet20", [4])
+    assert count_calls(model, batches[0][0]) == 19
+    model.bn.eval()
+    assert count_calls(model, batches[0][0]) == 18
+
+
+def test_counting_calls_leaves_no_trace() -> None:
+    model, batches, _ = clients_of("resnet20", [4])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    count_calls(model, batches[0][0])
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class Dropping(nn.Module):
+    """Draws random numbers between two exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.b(F.dropout(self.a(x), 0.5)))
+        return y
+
+
+def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
+    torch.manual_seed(1)
+    model = Dropping().double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 5
+
+    def work(m: nn.Module):
+        def run(exchange):
+            torch.manual_seed(7)
+            LayerwiseStep(exchange)(m, x, y, F.cross_entropy)
+            return gradients(m)
+
+        return run
+
+    def answer(pending: Pending, k: int) -> Answer:
+        return Answer({key: value * 1.1 + 0.01 * (k + 1) for key, value in pending.tensors.items()}, 16)
+
+    parked = Session(work(copy.deepcopy(model)))
+    state, agreed = parked.advance(), []
+    asked = []
+    while isinstance(state, Pending):
+        asked.append(state)
+        agreed.append(answer(state, len(agreed)))
+        torch.rand(3)  # somebody else draws in between
+        state = parked.advance(agreed[-1])
+    assert len(agreed) == 4
+    for known in range(len(agreed)):
+        again = Session(work(copy.deepcopy(model)), agreed[:known]).advance()
+        assert again.what == asked[known].what
+        assert all(torch.equal(again.tensors[key], asked[known].tensors[key]) for key in again.tensors)
+    final = Session(work(copy.deepcopy(model)), agreed).advance()
+    assert all(torch.equal(final[key], state[key]) for key in state)
+
+
+def test_a_failing_round_raises_where_it_is_asked() -> None:
+    def work(exchange):
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        Session(work).advance()
+
+
+def test_an_abandoned_round_ends_its_thread() -> None:
+    model, batches, _ = clients_of("perceptron", [3])
+    x, y = batches[0]
+    session = Session(lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
+    assert isinstance(session.advance(), Pending)
+    session.abandon()
+    assert session._thread is not None
+    session._thread.join(10)
+    assert not session._thread.is_alive()

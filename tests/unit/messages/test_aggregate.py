@@ -1,0 +1,256 @@
+"""The weighted mean against arithmetic a person can check, and every fault by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from fedbn_flwr.messages import aggregate
+from fedbn_flwr.messages.aggregate import fault, normalised, weighted_mean
+from fedbn_flwr.messages.arrays import FlatArrays, flat_block
+
+DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
+
+
+def test_mean_of_one_weight_and_two_clients() -> None:
+    """Client 0 holds 1 example, client 1 holds 3: (1 * 2.0 + 3 * 6.0) / (1 + 3) = 20 / 4 = 5."""
+    mean = weighted_mean([{"w": np.array([2.0], np.float32)}, {"w": np.array([6.0], np.float32)}], [1, 3])
+    assert mean["w"].tolist() == [5.0]
+
+
+def test_mean_equals_the_float64_derivation() -> None:
+    """w = sum_i n_i w_i / sum_i n_i, by NumPy in float64."""
+    rng = np.random.default_rng(0)
+    replies = [{"w": rng.normal(size=(3, 4)), "b": rng.normal(size=4)} for _ in range(5)]
+    counts = [10, 20, 5, 1, 64]
+    mean = weighted_mean(replies, counts)
+    for key in ("w", "b"):
+        expected = np.average([reply[key] for reply in replies], axis=0, weights=counts)
+        np.testing.assert_allclose(mean[key], expected, rtol=1e-14)
+
+
+def test_float32_is_summed_in_float64() -> None:
+    """1e8 + 1 - 1e8 is 0 in float32 and 1 in float64; a third of it is the mean."""
+    replies = [{"w": np.array([value], np.float32)} for value in (1e8, 1.0, -1e8)]
+    assert weighted_mean(replies, [1, 1, 1])["w"][0] == pytest.approx(1 / 3, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
+def test_dtype_and_shape_are_kept(dtype: type, shape: tuple[int, ...]) -> None:
+    replies = [{"w": np.ones(shape, dtype)}, {"w": np.zeros(shape, dtype)}]
+    mean = weighted_mean(replies, [3, 1])["w"]
+    assert isinstance(mean, np.ndarray)
+    assert mean.dtype == dtype
+    assert mean.shape == shape
+    expected = {"b": True, "i": 1}.get(np.dtype(dtype).kind, 0.75)
+    assert (mean == expected).all()
+
+
+def test_ten_equal_counters_of_16_stay_16() -> None:
+    """Flower's own mean returns 15.999999999999998, which a model loads as 15."""
+    mean = weighted_mean([{"n": np.array(16)} for _ in range(10)], [7] * 10)
+    assert mean["n"].dtype == np.int64
+    assert int(mean["n"]) == 16
+
+
+def test_integers_are_rounded_to_the_nearest() -> None:
+    replies = [{"n": np.array([1, 10, -10])}, {"n": np.array([2, 11, -11])}]
+    assert weighted_mean(replies, [1, 2])["n"].tolist() == [2, 11, -11]
+
+
+def test_booleans_go_with_the_majority_of_weights() -> None:
+    replies = [{"b": np.array([True, False])}, {"b": np.array([False, True])}]
+    assert weighted_mean(replies, [1, 3])["b"].tolist() == [False, True]
+
+
+def test_replies_are_left_unmodified() -> None:
+    replies = [{"w": np.full(4, float(i), dtype)} for i, dtype in enumerate([np.float64, np.float64])]
+    before = [reply["w"].copy() for reply in replies]
+    mean = weighted_mean(replies, [1, 1])
+    for reply, old in zip(replies, before, strict=True):
+        assert reply["w"].tobytes() == old.tobytes()
+        assert not np.shares_memory(reply["w"], mean["w"])
+
+
+def test_a_single_reply_comes_back_as_a_copy() -> None:
+    reply = {"w": np.array([1.5, -2.5])}
+    mean = weighted_mean([reply], [9])
+    mean["w"] += 1
+    assert reply["w"].tolist() == [1.5, -2.5]
+
+
+@pytest.mark.parametrize("scale", [2, 10, 1000])
+def test_weights_are_free_of_scale(scale: int) -> None:
+    rng = np.random.default_rng(1)
+    replies = [{"w": rng.normal(size=50).astype(np.float32)} for _ in range(3)]
+    once = weighted_mean(replies, [1, 2, 7])["w"]
+    scaled = weighted_mean(replies, [scale, 2 * scale, 7 * scale])["w"]
+    assert once.tobytes() == scaled.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1, -1], "a weight is -1"),
+        ([1, float("nan")], "a weight is nan"),
+        ([1, float("inf")], "a weight is inf"),
+        ([0, 0], "sum to zero"),
+        ([], "sum to zero"),
+    ],
+)
+def test_meaningless_weights_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        normalised(weights)
+
+
+def test_a_weight_for_each_reply_or_an_error() -> None:
+    replies = [{"w": np.zeros(1)}, {"w": np.zeros(1)}]
+    with pytest.raises(ValueError, match="shorter"):
+        weighted_mean(replies, [1])
+    with pytest.raises(ValueError, match="longer"):
+        weighted_mean(replies, [1, 1, 1])
+
+
+def test_replies_are_read_a_few_at_a_time() -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def replies() -> Iterator[dict[str, np.ndarray]]:
+        nonlocal most
+        for value in range(40):
+            array = np.full(10, float(value))
+            alive.append(weakref.ref(array))
+            most = max(most, sum(ref() is not None for ref in alive))
+            yield {"w": array}
+            del array
+
+    mean = weighted_mean(replies(), [1] * 40)
+    np.testing.assert_allclose(mean["w"], 19.5)
+    assert most <= 18, "those that are being added, those just added, and the first: not all forty"
+
+
+def test_the_numbers_depend_neither_on_threads_nor_on_where_an_element_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines agree to the bit: one may send a model as one block, another key by key."""
+    random = np.random.default_rng(0)
+    sizes = {"one": 1, "two": 2, "odd": 37, "more": 5001}
+    weights = list(random.random(19))
+    replies = [{key: random.normal(size=size) for key, size in sizes.items()} for _ in weights]
+    apart = weighted_mean(replies, weights)
+    alone = weighted_mean([{"one": reply["one"]} for reply in replies], weights)
+    np.testing.assert_array_equal(alone["one"], apart["one"])
+    blocks = [flat_block(reply) for reply in replies]
+    for piece, threads in ((16384, 1), (7, 1), (64, 3)):
+        monkeypatch.setattr(aggregate, "_PIECE", piece)
+        monkeypatch.setattr(aggregate, "_THREADS", threads)
+        monkeypatch.setattr(aggregate, "_LARGE", 100)
+        together = weighted_mean([block for block in blocks if block is not None], weights)
+        assert isinstance(together, FlatArrays)
+        for key in sizes:
+            np.testing.assert_array_equal(together[key], apart[key], err_msg=f"{key}, pieces of {piece}")
+
+
+def same_shape(dtype: type, elements: st.SearchStrategy[float]) -> st.SearchStrategy[list[np.ndarray]]:
+    shapes = array_shapes(max_dims=2, max_side=3)
+    return shapes.flatmap(
+        lambda shape: st.lists(arrays(dtype, shape, elements=elements), min_size=1, max_size=6)  # type: ignore[arg-type]
+    )
+
+
+FLOATS = {
+    dtype: st.floats(-1000, 1000, width=width, allow_subnormal=False)
+    for dtype, width in ((np.float16, 16), (np.float32, 32), (np.float64, 64))
+}
+ELEMENTS = FLOATS | {np.int64: st.integers(-(2**40), 2**40)}
+
+
+@pytest.mark.parametrize("dtype", list(ELEMENTS))
+@given(data=st.data())
+def test_mean_lies_between_the_smallest_and_the_largest(dtype: type, data: st.DataObject) -> None:
+    values = data.draw(same_shape(dtype, ELEMENTS[dtype]))
+    weights = data.draw(st.lists(st.integers(1, 10**6), min_size=len(values), max_size=len(values)))
+    mean = weighted_mean([{"w": value} for value in values], weights)["w"]
+    low, high = np.min(values, 0), np.max(values, 0)
+    if dtype is np.float64:  # sums run in float64, so here alone their rounding shows
+        slack = 4 * np.spacing(np.maximum(abs(low), abs(high)))
+        low, high = low - slack, high + slack
+    assert (mean >= low).all()
+    assert (mean <= high).all()
+
+
+@pytest.mark.parametrize("dtype", list(ELEMENTS))
+@given(data=st.data())
+def test_equal_replies_come_back_exactly(dtype: type, data: st.DataObject) -> None:
+    value = data.draw(arrays(dtype, array_shapes(max_dims=2, max_side=3), elements=ELEMENTS[dtype]))
+    weights = data.draw(st.lists(st.integers(1, 10**6), min_size=1, max_size=10))
+    mean = weighted_mean([{"w": value.copy()} for _ in weights], weights)["w"]
+    np.testing.assert_array_equal(mean, value)
+
+
+# --- faults ------------------------------------------------------------------
+
+LIKE = {
+    "conv.weight": np.zeros((2, 3), np.float32),
+    "bn.running_mean": np.zeros(2, np.float32),
+    "bn.running_var": np.ones(2, np.float32),
+    "bn.num_batches_tracked": np.array(3),
+}
+
+
+def reply(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
+    """A good reply with changes; None takes a key away. Underscores of names stand for points."""
+    names = {key.replace(".", "__"): key for key in LIKE}
+    changed = LIKE | {names.get(key, key): value for key, value in changes.items()}
+    return {key: value for key, value in changed.items() if value is not None}
+
+
+def test_a_good_reply_has_no_fault() -> None:
+    assert fault(reply(), LIKE) is None
+
+
+def test_a_variance_of_zero_is_no_fault() -> None:
+    assert fault(reply(bn__running_var=np.zeros(2, np.float32)), LIKE) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (reply(conv__weight=None), ["lacks", "'conv.weight'"]),
+        (reply(other=np.zeros(1)), ["has 'other'", "did not ask"]),
+        (reply(conv__weight=np.zeros((3, 2), np.float32)), ["'conv.weight'", "(3, 2)", "(2, 3)"]),
+        (reply(conv__weight=np.zeros((2, 3), np.float64)), ["'conv.weight'", "float64", "float32"]),
+        (reply(bn__num_batches_tracked=np.array(3.0)), ["'bn.num_batches_tracked'", "float64", "int64"]),
+        (
+            reply(conv__weight=np.array([[0, np.nan, 0], [0, 0, np.nan]], np.float32)),
+            ["'conv.weight'", "2 of 6", "not finite"],
+        ),
+        (reply(bn__running_mean=np.array([np.inf, 0], np.float32)), ["'bn.running_mean'", "1 of 2", "not finite"]),
+        (reply(bn__running_var=np.array([1, -0.5], np.float32)), ["'bn.running_var'", "negative variance", "-0.5"]),
+    ],
+)
+def test_each_fault_is_named(bad: dict[str, np.ndarray], words: list[str]) -> None:
+    found = fault(bad, LIKE)
+    assert found is not None
+    for word in words:
+        assert word in found
+
+
+def test_many_missing_keys_are_counted() -> None:
+    like = {f"w{i}": np.zeros(1) for i in range(9)}
+    found = fault({}, like)
+    assert found is not None
+    assert "'w0', 'w1', 'w2' and 6 more" in found
+
+
+def test_only_expected_keys_must_come_back() -> None:
+    part = {"conv.weight": LIKE["conv.weight"]}
+    assert fault(part, LIKE, expected=["conv.weight"]) is None
+    found = fault(reply(), LIKE, expected=["conv.weight"])
+    assert found is not None
+    assert "bn.running_mean" in found

@@ -1,0 +1,199 @@
+"""Arrays that stay arrays: to Flower an ArrayRecord like any other, to us the same values without a copy."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, RecordDict
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+
+from fedbn_flwr.messages.arrays import Array, FlatArrays, flat_block, pack, read_npy, record_of, size_of, unpack
+
+MODEL = {
+    "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2),
+    "bn.running_var": np.ones(2, dtype=np.float32),
+    "scale": np.array(3.5, dtype=np.float32),  # no dimension
+    "none": np.zeros((0, 3), dtype=np.float32),
+}
+MIXED = {**MODEL, "bn.num_batches_tracked": np.array(7), "mask": np.array([True, False])}
+EITHER = pytest.mark.parametrize("arrays", [MODEL, MIXED], ids=["one dtype", "several"])
+
+
+def same(found: Any, expected: Any) -> None:
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, key
+        assert found[key].shape == value.shape, key
+        np.testing.assert_array_equal(found[key], value)
+
+
+@EITHER
+def test_what_is_packed_is_unpacked(arrays: dict[str, np.ndarray]) -> None:
+    same(unpack(pack(arrays)), arrays)
+
+
+@EITHER
+def test_flower_sees_the_bytes_it_would_have_made_itself(arrays: dict[str, np.ndarray]) -> None:
+    for key, array in pack(arrays).items():
+        own = FlowerArray(arrays[key])
+        assert (array.dtype, array.shape, array.stype, array.data) == (own.dtype, own.shape, own.stype, own.data)
+        assert array == own
+        assert own == array
+        np.testing.assert_array_equal(array.numpy(), arrays[key])
+
+
+@EITHER
+def test_it_survives_every_way_in_which_flower_sends_it(arrays: dict[str, np.ndarray]) -> None:
+    record = pack(arrays)
+    by_proto = recorddict_from_proto(recorddict_to_proto(RecordDict({"arrays": record}))).array_records["arrays"]
+    same(unpack(by_proto), arrays)
+    children = {child_id: child for array in record.values() for child_id, child in array.children.items()}
+    inflated = {
+        array.object_id: FlowerArray.inflate(array.deflate(), {i: children[i] for i in array.children})
+        for array in record.values()
+    }
+    same(unpack(ArrayRecord.inflate(record.deflate(), inflated)), arrays)
+    same(unpack(pickle.loads(pickle.dumps(record))), arrays)
+    same(unpack(record.copy()), arrays)
+    same(unpack(ArrayRecord(dict(record))), arrays)
+
+
+def test_a_model_is_one_block_and_stays_one() -> None:
+    block = unpack(pack(MODEL))
+    assert isinstance(block, FlatArrays)
+    assert block.flat.size == 24 + 2 + 1
+    again = unpack(pickle.loads(pickle.dumps(pack(block))))
+    assert isinstance(again, FlatArrays)
+    assert again.layout is block.layout
+    part = unpack({key: array for key, array in pack(block).items() if "bn" not in key})
+    assert not isinstance(part, FlatArrays)  # what lies between would be taken along
+    same(part, {key: value for key, value in MODEL.items() if "bn" not in key})
+
+
+def test_arrays_under_other_names_are_not_taken_for_their_block() -> None:
+    record = pack(MODEL)
+    renamed = {f"module.{key}": array for key, array in record.items()}
+    same(unpack(renamed), {f"module.{key}": value for key, value in MODEL.items()})
+    one, other = "conv.weight", "bn.running_var"
+    swapped = {**record, one: record[other], other: record[one]}
+    same(unpack(swapped), {**MODEL, one: MODEL[other], other: MODEL[one]})
+    same(unpack({**record, one: pack(MODEL)[one]}), MODEL)
+
+
+def test_a_record_is_changed_like_any_other() -> None:
+    record, other = pack(MODEL), pack(MODEL)
+    before = record.copy()
+    assert record == other == dict(other)
+    assert list(record.keys()) == list(MODEL)
+    assert "scale" in record
+    one = pack({"scale": np.zeros((), np.float32)})["scale"]
+    record["scale"] = one
+    record["new"] = one
+    del record["none"]
+    changed = {**MODEL, "scale": np.zeros((), np.float32), "new": np.zeros((), np.float32)}
+    del changed["none"]
+    same(unpack(record), changed)
+    same(unpack(record.copy()), changed)
+    same(unpack(pickle.loads(pickle.dumps(record))), changed)
+    assert len(record) == len(changed)
+    same(unpack(before), MODEL)  # a copy is a record of its own
+    assert record != before
+
+
+@EITHER
+def test_the_size_is_that_of_all_elements(arrays: dict[str, np.ndarray]) -> None:
+    expected = sum(value.size for value in arrays.values()), sum(value.nbytes for value in arrays.values())
+    record = pack(arrays)
+    assert size_of(record) == expected
+    assert len(list(record.values())) == len(arrays)  # whose entries now exist
+    assert size_of(record) == expected
+    assert size_of(ArrayRecord({key: FlowerArray(value) for key, value in arrays.items()})) == expected
+
+
+def test_records_of_several_origins_become_one_block() -> None:
+    changed = {"conv.weight": -MODEL["conv.weight"]}
+    found = unpack(record_of({**pack(MODEL), **pack(changed)}))
+    assert isinstance(found, FlatArrays)
+    same(found, MODEL | changed)
+
+
+@EITHER
+def test_the_owner_of_what_was_packed_may_go_on_writing(arrays: dict[str, np.ndarray]) -> None:
+    mine = {key: value.copy() for key, value in arrays.items()}
+    record = pack(mine)
+    mine["conv.weight"][:] = 0
+    same(unpack(record), arrays)
+
+
+@EITHER
+def test_nobody_writes_to_what_others_read(arrays: dict[str, np.ndarray]) -> None:
+    record = pack(arrays)
+    for value in unpack(record).values():
+        with pytest.raises(ValueError, match="read-only"):
+            value[...] = 0
+    theirs = record["conv.weight"].numpy()  # Flower's own is the caller's to write to
+    theirs[:] = 0
+    same(unpack(record), arrays)
+
+
+def test_a_tensor_s_memory_is_not_shared() -> None:
+    tensor = torch.ones(3)
+    record = pack({"w": tensor.numpy()})
+    tensor.zero_()
+    assert unpack(record)["w"].tolist() == [1, 1, 1]
+
+
+def test_data_may_be_replaced() -> None:
+    array = Array(np.ones(3))
+    array.data = FlowerArray(np.zeros(3)).data
+    assert array.numpy().tolist() == [0, 0, 0]
+    assert pickle.loads(pickle.dumps(array)).numpy().tolist() == [0, 0, 0]
+
+
+def test_blocks_combine_like_dicts() -> None:
+    block = flat_block(MODEL)
+    assert block is not None
+    one = np.ones(1)
+    same(block | {"more": one}, MODEL | {"more": one})
+    same({"more": one} | block, {"more": one} | MODEL)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(5, dtype=np.int64),
+        np.zeros((2, 0)),
+        np.arange(3, dtype=">f4"),
+        np.array([True]),
+        np.float16([1.5]),
+    ],
+    ids=lambda value: f"{value.dtype.str}{value.shape}",
+)
+def test_npy_bytes_are_read_as_numpy_reads_them(value: np.ndarray) -> None:
+    found = read_npy(FlowerArray(value).data)
+    assert found.dtype == value.dtype
+    np.testing.assert_array_equal(found, value)
+
+
+def test_bytes_that_are_cut_short_or_hold_objects_are_refused() -> None:
+    data = FlowerArray(np.arange(6.0)).data
+    for bad in (data[:-1], data[:40], b"", b"\x93NUMPY\x01\x00", b"nonsense" * 20):
+        with pytest.raises((ValueError, EOFError)):
+            read_npy(bad)
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([None]), allow_pickle=True)
+    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+        read_npy(buffer.getvalue())
+
+
+def test_arrays_of_objects_are_refused() -> None:
+    with pytest.raises(TypeError, match="'w' holds Python objects"):
+        pack({"w": np.array([None])})

@@ -1,0 +1,405 @@
+"""The papers' networks: sizes counted by hand or by their authors' code, stems, and networks of the user's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from fedbn_flwr import build_model
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.models.build import MODELS, describe
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def on_meta(name: str, classes: int = 10, **options: Any) -> nn.Module:
+    """The network without memory for its weights."""
+    with torch.device("meta"):
+        return build_model(name, classes, **options)
+
+
+def shape(model: nn.Module, *image: int) -> tuple[int, ...]:
+    return tuple(model.eval()(torch.zeros(2, *image, device="meta")).shape)
+
+
+def norm_parameters(model: nn.Module) -> int:
+    return sum(parameters(m) for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d))
+
+
+# --- the papers' own ---------------------------------------------------------
+
+
+def test_lenet_has_the_known_61_706_parameters_and_batch_norm() -> None:
+    """6*25+6, 16*6*25+16, 400*120+120, 120*84+84, 84*10+10; and 2*(6+16)."""
+    assert parameters(on_meta("lenet")) == 156 + 2_416 + 48_120 + 10_164 + 850 + 44
+    assert 156 + 2_416 + 48_120 + 10_164 + 850 == 61_706
+
+
+def test_lenet_s_first_linear_layer_has_400_inputs_from_28_and_from_32_pixels() -> None:
+    assert on_meta("lenet", image_size=28).hidden1.in_features == 400
+    assert on_meta("lenet", image_size=32, in_channels=3).hidden1.in_features == 400
+
+
+def test_digits_cnn_has_the_parameters_of_fedbn_s() -> None:
+    """Weights and biases of three convolutions and three linear layers, and 2 (64 + 64 + 128 + 2048 + 512)."""
+    convolutions = (3 * 64 * 25 + 64) + (64 * 64 * 25 + 64) + (64 * 128 * 25 + 128)
+    linear = (6_272 * 2_048 + 2_048) + (2_048 * 512 + 512) + (512 * 10 + 10)
+    model = on_meta("digits_cnn")
+    assert parameters(model) == convolutions + linear + 2 * (64 + 64 + 128 + 2_048 + 512) == 14_219_210
+    assert norm_parameters(model) == 5_632
+
+
+def test_alexnet_bn_is_torchvision_s_alexnet_and_seven_batch_norms() -> None:
+    with torch.device("meta"):
+        plain = torchvision.models.alexnet(weights=None, num_classes=10)
+    model = on_meta("alexnet_bn")
+    norms = 2 * (64 + 192 + 384 + 256 + 256 + 4_096 + 4_096)
+    assert norm_parameters(model) == norms
+    assert parameters(model) == parameters(plain) + norms
+
+
+def test_fedbs_s_networks_have_the_paper_s_units() -> None:
+    cifar, mnist = on_meta("fedbs_cifar"), on_meta("fedbs_mnist")
+    assert [layer.in_features for layer in cifar if isinstance(layer, nn.Linear)] == [4_500, 270, 150]
+    assert [layer.in_features for layer in mnist if isinstance(layer, nn.Linear)] == [1_568]
+    convolutions = (3 * 100 * 25 + 100) + (100 * 150 * 9 + 150) + (150 * 250 * 9 + 250) + (250 * 500 * 9 + 500)
+    linear = (4_500 * 270 + 270) + (270 * 150 + 150) + (150 * 10 + 10)
+    assert parameters(cifar) == convolutions + linear + 2 * (100 + 150 + 250 + 500) == 2_865_430
+    assert parameters(mnist) == (25 * 16 + 16) + (16 * 32 * 25 + 32) + 2 * (16 + 32) + (1_568 * 10 + 10) == 29_034
+
+
+@pytest.mark.parametrize("name", ["lenet", "digits_cnn", "fedbs_mnist", "fedbs_cifar"])
+def test_batch_norm_follows_every_convolution(name: str) -> None:
+    layers = list(on_meta(name))
+    found = [type(layers[i + 1]) for i, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)]
+    assert set(found) == {nn.BatchNorm2d}
+
+
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("mlp", (3, 20, 24)),
+        ("lenet", (3, 20, 40)),
+        ("lenet", (1, 12, 12)),
+        ("lenet", (3, 64, 64)),
+        ("digits_cnn", (3, 32, 32)),
+        ("digits_cnn", (1, 9, 15)),
+        ("fedbs_cifar", (1, 28, 28)),
+        ("fedbs_cifar", (3, 33, 2)),
+        ("fedbs_mnist", (3, 32, 30)),
+        ("alexnet_bn", (3, 256, 256)),
+        ("alexnet_bn", (1, 64, 64)),
+    ],
+)
+def test_networks_are_built_for_the_size_of_the_images(name: str, image: tuple[int, int, int]) -> None:
+    model = on_meta(name, 7, in_channels=image[0], image_size=image[1:])
+    assert shape(model, *image) == (2, 7)
+
+
+@pytest.mark.parametrize(("name", "size"), [("lenet", 11), ("digits_cnn", 3), ("fedbs_cifar", 1), ("fedbs_mnist", 3)])
+def test_an_image_that_is_too_small_is_refused(name: str, size: int) -> None:
+    with pytest.raises(SettingsError, match=rf"'{name}' needs images of at least .*, these have {size}x{size}"):
+        on_meta(name, image_size=size)
+    on_meta(name, image_size=size + 1)
+
+
+# --- torchvision's -----------------------------------------------------------
+
+PLAIN = {
+    "resnet18": 11_689_512,
+    "resnet50": 25_557_032,
+    "mobilenet_v2": 3_504_872,
+    "alexnet": 61_100_840,
+    "densenet121": 7_978_856,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_torchvision_s_networks_have_their_published_parameters(name: str) -> None:
+    assert parameters(on_meta(name, 1_000, image_size=224)) == PLAIN[name]
+    assert parameters(on_meta(name, 1_000)) == PLAIN[name]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_first_weights_are_torchvision_s_for_the_same_seed(name: str) -> None:
+    theirs = getattr(torchvision.models, name)(weights=None, num_classes=10).state_dict()
+    torch.manual_seed(0)
+    ours = build_model(name, 10, image_size=224).state_dict()
+    assert list(ours) == list(theirs)
+    assert all(value.equal(theirs[key]) for key, value in ours.items())
+
+
+# Weights of the first convolution: (kernel of the small stem)^2 and of torchvision's, per filter and channel.
+FIRST = {"resnet18": (9, 49, 64), "resnet50": (9, 49, 64), "mobilenet_v2": (9, 9, 32), "densenet121": (9, 49, 64)}
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_small_stem_changes_the_first_convolution_alone(name: str, channels: int) -> None:
+    small, large, filters = FIRST[name]
+    rest = PLAIN[name] - 3 * large * filters
+    model = on_meta(name, 1_000, in_channels=channels, stem="small")
+    assert parameters(model) == rest + channels * small * filters
+    assert parameters(on_meta(name, 1_000, in_channels=channels, stem="large")) == rest + channels * large * filters
+
+
+def last_pixels(name: str, size: int, **options: Any) -> int:
+    """The side of the images that the last convolution makes."""
+    model = on_meta(name, image_size=size, **options).eval()
+    sides: list[int] = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda module, inputs, output: sides.append(output.shape[-1]))
+    model(torch.zeros(2, 3, size, size, device="meta"))
+    return sides[-1]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "densenet121"])
+@pytest.mark.parametrize(
+    ("size", "stem", "side"),
+    [(32, "auto", 4), (64, "auto", 8), (64, "large", 2), (96, "auto", 3)],
+)
+def test_the_small_stem_keeps_an_eighth_of_each_side(name: str, size: int, stem: str, side: int) -> None:
+    assert last_pixels(name, size, stem=stem) == side
+
+
+def test_a_new_first_convolution_is_drawn_as_torchvision_draws_its_own() -> None:
+    weight = build_model("resnet18", 10, image_size=32).conv1.weight
+    assert weight.shape == (64, 3, 3, 3)
+    assert float(weight.detach().std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)  # He, fan-out
+
+
+def test_a_stem_that_a_network_does_not_have_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'alexnet' has one stem alone; .* resnet18"):
+        on_meta("alexnet", stem="small")
+    with pytest.raises(SettingsError, match=r"model\.stem='smal' is not a stem; did you mean 'small'"):
+        on_meta("resnet18", stem="smal")
+
+
+@pytest.mark.parametrize("norm", ["gn", "ln", "in", "none", "won", "sbn", "gn+ws", "brn"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_normalisers_take_torchvision_s_networks(name: str, norm: str) -> None:
+    model = on_meta(name, image_size=32, norm=norm)
+    assert shape(model, 3, 32, 32) == (2, 10)
+    assert not any(type(module) is nn.BatchNorm2d for module in model.modules())
+
+
+# --- DeepLabV3+ --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoder", ["mobilenet_v2", "resnet50"])
+def test_deeplab_has_logits_for_each_pixel(encoder: str) -> None:
+    pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
+    model = on_meta(f"deeplabv3plus_{encoder}", 19)
+    assert parameters(model) == {"mobilenet_v2": 4_383_139, "resnet50": 26_682_211}[encoder]
+    assert tuple(model(torch.zeros(2, 3, 64, 64, device="meta")).shape) == (2, 19, 64, 64)
+
+
+def test_deeplab_s_last_convolution_keeps_its_weights_where_others_are_standardised() -> None:
+    pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
+    model = on_meta("deeplabv3plus_mobilenet_v2", 19, norm="gn+ws")
+    kinds = {type(m).__name__ for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and "head" not in n}
+    assert kinds == {"StdConv2d"}
+    assert type(model.segmentation_head[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("encoder", ["mobilenet_v2", "resnet50"])
+def test_without_the_extra_deeplab_says_how_to_install_it(encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)  # as if it were not there
+    with pytest.raises(SettingsError, match=r"needs segmentation-models-pytorch .*pip install 'fedbn-flwr\[segment"):
+        build_model(f"deeplabv3plus_{encoder}", 19)
+
+
+# --- a network of the user's own ---------------------------------------------
+
+OWN = """
+import torch
+from torch import nn
+
+FIVE = 5
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.classify = nn.Linear(3, num_classes)
+
+    def forward(self, x):
+        return self.classify(self.norm(x).mean((2, 3)))
+
+class Nets:
+    @staticmethod
+    def nested(num_classes, in_channels, image_size):
+        net = Net(num_classes)
+        net.given = (in_channels, image_size)
+        return net
+
+def swallows(**options):
+    net = Net(options["num_classes"])
+    net.given = options
+    return net
+
+def text(num_classes):
+    return "net"
+
+def fails(num_classes):
+    raise KeyError("weights")
+
+def other(classes):
+    return Net(classes)
+
+def Twelve(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12))
+
+class Pair(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layers = Twelve(num_classes)
+
+    def forward(self, x):
+        return self.layers(x), x
+
+def lazy(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "own_nets.py").write_text(OWN)
+    (tmp_path / "broken_nets.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_nets"
+    for name in ("own_nets", "broken_nets"):
+        sys.modules.pop(name, None)
+
+
+def test_a_network_of_the_user_s_own_is_called_with_what_it_names(own: str) -> None:
+    options: dict[str, Any] = {"in_channels": 3, "image_size": 8}
+    assert build_model(f"{own}:Net", 7, **options).classify.out_features == 7
+    assert build_model(f"{own}:Nets.nested", 7, **options).given == (3, (8, 8))
+    assert build_model(f"{own}:swallows", 7, **options).given == {"num_classes": 7}
+
+
+def test_a_network_of_the_user_s_own_is_normalised_as_asked(own: str) -> None:
+    model = build_model(f"{own}:Net", 7, "gn", groups=3)
+    assert isinstance(model.norm, nn.GroupNorm)
+
+
+def test_a_network_of_torchvision_s_can_be_named_so() -> None:
+    with torch.device("meta"):
+        model = build_model("torchvision.models:resnet34", 10, "fixup", in_channels=3)
+    assert type(model).__name__ == "ResNet"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_nets:", "is named module:callable"),
+        (":Net", "is named module:callable"),
+        ("no_such_nets:Net", "cannot import 'no_such_nets' .*PYTHONPATH"),
+        ("broken_nets:Net", "cannot import 'broken_nets' .*a_package_that_is_not_there"),
+        ("own_nets:Ne", "'own_nets' has no 'Ne'"),
+        ("own_nets:FIVE", "is a int; expected a function"),
+        ("own_nets:text", "returned a str; expected a torch.nn.Module"),
+        ("own_nets:fails", "failed: KeyError: 'weights'"),
+        ("own_nets:other", "cannot be called with num_classes: missing a required argument: 'classes'"),
+        ("own_nets:lazy", "1 is a LazyLinear that does not know its size"),
+    ],
+)
+def test_what_is_wrong_with_a_network_of_the_user_s_own_is_one_message(own: str, name: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        build_model(name, 10)
+
+
+def test_a_stem_is_no_affair_of_a_network_of_the_user_s_own(own: str) -> None:
+    with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'own_nets:Net' has one stem"):
+        build_model(f"{own}:Net", 10, stem="small")
+
+
+# --- all ---------------------------------------------------------------------
+
+
+def test_every_model_is_described_in_a_line() -> None:
+    lines = describe()
+    assert set(lines) == {*MODELS, "MODULE:CALLABLE"}
+    assert all(10 < len(line) < 110 for line in lines.values())
+
+
+def _cheap(name: str) -> bool:
+    return "alexnet" not in name and "deeplab" not in name and name != "resnet50"
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if _cheap(name)])
+def test_weights_are_drawn_from_the_global_generator(name: str) -> None:
+    def make() -> nn.Module:
+        return build_model(name, 3, in_channels=1, image_size=28)
+
+    torch.manual_seed(5)
+    first = make().state_dict()
+    torch.manual_seed(5)
+    assert all(value.equal(first[key]) for key, value in make().state_dict().items())
+    other = make().state_dict()
+    assert not all(value.equal(first[key]) for key, value in other.items())
+
+
+# --- in an experiment --------------------------------------------------------
+
+
+def prepared(model: str) -> nn.Module:
+    experiment = load_experiment(f"{{model: {model}, data: {{name: digits}}, clients: 2}}", ["engine.device=cpu"])
+    return prepare(experiment)[0].model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{name: lenet}", "'lenet' needs images of at least 12x12 pixels, these have 8x8"),
+        ("{name: alexnet}", r"'alexnet' does not take the 1x8x8 images of 'digits': .*too small"),
+        ("{name: mlp, image_size: 28}", r"'mlp' does not take the 1x8x8 images of 'digits': .*shapes"),
+        ("{name: resnet18, stem: tiny}", r"model\.stem is 'tiny': expected 'auto', 'small' or 'large'"),
+        (
+            "{name: cnn, norm: brn, brn: {warmup: 30000}}",
+            r"model\.brn: d_steps \(25000\) is less than warmup \(30000\)",
+        ),
+        ("{name: cnn, norm: brn, brn: {rmax: 2}}", r"unknown key 'model\.brn\.rmax' .*did you mean 'r_max'"),
+        ("{name: mobilenet_v2, norm: fixup}", "norm 'fixup': MobileNetV2 is not a residual network"),
+        ("{name: 'own_nets:Twelve'}", r"answers a batch of 2 images with shape \[2, 12\]; expected .*\[2, 10\]"),
+        ("{name: 'own_nets:Pair'}", "answers a batch of 2 images with a tuple; expected"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_one_message_before_training(own: str, model: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        prepared(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_experiment_s_model_is_built_for_its_images() -> None:
+    assert prepared("{name: mlp}").hidden.in_features == 64
+    assert prepared("{name: resnet18}").conv1.kernel_size == (3, 3)
+    assert prepared("{name: resnet18, stem: large}").conv1.kernel_size == (7, 7)
+    assert prepared("{name: resnet18, image_size: 224}").conv1.kernel_size == (7, 7)
+
+
+def test_an_experiment_s_norm_takes_its_options() -> None:
+    model = prepared("{name: cnn, norm: brn, brn: {r_max: 2, warmup: 10}}")
+    assert (model.bn1.r_max, model.bn1.d_max, model.bn1.warmup, model.bn1.r_steps) == (2, 5, 10, 40_000)
+    assert prepared("{name: cnn, norm: gn+ws, groups: 4}").bn1.num_groups == 4

@@ -1,0 +1,134 @@
+"""Roles come from the modules; the server, which has none, finds the same ones in the state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torchvision
+from torch import nn
+
+from fedbn_flwr import Role, build_model
+from fedbn_flwr.norms.roles import roles, split
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "cnn": lambda: build_model("cnn", 10),
+    "resnet20": lambda: build_model("resnet20", 10),
+    "resnet18": lambda: torchvision.models.resnet18(weights=None),
+    "mobilenet_v2": lambda: torchvision.models.mobilenet_v2(weights=None),
+    "densenet121": lambda: torchvision.models.densenet121(weights=None),
+    "mlp with BatchNorm1d": lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)),
+    "a batch norm by itself": lambda: nn.BatchNorm2d(3),
+    "group norm": lambda: build_model("resnet20", 10, "gn"),
+    "no affine": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, affine=False)),
+    "instance norm that tracks": lambda: nn.Sequential(nn.InstanceNorm2d(2, affine=True, track_running_stats=True)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_module_and_state_dict_give_the_same_roles(name: str) -> None:
+    model = MODELS[name]()
+    of_module, of_state = roles(model), roles(model.state_dict())
+    assert of_module == of_state
+    assert list(of_module) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "densenet121", "resnet20"])
+def test_roles_follow_the_type_of_the_owner(name: str) -> None:
+    """The twin: walk the modules by hand."""
+    model = MODELS[name]()
+    expected = dict.fromkeys(model.state_dict(), Role.WEIGHTS)
+    ends = {"weight": Role.AFFINE, "bias": Role.AFFINE, "num_batches_tracked": Role.COUNTER}
+    ends |= {"running_mean": Role.STATISTICS, "running_var": Role.STATISTICS}
+    layers = 0
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            layers += 1
+            expected |= {f"{prefix}.{end}": role for end, role in ends.items()}
+    assert layers > 0
+    assert roles(model) == expected
+
+
+def test_downsample_batch_norm_of_resnet18_is_found() -> None:
+    found = roles(torchvision.models.resnet18(weights=None))
+    assert found["layer2.0.downsample.0.weight"] is Role.WEIGHTS
+    assert found["layer2.0.downsample.1.weight"] is Role.AFFINE
+    assert found["layer2.0.downsample.1.running_var"] is Role.STATISTICS
+
+
+def test_resnet20_has_the_paper_s_counts() -> None:
+    model = build_model("resnet20", 10)
+    found, state = roles(model), model.state_dict()
+
+    def elements(*wanted: Role) -> int:
+        return sum(state[key].numel() for key, role in found.items() if role in wanted)
+
+    assert elements(Role.WEIGHTS, Role.AFFINE) == 269_722
+    assert elements(Role.STATISTICS) == 1_376
+    assert elements(Role.AFFINE) == 1_376
+    assert sum(role is Role.COUNTER for role in found.values()) == 19
+
+
+def test_a_model_that_is_a_batch_norm() -> None:
+    assert roles(nn.BatchNorm1d(3)) == {
+        "weight": Role.AFFINE,
+        "bias": Role.AFFINE,
+        "running_mean": Role.STATISTICS,
+        "running_var": Role.STATISTICS,
+        "num_batches_tracked": Role.COUNTER,
+    }
+
+
+def test_a_layer_under_two_names_has_both() -> None:
+    shared = nn.BatchNorm1d(3)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.Linear(3, 3)})
+    found = roles(model)
+    assert found == roles(model.state_dict())
+    for prefix in ("a", "b.0"):
+        assert found[f"{prefix}.weight"] is Role.AFFINE
+        assert found[f"{prefix}.running_mean"] is Role.STATISTICS
+    assert found["c.weight"] is Role.WEIGHTS
+
+
+def test_gamma_of_group_norm_is_a_weight() -> None:
+    found = roles(nn.Sequential(nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.BatchNorm2d(4)))
+    assert found["0.weight"] is Role.WEIGHTS
+    assert found["1.bias"] is Role.WEIGHTS
+    assert found["2.weight"] is Role.AFFINE
+
+
+def test_names_do_not_decide() -> None:
+    """A linear layer called bn is none, and a batch norm called fc is one."""
+    model = nn.ModuleDict({"bn": nn.Linear(2, 2), "fc": nn.BatchNorm1d(2)})
+    for found in (roles(model), roles(model.state_dict())):
+        assert found["bn.weight"] is Role.WEIGHTS
+        assert found["fc.weight"] is Role.AFFINE
+
+
+def test_a_parameter_of_a_model_that_holds_batch_norms_is_a_weight() -> None:
+    """Only what the batch norm itself owns has its roles."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(nn.Linear(2, 2).weight.detach())
+            self.norm = nn.BatchNorm1d(2)
+
+    assert roles(Net())["weight"] is Role.WEIGHTS
+    assert roles(Net().state_dict())["weight"] is Role.WEIGHTS
+
+
+def test_split_cuts_in_two_and_keeps_order() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    state = model.state_dict()
+    inside, rest = split(state, roles(model), {Role.STATISTICS, Role.COUNTER})
+    assert list(inside) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert list(rest) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert all(value is (inside | rest)[key] for key, value in inside.items())
+
+
+def test_split_without_wanted_roles_leaves_everything() -> None:
+    model = nn.BatchNorm1d(2)
+    inside, rest = split(model.state_dict(), roles(model), frozenset())
+    assert inside == {}
+    assert list(rest) == list(model.state_dict())

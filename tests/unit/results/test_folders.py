@@ -1,0 +1,139 @@
+"""DomainNet and Office-Caltech-10 as folders of images, in the layouts that they are distributed in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.load import load
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.experiment.prepare import partition_of, resolve, rows_by_domain
+from fedbn_flwr.experiment.settings import parse_yaml, read_experiment
+from tests.unit.data.test_data import png
+
+KEPT = CATALOGUE["domainnet10"].keep
+DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+# As its lists number them, among 345: in the order of the alphabet.
+NUMBERS = {name: i for i, name in enumerate(sorted([*KEPT, "aircraft_carrier", "zigzag"]))}
+
+
+def picture(file: Path, value: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(png(np.full((6, 9, 3), value, dtype=np.uint8)))
+
+
+def write_domainnet(root: Path, domains: tuple[str, ...] = DOMAINS) -> Path:
+    """DOMAIN/CLASS/DOMAIN_000_000001.jpg; of each class two images to train and one to test, its number the colour."""
+    folder = root / "domainnet10"
+    for domain in domains:
+        lists: dict[str, list[str]] = {"train": [], "test": []}
+        for name, number in NUMBERS.items():
+            for i in range(3):
+                path = f"{domain}/{name}/{domain}_{number:03}_{i:06}.jpg"
+                lists["test" if i == 1 else "train"].append(f"{path} {number}")
+                # Of the other classes nothing need be there.
+                if name in KEPT:
+                    picture(folder / path, 10 * number + i)
+        for part, lines in lists.items():
+            (folder / f"{domain}_{part}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_domainnet_s_own_lists_make_its_splits(root: Path, stream: bool) -> None:
+    write_domainnet(root)
+    data = load("domainnet10", root=str(root), size=4, stream=stream)
+    assert data.class_names == KEPT
+    assert (len(data.train.labels), len(data.test.labels)) == (6 * 10 * 2, 6 * 10)
+    assert data.domains is not None
+    assert data.domains.names == DOMAINS
+    assert torch.bincount(data.domains.train).tolist() == [20] * 6
+    if isinstance(data.train, Images):
+        values = data.train.images[:, 0, 0, 0].tolist()
+        expected = [10 * NUMBERS[KEPT[label]] + i for label, i in zip(data.train.labels, [0, 2] * 60, strict=True)]
+        assert values == expected, "each image has its own label, and those of the list are there"
+
+
+def test_a_copy_may_have_some_domains_only(root: Path) -> None:
+    write_domainnet(root, ("real", "clipart"))
+    data = load("domainnet10", root=str(root), size=4)
+    assert data.domains is not None
+    assert data.domains.names == ("clipart", "real")
+    assert set(rows_by_domain(data)) == {"clipart", "real"}
+
+
+def test_a_folder_of_any_name_with_such_lists_has_all_its_classes(root: Path) -> None:
+    folder = write_domainnet(root, ("sketch",))
+    for name in ("aircraft_carrier", "zigzag"):
+        for i in range(3):
+            picture(folder / f"sketch/{name}/sketch_{NUMBERS[name]:03}_{i:06}.jpg", 0)
+    assert load(str(folder), size=4).classes == 12
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("real/bird/none.jpg 1", r"real_train\.txt', line 25: there is no file 'real/bird/none\.jpg'"),
+        ("real/bird", r"line 25: 'real/bird' is not of the form DOMAIN/CLASS/FILE NUMBER"),
+        ("real/tiger/real_000.jpg 1", r"line 25: class 1 is 'tiger' here, 'bird' above"),
+    ],
+)
+def test_a_bad_line_of_a_list_is_named(root: Path, line: str, message: str) -> None:
+    folder = write_domainnet(root, ("real",))
+    with (folder / "real_train.txt").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=message):
+        load("domainnet10", root=str(root))
+
+
+def test_half_of_a_pair_of_lists_is_an_error(root: Path) -> None:
+    folder = write_domainnet(root, ("real",))
+    (folder / "real_test.txt").unlink()
+    with pytest.raises(DataError, match=r"real_test\.txt is missing beside the other list of 'real'"):
+        load("domainnet10", root=str(root))
+
+
+def write_office(root: Path) -> dict[str, int]:
+    counts = {"amazon": 12, "caltech": 11, "dslr": 5, "webcam": 6}
+    for domain, count in counts.items():
+        for k in range(10):
+            for i in range(count):
+                picture(root / "office_caltech10" / domain / f"class_{k}" / f"frame_{i:04}.jpg", 20 * k + i)
+    return counts
+
+
+def test_office_caltech_without_lists_tests_on_every_fifth_image_of_each_class(root: Path) -> None:
+    counts = write_office(root)
+    run = resolve(
+        read_experiment(parse_yaml(f"{{clients: 4, data: {{name: office_caltech10, root: {root}}}}}")).runs[0]
+    )
+    assert run.data.augment == ("flip", "rotate")
+    data = load("office_caltech10", root=str(root), size=4)
+    assert data.domains is not None
+    assert data.domains.test is not None
+    assert data.domains.names == tuple(counts)
+    assert torch.bincount(data.domains.test).tolist() == [10 * (count // 5) for count in counts.values()]
+    assert torch.bincount(data.domains.train).tolist() == [10 * (count - count // 5) for count in counts.values()]
+    assert isinstance(data.test, Images)
+    first = data.test.images[:, 0, 0, 0][:4].tolist()
+    assert first == [4, 9, 24, 29], "of class 0 of amazon the fifth and tenth, then those of class 1"
+
+
+def test_each_domain_is_a_client(root: Path) -> None:
+    counts = write_office(root)
+    text = f"{{clients: 4, data: {{name: office_caltech10, root: {root}, size: 4, partition: {{kind: domain}}}}}}"
+    run = resolve(read_experiment(parse_yaml(text)).runs[0])
+    parts = partition_of(run.data, 4, 0, "cpu")
+    assert [len(part) for part in parts] == [10 * (count - count // 5) for count in counts.values()]
+
+
+def test_without_a_copy_the_layouts_are_named() -> None:
+    with pytest.raises(DataError, match=r"not on the Hugging Face hub; give data\.root .* leftImg8bit/ and gtFine/"):
+        load("cityscapes")
+    with pytest.raises(DataError, match=r"office_caltech10/ with train\*\.parquet and test\*\.parquet, or DOMAIN/"):
+        load("office_caltech10")

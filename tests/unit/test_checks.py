@@ -1,0 +1,51 @@
+"""Format, lint and types, and what the README promises of its own commands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import ROOT
+
+HERE = Path(sys.executable).parent
+
+
+@pytest.mark.parametrize("words", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+def test_sources_are_clean(words: list[str]) -> None:
+    tool = shutil.which(words[0], path=str(HERE))
+    if tool is None:
+        pytest.skip(f"{words[0]} is not installed (pip install '.[dev]')")
+    done = subprocess.run([tool, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_quick_start_has_two_commands_of_one_line_each() -> None:
+    section = (ROOT / "README.md").read_text().split("## Quick start", 1)[1].split("\n## ", 1)[0]
+    blocks = re.findall(r"```\w*\n(.*?)```", section, flags=re.DOTALL)
+    assert len(blocks) == 2
+    assert all(block.strip().count("\n") == 0 for block in blocks)
+    assert "flwr run ." in blocks[0]
+    assert "pytest" in blocks[1]
+
+
+def test_every_promised_name_can_be_imported() -> None:
+    import fedbn_flwr
+    from fedbn_flwr import strategies
+
+    for module in (fedbn_flwr, strategies):
+        assert sorted(set(module.__all__)) == sorted(module.__all__)
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+
+
+def test_strategies_have_one_identity_whichever_way_they_are_imported() -> None:
+    from fedbn_flwr.strategies.fixbn import FixBN as Same
+
+    from fedbn_flwr.strategies import FixBN
+
+    assert FixBN is Same

@@ -1,0 +1,248 @@
+"""The command line: what it prints, what it refuses, what it leaves behind when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedbn_flwr import cli
+from fedbn_flwr.bench import Options, _on_device
+from fedbn_flwr.results.folder import mark_interrupted
+from tests.support.command import ROOT, environment
+
+QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rouns=3"], ["'rouns'", "3", "'rounds'"]),
+        (["train.lrr=3"], ["'train.lrr'", "'lr'"]),
+        (["data.partition.alph=1"], ["'data.partition.alph'", "'alpha'"]),
+        (["rounds=three"], ["rounds", "'three'", "integer"]),
+        (["train.lr=fast"], ["train.lr", "'fast'", "number"]),
+        (["rounds=0"], ["rounds", "0"]),
+        (["rounds"], ["'rounds'", "key=value"]),
+        (["data.name=/no/such/folder"], ["data.name", "/no/such/folder"]),
+        (["data.name=digits", "data.classes=7"], ["data.classes is 7", "10 classes"]),
+        (["model.classes=7"], ["model.classes is 7", "10 classes"]),
+        (["model.name=resnet21"], ["resnet21", "'resnet20'"]),
+        (["model.norm=batchnorm"], ["batchnorm", "bn"]),
+        (["model.norm=gn", "model.groups=5"], ["16 channels", "5 groups"]),
+        (["clients=2000"], ["clients is 2000", "1438"]),
+        (["clients=40", "data.partition={kind: dirichlet, alpha: 0.01}"], ["alpha=0.01", "min_size=1"]),
+        (["data.partition={kind: classes, classes_per_client: 11}"], ["classes_per_client=11", "10 classes"]),
+        (["data.partition={kind: classes, classes_per_client: 1}"], ["nobody", "classes"]),
+        (["data.partition={kind: sharks}"], ["sharks", "iid, dirichlet, classes"]),
+        (["strategy.freeze_round=4"], ["freeze_round is 4", "3 rounds"]),
+        (["strategy.freeze_round=1.5"], ["freeze_round is 1.5", "at most 1.0"]),
+        (["strategy.freeze_round=-1"], ["freeze_round is -1"]),
+        (["strategy.freeze_rond=1"], ["freeze_rond", "'freeze_round'"]),
+        (["strategy={name: FedAvgg}"], ["FedAvgg", "'FedAvg'"]),
+        (["strategy={name: FedAvg, fraction_train: much}"], ["fraction_train", "'much'"]),
+        (["engine.device=tpu"], ["engine.device", "'tpu'"]),
+        (["engine.workers=-1"], ["workers is -1"]),
+        (["train.epochs=1", "train.steps=1"], ["epochs (1) and steps (1)"]),
+    ],
+)
+def test_bad_input_ends_before_training_with_one_message(
+    words: list[str], says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["run", QUICK, *words, "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert code == 2, printed.err
+    assert printed.err.startswith("fedbn: error: ")
+    assert printed.err.count("\n") == 1
+    assert "Traceback" not in printed.err
+    for text in says:
+        assert text in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "says"),
+    [
+        ("demoo", "'demo'"),
+        ("missing.yaml", "missing.yaml"),
+        ("{rounds: [}", "YAML"),
+        ("{rounds: 1, rounds: 2}", "twice"),
+    ],
+)
+def test_an_experiment_that_cannot_be_read_is_named(
+    experiment: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", experiment]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert cli.main(["run", QUICK, "rounds=2", "engine.workers=0", "--out", out]) == 0
+    capsys.readouterr()
+    assert cli.main(["run", QUICK, "rounds=2", "engine.workers=0", "--out", out]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert cli.main(["run", QUICK, "rounds=3", "engine.workers=0", "--out", out, "--resume"]) == 2
+    assert "rounds was 2 and is 3" in capsys.readouterr().err
+
+
+def test_a_run_leaves_what_the_design_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["run", QUICK, "engine.workers=0", "--out", str(out)]) == 0
+    folder = out / "FixBN"
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in history] == [1, 2, 3]
+    for key in ("accuracy", "loss", "train_loss", "bytes_down", "bytes_up", "messages_down", "messages_up", "seconds"):
+        assert key in history[0]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["rounds"] == summary["communication_rounds"] == 3
+    assert summary["accuracy"] == history[-1]["accuracy"]
+    assert summary["best_accuracy"] == max(line["accuracy"] for line in history)
+    assert summary["bytes_down"] == sum(line["bytes_down"] for line in history)
+    assert summary["freeze_round"] == 2
+    assert {"bytes_up", "seconds", "seed"} <= set(summary)
+    assert (folder / "model.safetensors").exists()
+    assert (folder / "config.yaml").read_text().startswith("name: quick")
+    environment_file = json.loads((folder / "environment.json").read_text())
+    assert {"commit", "versions", "processor", "command"} <= set(environment_file)
+    printed = capsys.readouterr().out
+    assert "communication rounds" in printed
+    assert str(out / "report.png") in printed
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    (figures,) = json.loads((out / "report.json").read_text())
+    assert figures["summary"] == summary
+    assert figures["settings"]["rounds"] == 3
+    assert [point["accuracy"] for point in figures["curve"]] == [line["accuracy"] for line in history]
+    assert figures["curve"][-1]["bytes_up"] == summary["bytes_up"]
+
+
+def test_all_clients_failing_is_a_failed_run_with_their_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["run", QUICK, "train.lr=1e30", "engine.workers=0", "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    for client in range(3):
+        assert f"client {client}" in error
+    assert "not finite" in error
+    summary = json.loads((out / "FixBN" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "not finite" in summary["error"]
+
+
+def test_a_run_stopped_by_ctrl_c_can_be_read_and_resumed_to_the_same_model(tmp_path: Path) -> None:
+    # Rounds enough that the run is not over before the signal comes, however busy the machine is.
+    words = [QUICK, "rounds=40", "strategy.freeze_round=20", "evaluate.every=8"]
+    command = [sys.executable, "-m", "fedbn_flwr.cli", "run", *words]
+    stopped = tmp_path / "stopped"
+    history = stopped / "FixBN" / "history.jsonl"
+    with subprocess.Popen(
+        [*command, "--out", str(stopped)],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # These tests may run as a shell's background job, which ignores Ctrl-C and would pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 120
+        while not (history.exists() and history.read_text().count("\n") >= 3):
+            assert time.monotonic() < deadline, "three rounds took two minutes"
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert "stopping after this round" in error
+    summary = json.loads((stopped / "FixBN" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 3 <= summary["rounds"] < 40
+    assert cli.main(["report", str(stopped)]) == 0
+    assert cli.main(["run", *words, "--out", str(stopped), "--resume"]) == 0
+    assert cli.main(["run", *words, "--out", str(tmp_path / "straight")]) == 0
+    resumed, straight = stopped / "FixBN", tmp_path / "straight" / "FixBN"
+    assert (resumed / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+    kept = ("round", "train_loss", "bytes_up")
+    lines = [
+        [{key: json.loads(line)[key] for key in kept} for line in (folder / "history.jsonl").read_text().splitlines()]
+        for folder in (resumed, straight)
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_runs_that_flower_ended_are_marked_as_interrupted(tmp_path: Path) -> None:
+    for name, status in (("a", "running"), ("b", "finished")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps({"status": status, "rounds": 3}))
+    mark_interrupted(tmp_path)
+    found = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("a", "b")}
+    assert found == {"a": {"status": "interrupted", "rounds": 3}, "b": {"status": "finished", "rounds": 3}}
+
+
+@pytest.mark.parametrize("what", ["strategies", "models", "datasets", "experiments"])
+def test_list_prints_names_and_what_they_are(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", what, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed
+    assert all(len(line) > 10 for line in listed.values())
+    assert cli.main(["list", what]) == 0
+    assert capsys.readouterr().out.count("\n") == len(listed)
+
+
+def test_help_imports_neither_torch_nor_flower() -> None:
+    code = "import sys; from fedbn_flwr import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('torch', 'flwr', 'numpy', 'pydantic') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_report_joins_seeds_and_names_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    out = str(tmp_path / "out")
+    assert cli.main(["run", QUICK, "rounds=2", "seeds=[0,1]", "engine.workers=0", "--out", out]) == 0
+    assert (tmp_path / "out" / "FixBN-seed1" / "summary.json").exists()
+    table = capsys.readouterr().out
+    assert "FixBN (2 seeds)" in table
+    assert "±" in table
+
+
+def test_options_that_change_numbers_are_named_in_the_summary(tmp_path: Path) -> None:
+    options = ["train.precision=bfloat16", "train.channels_last=true", "engine.cuda_graphs=true"]
+    sizes = ["clients=2", "rounds=1", "train.steps=1", "engine.workers=0", "engine.device=cpu"]
+    assert cli.main(["run", "{model: {name: resnet20}}", *sizes, *options, "--out", str(tmp_path / "all")]) == 0
+    assert cli.main(["run", "{model: {name: resnet20}}", *sizes, "--out", str(tmp_path / "none")]) == 0
+    found, plain = (json.loads(next((tmp_path / each).rglob("summary.json")).read_text()) for each in ("all", "none"))
+    assert (found["precision"], found["memory_format"]) == ("bfloat16", "channels_last")
+    assert "cuda_graphs" not in found, "there was no GPU to use them on"
+    assert not {"precision", "memory_format", "cuda_graphs"} & plain.keys()
+
+
+def test_a_benchmark_gives_its_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["bench", "exchange", "overhead", "gpu", "--json", "--repeats", "1", "--steps", "1", "--workers", "1"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["steps"] == 1
+    assert found["environment"]["python"]
+    for name in ("exchange", "overhead"):
+        for figure in found["figures"][name]:
+            assert 0 < figure["low"] <= figure["value"] <= figure["high"]
+            assert figure["name"]
+            assert figure["goal"]
+    if not torch.cuda.is_available():
+        assert found["figures"]["gpu"] == []
+        assert cli.main(["bench", "gpu"]) == 0
+        assert "nothing measured on cpu" in capsys.readouterr().out
+
+
+def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:
+    figures = list(_on_device(Options(repeats=1, steps=2, device=torch.device("cpu"), workers=1)))
+    assert len(figures) == 4
+    assert all(figure.value > 0 for figure in figures)
