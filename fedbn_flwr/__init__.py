@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +16,18 @@ if TYPE_CHECKING:
     from .norms.convert import convert_norm
     from .norms.roles import Role, roles
 
-__version__ = "0.1.0"
+
+def _version() -> str:
+    """The version in pyproject.toml: a checkout and a Flower app bundle have the file, a wheel has its metadata."""
+    file = Path(__file__).parents[1] / "pyproject.toml"
+    if file.is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "fedbn-flwr":
+            return str(project["version"])
+    return importlib.metadata.version("fedbn-flwr")
+
+
+__version__ = _version()
 __all__ = ["BNClient", "LocalGrid", "Role", "build_model", "client_app", "convert_norm", "roles"]
 
 _MODULES = {

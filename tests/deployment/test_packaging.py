@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fedbn_flwr
 from tests.support.command import ROOT, fedbn
 from tests.support.packages import CLEAN, needs_uv, run
 
@@ -21,6 +22,7 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fedbn_flwr"}
     assert "fedbn_flwr/strategies/__init__.py" in names
     assert "fedbn_flwr/strategies.py" not in names
+    assert "fedbn_flwr/py.typed" in names
     assert "fedbn_flwr/apps/experiments/demo.yaml" in names
 
 
@@ -56,14 +58,16 @@ def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None
     unpacked = tmp_path / "unpacked"
     zipfile.ZipFile(bundle).extractall(unpacked)
     code = (
-        "import json, apps.server_app, apps.client_app, fedbn_flwr.strategies as s, fedbn_flwr.experiment.find as e\n"
-        "print(json.dumps([s.__file__, s.FixBN.__module__, sorted(e.shipped_experiments())]))"
+        "import json, fedbn_flwr, apps.server_app, apps.client_app\n"
+        "import fedbn_flwr.strategies as s, fedbn_flwr.experiment.find as e\n"
+        "print(json.dumps([s.__file__, s.FixBN.__module__, sorted(e.shipped_experiments()), fedbn_flwr.__version__]))"
     )
     printed = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(unpacked))
-    file, module, experiments = json.loads(printed.splitlines()[-1])
+    file, module, experiments, version = json.loads(printed.splitlines()[-1])
     assert file.startswith(str(unpacked))
     assert module == "fedbn_flwr.strategies.fixbn"
     assert "demo" in experiments
+    assert version == fedbn_flwr.__version__
 
 
 def test_two_projects_with_packages_of_the_same_name_do_not_meet(tmp_path: Path) -> None:

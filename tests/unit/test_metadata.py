@@ -1,0 +1,29 @@
+"""What package indices, Flower's hub and other tools read of this project."""
+
+from __future__ import annotations
+
+import tomllib
+
+from flwr.cli.config_utils import load_and_validate
+from flwr.supercore.fab_format_version import normalize_and_validate_fab_format
+
+import fedbn_flwr
+from tests.support.command import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_version_is_that_of_pyproject() -> None:
+    assert fedbn_flwr.__version__ == PROJECT["project"]["version"]
+
+
+def test_flowers_hub_accepts_the_metadata() -> None:
+    config, warnings = load_and_validate(ROOT / "pyproject.toml")
+    assert warnings == []
+    metadata = normalize_and_validate_fab_format(config)
+    assert metadata.fab_format_version == 1
+    assert metadata.flwr_version_min == "1.41"
+
+
+def test_type_checkers_use_the_annotations() -> None:
+    assert (ROOT / "fedbn_flwr" / "py.typed").is_file()
