@@ -32,8 +32,8 @@ from fedbn_flwr.norms.roles import Role
 from .evaluation import evaluate, reestimate
 from .model_tensors import ModelTensors, copied
 from .node_state import NodeState
-from .optimizer import SGD
 from .training import (
+    SGD,
     AdaptiveClip,
     Adjust,
     Batch,
@@ -89,9 +89,6 @@ class BNClient(NumPyClient):
     precision
         torch.bfloat16: training passes run under PyTorch's autocast, in bfloat16 where it thinks it safe. Weights,
         their gradients, statistics and the steps of SGD stay float32, and so do evaluation and FedTAN's first step.
-    cuda_graphs
-        On a GPU, record a step as a CUDA graph and replay it; where a step cannot be recorded, and in FedTAN's rounds,
-        it is computed as without. Give the model as ModelTensors that all clients share.
     seed
         Of what the model draws itself (dropout), and of a DataLoader that shuffles: both become functions of
         (seed, round, client).
@@ -119,7 +116,6 @@ class BNClient(NumPyClient):
         loss: Loss = cross_entropy,
         channels_last: bool = False,
         precision: torch.dtype | None = None,
-        cuda_graphs: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
         context: Context | None = None,
@@ -138,7 +134,6 @@ class BNClient(NumPyClient):
         self.seed = seed
         self.channels_last = channels_last
         self.precision = precision
-        self.cuda_graphs = cuda_graphs
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
@@ -196,11 +191,8 @@ class BNClient(NumPyClient):
                 adjust.append(Proximal(named.values(), mu))
             if clip := float(config.get(protocol.CLIP, 0.0)):
                 adjust.append(AdaptiveClip(self._clipped(named), clip))
-            around = None
             if exchange is None:
                 self._set_momentum(optimizer, named, config, extras, run)
-                if self.cuda_graphs and self._parts.replays is not None:
-                    around = self._parts.replays.around
             else:  # between gradient and step: such a round is sent its records with its last message
                 adjust.append(_once(lambda: self._set_momentum(optimizer, named, config, extras, run)))
             loss, _, first_batch = train(
@@ -213,7 +205,6 @@ class BNClient(NumPyClient):
                 first_step=self._first_step(config, exchange),
                 channels_last=self.channels_last,
                 precision=self.precision,
-                around=around,
             )
         back, came = protocol.returned_roles(config), set(arrays)
         sent = self._parts.taken(key for key, role in self.roles.items() if key in came or role in back)

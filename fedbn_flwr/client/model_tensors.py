@@ -1,4 +1,4 @@
-"""A model looked through once: what it has, by name. Walking its modules takes longer than loading its weights."""
+"""Cached references to a model's tensors; traversing the module tree costs more than loading the weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, Layout, layout
 from fedbn_flwr.norms.roles import Role, roles
-
-from .replay import Replays
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,6 @@ class ModelTensors:
             for name, tensor in table.items()
             if tensor is not None
         ]
-        # With buffers that no state dict has: a step may change them too.
-        everything = [tensor.detach() for _, _, tensor, _ in self._held]
-        self.replays = Replays(everything) if self.device.type == "cuda" else None
 
     def are_current(self) -> bool:
         """Whether the model still has these tensors: its owner may have moved it, or given it others."""

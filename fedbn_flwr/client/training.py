@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from fedbn_flwr.data.decoding import IGNORED
 
@@ -35,6 +36,45 @@ class Optimizer(Protocol):
     def zero_grad(self) -> None: ...
 
     def step(self) -> Any: ...
+
+
+class SGD:
+    """torch.optim.SGD with the same bits, parameters by name, and each parameter's momentum in `buffers` by name.
+
+    It calls PyTorch's functional form: creating an optimizer of torch.optim imports PyTorch's compiler, which takes
+    more than a second in every worker process.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], lr: float, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.lr = lr
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.buffers: dict[str, Tensor] = {}
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.grad is not None}
+        buffers = [self.buffers.get(name) for name in trained]
+        sgd(
+            list(trained.values()),
+            [parameter.grad for parameter in trained.values() if parameter.grad is not None],
+            buffers,  # those that are None are created
+            foreach=True,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        self.buffers |= {name: buffer for name, buffer in zip(trained, buffers, strict=True) if buffer is not None}
 
 
 @dataclass(frozen=True)
@@ -103,7 +143,6 @@ def train(
     first_step: Gradient | None = None,
     channels_last: bool = False,
     precision: torch.dtype | None = None,
-    around: Callable[[Step], Steps] | None = None,
 ) -> tuple[float, int, int]:
     """One optimiser step per batch; returns the mean loss (by examples), the steps, and the first batch's size.
 
@@ -112,44 +151,19 @@ def train(
     place of plain backpropagation: FedTAN's, which meets the other clients. The model's mode (training, or with
     parts frozen) is the caller's. `channels_last` lays images out as the model's filters are then to be. With a
     `precision` (bfloat16) PyTorch's autocast chooses which operations of a pass run in it; weights, statistics and
-    steps stay as they are. `around` makes steps in another way, to the same end: by replays of a recorded one.
+    steps stay as they are.
     """
     step = Step(model, optimizer, loss_fn, device=device, adjust=adjust, precision=precision)
-    steps = step if around is None else around(step)
     examples = count = first = 0
     for inputs, targets in batches:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         if channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        if first_step is not None and count == 0:
-            step(inputs, targets, first_step)
-        else:
-            steps(inputs, targets)
+        step(inputs, targets, first_step if count == 0 else None)
         examples += len(targets)
         count += 1
         first = first or examples
-    steps.finish()
     return float(step.loss) / max(examples, 1), count, first
-
-
-class Steps(Protocol):
-    """Makes the steps of a round, and leaves their outcome where one by one they would."""
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-@runtime_checkable
-class Recordable(Protocol):
-    """What decides a step beside batch and model: in `tensors`, at the same places as long as it lives, and `kind`.
-
-    Of two of the same kind, one does with the other's tensors what the other would.
-    """
-
-    def tensors(self) -> list[Tensor]: ...
-
-    def kind(self) -> Hashable: ...
 
 
 @dataclass(eq=False)
@@ -177,29 +191,11 @@ class Step:
         self.optimizer.step()
         self.loss += loss * len(targets)
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
     def _backpropagate(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
         with nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision):
             loss = loss_fn(model(inputs), targets)
         loss.backward()
         return loss.detach()
-
-    # A step is itself recordable.
-
-    def tensors(self) -> list[Tensor]:
-        return [self.loss, *(tensor for part in self._parts() for tensor in part.tensors())]
-
-    def kind(self) -> Hashable:
-        modes = tuple(module.training for module in self.model.modules())
-        return (self.loss_fn, self.precision, modes, *(part.kind() for part in self._parts()))
-
-    def _parts(self) -> Iterator[Recordable]:
-        for part in (self.optimizer, *self.adjust):
-            if not isinstance(part, Recordable):
-                raise TypeError(f"a step with {part!r} cannot be recorded: it has no tensors() and no kind()")
-            yield part
 
 
 # --- what rules add to a gradient --------------------------------------------
@@ -220,12 +216,6 @@ class Proximal:
             if parameter.grad is not None:
                 parameter.grad.add_(parameter.detach() - start, alpha=self.mu)
 
-    def tensors(self) -> list[Tensor]:
-        return [start for _, start in self.anchors]
-
-    def kind(self) -> Hashable:
-        return (Proximal, self.mu, *(id(parameter) for parameter, _ in self.anchors))
-
 
 class Correction:
     """SCAFFOLD's c - c_i, added to each gradient; remembers the mean of the gradients as they were."""
@@ -244,12 +234,6 @@ class Correction:
 
     def mean(self, parameter: nn.Parameter) -> Tensor:
         return self.sums[parameter] / self.steps.clamp(min=1)
-
-    def tensors(self) -> list[Tensor]:
-        return [self.steps, *self.corrections.values(), *self.sums.values()]
-
-    def kind(self) -> Hashable:
-        return (Correction, *(id(parameter) for parameter in self.corrections))
 
 
 class AdaptiveClip:
@@ -273,12 +257,6 @@ class AdaptiveClip:
             length = _unit_norm(gradient)
             shortened = gradient * (longest / length.clamp(min=1e-6))
             gradient.copy_(torch.where(length > longest, shortened, gradient))
-
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def kind(self) -> Hashable:
-        return (AdaptiveClip, self.factor, self.eps, *(id(parameter) for parameter in self.parameters))
 
 
 def _unit_norm(x: Tensor) -> Tensor:

@@ -256,11 +256,6 @@ class Prepared:
 def prepare_run(run: Settings, name: str) -> Prepared:
     run = resolve(run)
     device = choose_device(run.engine.device)
-    if run.engine.cuda_graphs and ":" in run.model.name:
-        raise SettingsError(
-            f"engine.cuda_graphs records the steps of a model that all clients share, and {run.model.name!r}, being "
-            "your own, is built anew for each; leave it false"
-        )
     strategy = make_strategy(run)
     dataset = None
     if run.evaluate.server:
@@ -443,7 +438,6 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
         weight_decay=run.train.weight_decay,
         channels_last=last,
         precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
-        cuda_graphs=run.engine.cuda_graphs,
         seed=run.seed,
         device=device,
         context=context,

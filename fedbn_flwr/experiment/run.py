@@ -394,22 +394,20 @@ def _blank_summary(prepared: Prepared) -> dict[str, Any]:
         "best_accuracy": None,
         "loss": None,
         "seconds": 0.0,
-        **_what_changes_numbers(run, prepared.device),
+        **_what_changes_numbers(run),
         "parameters": sum(parameter.numel() for parameter in prepared.model.parameters()),
         "device": str(prepared.device),
         "accuracy_of": _accuracy_of(prepared),
     }
 
 
-def _what_changes_numbers(run: Settings, device: torch.device) -> dict[str, Any]:
+def _what_changes_numbers(run: Settings) -> dict[str, Any]:
     """Options for speed's sake that are in use, and with which results differ: in the last bits, or more."""
     found: dict[str, Any] = {}
     if run.train.channels_last:
         found["memory_format"] = "channels_last"
     if run.train.precision != "float32":
         found["precision"] = run.train.precision
-    if run.engine.cuda_graphs and device.type == "cuda":
-        found["cuda_graphs"] = True
     return found
 
 

@@ -208,7 +208,6 @@ class Engine(_Section):
     workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: all in one
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Positive = 1  # of arithmetic per client; results are bit-identical at 1
-    cuda_graphs: bool = False  # on a GPU: record a client's step once and replay it for all clients
     timeout: float = Field(default=3600, gt=0)  # seconds a round may take
     node_timeout: float = Field(default=120, gt=0)  # seconds to wait for all nodes before the first round
     state_memory: float = Field(default=4, gt=0)  # GiB for what clients of the local engine remember; the rest in files

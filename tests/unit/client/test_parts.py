@@ -1,4 +1,4 @@
-"""A model looked through once: loaded and read as one piece of memory where it lies in one."""
+"""A model's tensors are loaded and read in one copy where they are contiguous."""
 
 from __future__ import annotations
 

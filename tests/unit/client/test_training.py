@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.optimizer import SGD
-from fedbn_flwr.client.training import CosineSchedule, Epochs, Proximal, StepSchedule, local_batches, train
+from fedbn_flwr.client.training import SGD, CosineSchedule, Epochs, Proximal, StepSchedule, local_batches, train
 
 CPU = torch.device("cpu")
 Data = list[tuple[Tensor, Tensor]]
