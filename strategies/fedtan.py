@@ -24,8 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.engines.local import LocalGrid
-from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.config import Direct, is_loopback, split
 from fedbn_flwr.exchange.direct_round import Ask, Meeting, Outgoing
@@ -34,7 +33,6 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, pooled_moments, weighted_mean
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, metrics_of, pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.ledger import MeteredGrid
 
 from ._wrapper import refused
 from .fedavg import FedAvg
@@ -167,25 +165,24 @@ class FedTAN(FedAvg):
         grid: Grid,
     ) -> list[Message]:
         """Open the exchange service and let the exchanges run beside; the round's one message to each client."""
-        inner = grid.inner if isinstance(grid, MeteredGrid) else grid
-        if isinstance(inner, LocalGrid) and (served := inner.start()) < (count := inner.num_nodes):
+        engine = capabilities(grid)
+        if (served := engine.start()) is not None and served < (count := len(list(grid.get_node_ids()))):
             raise SettingsError(
-                f"the direct exchange needs all {count} clients alive at once, and the local engine serves {served} "
+                f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
                 "at a time; set engine.workers to the number of clients, or strategy.direct to false"
             )
 
         meeting = Meeting(
             direct,
-            grid,
             nodes,
             lambda ask: self._meet(server_round, nodes, model, ask),
+            count=engine.count_exchange,
             frame_limit=_frame_limit(model),
             exchange_seconds=self.exchange_timeout,
             seconds=_ROUND_SECONDS,
         )
         self._meeting = meeting
-        if isinstance(inner, PollingGrid):
-            inner.watch(meeting)
+        engine.observe(meeting)
         messages = []
         for node in nodes:
             content = RecordDict(

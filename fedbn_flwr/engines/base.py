@@ -1,17 +1,74 @@
-"""A grid around another: overrides what it changes and passes on the rest."""
+"""What an engine can do beyond Flower's `Grid`, and a grid around another.
+
+Code that uses a capability asks `capabilities(grid)` for it and never for the grid's class: the defaults suit any
+Flower grid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 
-class GridAround(Grid):
+class ReplyObserver(Protocol):
+    """Observes replies as they arrive, and reports the nodes whose replies the grid should stop waiting for."""
+
+    def replied(self, reply: Message) -> None: ...
+
+    def given_up(self) -> frozenset[int]: ...
+
+
+class NodeStates(Protocol):
+    """Access to every node's `Context.state`; only while no message is under way."""
+
+    def read_state(self, node: int) -> RecordDict: ...
+
+    def write_state(self, node: int, records: RecordDict) -> None: ...
+
+
+class Capabilities:
+    """What an engine can do beyond Flower's `Grid`; a method that is not overridden suits any grid."""
+
+    def start(self) -> int | None:
+        """Start the processes that serve nodes. Returns how many nodes are served at once; None: all of them."""
+        return None
+
+    def observe(self, observer: ReplyObserver) -> None:
+        """Show `observer` the replies of the next `send_and_receive` as they arrive, where the engine can."""
+
+    def node_states(self) -> NodeStates | None:
+        """The nodes' states; None where the server cannot reach them."""
+        return None
+
+    def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
+        """Count an exchange that bypassed the grid, where there is a ledger; called from any thread."""
+
+
+def capabilities(grid: Grid) -> Capabilities:
+    return grid if isinstance(grid, Capabilities) else Capabilities()
+
+
+class GridAround(Capabilities, Grid):
+    """A grid around another: overrides what it changes and passes on the rest, capabilities included."""
+
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work
+
+    def start(self) -> int | None:
+        return capabilities(self.inner).start()
+
+    def observe(self, observer: ReplyObserver) -> None:
+        capabilities(self.inner).observe(observer)
+
+    def node_states(self) -> NodeStates | None:
+        return capabilities(self.inner).node_states()
+
+    def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
+        capabilities(self.inner).count_exchange(up, down)
 
     def set_run(self, run: Run) -> None:
         self.inner.set_run(run)

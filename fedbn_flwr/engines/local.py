@@ -38,12 +38,13 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from .base import Capabilities, NodeStates
 from .context_cache import Contexts, keep_freed_memory
 
 UserConfig = Mapping[str, Any]
 
 
-class LocalGrid(Grid):
+class LocalGrid(Capabilities, Grid):
     """A grid of `num_nodes` nodes on this machine.
 
     Parameters
@@ -181,13 +182,8 @@ class LocalGrid(Grid):
 
     # --- workers ---
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self._node_ids)
-
     def start(self) -> int:
-        """Start the workers now, before this process has threads that a fork would lose; how many nodes they serve at
-        the same time."""
+        """Start the workers now, before this process has threads that a fork would lose."""
         for worker in self._workers:
             worker.start()
         return len(self._workers) or 1
@@ -208,6 +204,9 @@ class LocalGrid(Grid):
             worker.send_next()
 
     # --- the nodes' memory, between rounds ---
+
+    def node_states(self) -> NodeStates:
+        return self
 
     def read_state(self, node: int) -> RecordDict:
         """What a node remembers (its `Context.state`), from wherever it is served; no message may be under way."""

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from logging import WARNING
-from typing import Protocol
 
 from flwr.app import Error, Message
 from flwr.common import log
@@ -18,21 +17,13 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import SettingsError
 
-from .base import GridAround
+from .base import GridAround, ReplyObserver
 
 VARIABLE = "FEDBN_POLL_SECONDS"
 _LONGEST = 3.0  # seconds; Flower's own
 _SHARE = 0.05  # of the time that has passed is waited until the next look
 _CENSUS = 5.0  # seconds between looks at which nodes were started anew
 _TELL = 60.0  # seconds until the log says what is waited for; then twice as many, and so on
-
-
-class Watch(Protocol):
-    """Somebody who hears of replies as they come in, and says whose are not waited for any longer."""
-
-    def replied(self, reply: Message) -> None: ...
-
-    def given_up(self) -> frozenset[int]: ...
 
 
 class PollingGrid(GridAround):
@@ -48,16 +39,15 @@ class PollingGrid(GridAround):
     def __init__(self, grid: Grid, interval: float | None = None) -> None:
         super().__init__(grid)
         self._interval = _interval() if interval is None else interval
-        self._watch: Watch | None = None
+        self._observer: ReplyObserver | None = None
 
-    def watch(self, watch: Watch) -> None:
-        """Whom to tell of the next messages' replies."""
-        self._watch = watch
+    def observe(self, observer: ReplyObserver) -> None:
+        self._observer = observer
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """The replies that are there after `timeout` seconds, as they came; later ones are left where they are."""
         messages = list(messages)  # Flower's grid walks them twice
-        watch, self._watch = self._watch, None
+        observer, self._observer = self._observer, None
         began = looked = time.monotonic()
         tell = _TELL
         if not messages:
@@ -87,10 +77,10 @@ class PollingGrid(GridAround):
                 if message.metadata.dst_node_id in anew:
                     error = Error(ErrorCode.NODE_UNAVAILABLE, "its SuperNode was started anew and has lost the message")
                     replies.append(Message(error, reply_to=asked.pop(key)))
-            if watch is not None:
+            if observer is not None:
                 for reply in replies[told:]:
-                    watch.replied(reply)
-                given_up = watch.given_up()
+                    observer.replied(reply)
+                given_up = observer.given_up()
                 asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in given_up}
             passed = time.monotonic() - began
             if not asked or (timeout is not None and passed >= timeout):

@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.results.ledger import MeteredGrid
 
 from .config import Direct
 from .frames import Frame, WireError, decode, encode
@@ -34,6 +32,8 @@ class Meeting:
 
     Parameters
     ----------
+    count
+        Counts an exchange for the ledger: its messages up and down.
     frame_limit
         Bytes that one client's frame may have.
     exchange_seconds, seconds
@@ -43,15 +43,15 @@ class Meeting:
     def __init__(
         self,
         direct: Direct,
-        grid: Grid,
         nodes: Sequence[int],
         meet: Callable[[Ask], Outgoing],
         *,
+        count: Callable[[Sequence[RecordDict], Sequence[RecordDict]], None],
         frame_limit: int,
         exchange_seconds: float,
         seconds: float,
     ) -> None:
-        self._grid = grid
+        self._count = count
         self.nodes = frozenset(nodes)
         self._meet = meet
         self._brought: list[RecordDict] = []  # to the exchange under way
@@ -125,8 +125,7 @@ class Meeting:
     def _tell(self, nodes: Sequence[int], agreed: ArrayRecord, images: int, *, last: bool) -> None:
         """Send what an exchange came to."""
         frame = encode(Frame(AGREED, unpack(agreed), {protocol.COHORT_BATCH: images}))
-        if isinstance(self._grid, MeteredGrid):
-            self._grid.count_exchange(self._brought, [RecordDict({"arrays": agreed})] * len(nodes))
+        self._count(self._brought, [RecordDict({"arrays": agreed})] * len(nodes))
         self._service.answer(nodes, frame, last=last)
 
 

@@ -56,7 +56,7 @@ class MeteredGrid(GridAround):
         return taken
 
     def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
-        """Add an exchange that went past the grid, from whatever thread: FedTAN's direct one."""
+        """Add an exchange that bypassed the grid: one of FedTAN's over streams."""
         page = Traffic(communication_rounds=1)
         _count_down(page, down)
         _count_up(page, up)

@@ -517,6 +517,9 @@ class Elsewhere(MeteredGrid):
         )
         super().__init__(self.local)
 
+    def node_states(self) -> None:
+        return None
+
 
 NEED_CLIENTS = ["FedBN", "SiloBN", "Standalone", "Scaffold", "keep_momentum", "brn", "FixBN of FedBN", "some clients"]
 

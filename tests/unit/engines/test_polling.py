@@ -138,7 +138,9 @@ def test_the_log_says_what_is_waited_for(
     assert all("waiting for 1 of 2 replies since" in line and "at most 300 s" in line for line in told)
 
 
-class Watching:
+class Observer:
+    """Records replies, and has given up some nodes."""
+
     def __init__(self, *given_up: int) -> None:
         self.errors: dict[int, str | None] = {}
         self.nodes = frozenset(given_up)
@@ -150,15 +152,15 @@ class Watching:
         return self.nodes
 
 
-def test_whom_the_watch_has_given_up_is_not_waited_for(federation: Federations, slept: list[float]) -> None:
-    """And the watch is of one batch of messages: it says nothing of the next."""
+def test_nodes_that_the_observer_gave_up_are_not_waited_for(federation: Federations, slept: list[float]) -> None:
+    """An observer is for one batch of messages."""
     grid = SlowGrid(federation((4, 4)).app(), 2, lost=[2], looks=0)
-    polled, watch = PollingGrid(grid), Watching(2)
-    polled.watch(watch)
+    polled, observer = PollingGrid(grid), Observer(2)
+    polled.observe(observer)
     assert len(list(polled.send_and_receive(questions(1, 2, 9), timeout=100))) == 2
-    assert watch.errors.keys() == {1, 9}
-    assert watch.errors[1] is None
-    assert "there is no node 9" in str(watch.errors[9])
+    assert observer.errors.keys() == {1, 9}
+    assert observer.errors[1] is None
+    assert "there is no node 9" in str(observer.errors[9])
     assert slept == []
     list(polled.send_and_receive(questions(1, 2), timeout=100))
     assert sum(slept) == pytest.approx(100)

@@ -1,0 +1,64 @@
+"""Capabilities: any grid has the defaults, and a grid around another has the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr import LocalGrid
+from fedbn_flwr.engines.base import GridAround, capabilities
+from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.results.ledger import MeteredGrid
+
+Federations = Callable[..., Any]
+
+
+class Observer:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def replied(self, reply: Message) -> None:
+        self.seen.append(reply.metadata.src_node_id)
+
+    def given_up(self) -> frozenset[int]:
+        return frozenset()
+
+
+def test_a_foreign_grid_serves_all_nodes_at_once_and_hides_their_states() -> None:
+    engine = capabilities(type("ForeignGrid", (Grid,), dict.fromkeys(Grid.__abstractmethods__))())
+    assert engine.start() is None
+    assert engine.node_states() is None
+    engine.count_exchange([], [])
+
+
+def test_a_grid_around_another_passes_on_its_capabilities(federation: Federations) -> None:
+    fed = federation((4, 4))
+    with fed.grid(workers=2) as local:
+        outer = capabilities(GridAround(MeteredGrid(local)))
+        assert outer.start() == 2
+        states = outer.node_states()
+        assert states is not None
+        states.write_state(2, RecordDict({"kept": ArrayRecord()}))
+        assert list(local.read_state(2)) == ["kept"]
+
+
+def test_an_exchange_is_counted_through_another_grid(federation: Federations) -> None:
+    fed = federation((4, 4))
+    metered = MeteredGrid(fed.grid())
+    content = RecordDict({"arrays": pack({key: value.numpy() for key, value in fed.model.state_dict().items()})})
+    capabilities(GridAround(metered)).count_exchange([content], [content, content])
+    traffic = metered.take()
+    assert (traffic.communication_rounds, traffic.messages_up, traffic.messages_down) == (1, 1, 2)
+    assert traffic.bytes_down == 2 * traffic.bytes_up > 0
+
+
+def test_replies_are_observed_through_another_grid(federation: Federations) -> None:
+    grid, observer = MeteredGrid(PollingGrid(LocalGrid(federation((4, 4)).app(), 2), 0.01)), Observer()
+    capabilities(grid).observe(observer)
+    questions = [Message(RecordDict(), node, "query.partition") for node in (1, 2)]
+    list(grid.send_and_receive(questions))
+    assert sorted(observer.seen) == [1, 2]
