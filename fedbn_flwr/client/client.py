@@ -26,10 +26,11 @@ from fedbn_flwr.exchange.step import Exchange, LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.messages.arrays import FlatArrays
-from fedbn_flwr.norms.convert import frozen_norm
+from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.statistics import reestimate
 
-from .evaluation import evaluate, reestimate
+from .evaluation import evaluate
 from .model_tensors import ModelTensors, copied
 from .node_state import NodeState
 from .training import (

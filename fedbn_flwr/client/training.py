@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from fedbn_flwr.data.decoding import IGNORED
+from fedbn_flwr.data import IGNORED
 
 Batch = Any  # what the loader yields: (inputs, targets)
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 
+from . import IGNORED
 from .augment import Window, crop_and_resize
 
-IGNORED = 255  # the label of a pixel that does not count (Cityscapes, Pascal VOC)
 _MARGIN = 224 / 256  # what a centre crop keeps of the side, as everybody does who tests on ImageNet
 
 Size = tuple[int, int]  # height and width

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError, did_you_mean
 
+from . import IGNORED
 from .catalogue import Entry, find
-from .decoding import IGNORED, Files, Size
+from .decoding import Files, Size
 from .folders import Splits, open_splits
 from .images import Asked, Images, Source, Stream
 

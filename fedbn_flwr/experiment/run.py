@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client.app import client_app
-from fedbn_flwr.client.evaluation import evaluate, reestimate
+from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
@@ -34,6 +34,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, metrics_in, pack, unpack
 from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.checkpoint import Snapshot
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid, Traffic

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.norms.fixup import ResidualParts
+
 
 def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:
     """Two convolutions with batch norm and a linear layer, for small images such as digits."""
@@ -66,6 +68,10 @@ class ResNet20(nn.Module):
         x = self.stages(x)  # [N, 64, 8, 8]
         logits: Tensor = self.classify(x.mean((2, 3)))
         return logits
+
+    def residual_parts(self) -> ResidualParts:
+        blocks = {f"stages.{name}": block for name, block in self.stages.named_children()}
+        return ResidualParts("conv", "bn", "classify", blocks)
 
 
 class _BasicBlock(nn.Module):

@@ -1,9 +1,8 @@
-"""Normalisers: what `convert_norm` puts in batch norm's place, and what freezing one means."""
+"""`convert_norm` replaces the batch norms of a model by another normaliser."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +10,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
-from fedbn_flwr.models.fixup import fixup
+from fedbn_flwr.errors import SettingsError, did_you_mean
 
+from .fixup import fixup
 from .renorm import BatchRenorm
-from .roles import Role, computes_as_batch_norm
+from .roles import computes_as_batch_norm
+from .static import StaticBatchNorm
 from .wsconv import standardised_convolution, unscaled_convolution
 
 Convert = Callable[[nn.Module, str, dict[str, Any]], nn.Module]
@@ -40,31 +40,6 @@ def _instance_norm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.
     if isinstance(layer, nn.BatchNorm1d):
         raise SettingsError(f"norm 'in': {where} is a BatchNorm1d; a single value has no instance to normalise over")
     return nn.GroupNorm(_channels(layer), _channels(layer), eps=_eps(layer), affine=_affine(layer))
-
-
-class StaticBatchNorm(_BatchNorm):
-    """HeteroFL's static batch norm (Diao et al. 2021): the batch's statistics always, none tracked.
-
-    NOTE: for evaluation it may be given statistics, by loading a state dict that has `running_mean` and
-    `running_var`: in eval mode it uses them as any batch norm does. They are no part of its own state dict, and
-    the next state dict without them takes them away: they fit the weights they came with alone.
-    """
-
-    def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True) -> None:
-        super().__init__(num_features, eps=eps, affine=affine, track_running_stats=False)
-        self.register_buffer("running_mean", None, persistent=False)
-        self.register_buffer("running_var", None, persistent=False)
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("running_mean", "running_var"):
-            value = state_dict.pop(prefix + name, None)
-            like = self.weight if self.weight is not None else value
-            setattr(self, name, None if value is None else value.detach().clone().to(like))
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _static(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
@@ -96,14 +71,14 @@ NORMS: dict[str, tuple[str, Convert | None]] = {
     "brn": ("batch renormalisation: in training as in evaluation, within bounds that open", _renorm),
 }
 
-# What a kind can be told; a kind ignores what is another's.
+# The options of each kind; a kind ignores those of the others.
 OPTIONS = {
     "gn": ("groups",),
     "gn+ws": ("groups",),
     "brn": ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
 }
 
-# What becomes of a convolution (given where it is, for errors), for the kinds that replace these as well.
+# For kinds that also replace convolutions: the replacement of one, given its name for errors.
 CONVOLUTIONS: dict[str, Callable[[nn.Conv2d, str], nn.Module]] = {
     "won": standardised_convolution,
     "gn+ws": unscaled_convolution,
@@ -187,29 +162,3 @@ def _eps(layer: nn.Module) -> float:
 
 def _affine(layer: nn.Module) -> bool:
     return bool(layer.affine)
-
-
-@contextmanager
-def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
-    """Train `model` inside, its batch norms frozen in part.
-
-    Frozen statistics: batch norms normalise with their running mean and variance and leave them alone, while
-    gamma, beta and all other layers train (dropout stays on). Frozen affine: gamma and beta do not train.
-    """
-    model.train()
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)} if what else {}
-    held = []
-    for name, layer in layers.items():
-        if Role.STATISTICS in what:
-            if layer.running_mean is None:
-                raise MessageError(f"cannot freeze the statistics of batch norm {name!r}: it keeps none")
-            layer.eval()
-        if Role.AFFINE in what:
-            held += [p for p in layer.parameters(recurse=False) if p.requires_grad]
-    for parameter in held:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in held:
-            parameter.requires_grad_(True)

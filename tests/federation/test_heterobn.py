@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.norms.convert import StaticBatchNorm
 from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.norms.static import StaticBatchNorm
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, global_model
 from tests.conftest import small_net

@@ -12,11 +12,10 @@ import pytest
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, build_model, convert_norm
-from fedbn_flwr.client.evaluation import evaluate, reestimate
+from fedbn_flwr import BNClient, build_model
+from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.registry import share_test
@@ -24,25 +23,12 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import make_strategy
 from fedbn_flwr.experiment.run import _Recorded, run_locally
+from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.report import find_runs, group, table
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
-from tests.conftest import small_net
+from tests.support.nets import net, some_batches
 
 CPU = torch.device("cpu")
-
-
-def some_batches(sizes: tuple[int, ...] = (5, 5, 3)) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator) * (1 + n), torch.arange(n) % 3)
-        for n in sizes
-    ]
-
-
-def net(norm: str = "bn") -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return convert_norm(small_net().double(), norm)
 
 
 # --- evaluate ----------------------------------------------------------------
@@ -57,90 +43,6 @@ def test_loss_and_accuracy_are_means_over_examples_whatever_the_batches() -> Non
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
     assert found["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
     assert model.training
-
-
-# --- reestimate --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("norm", ["bn", "sbn"])
-def test_reestimated_statistics_are_the_mean_of_the_batches_own(norm: str) -> None:
-    """Of three batches of 5, 5 and 3 images each counts alike; variances are unbiased."""
-    model, batches = net(norm), some_batches()
-    found, count = reestimate(model, batches, CPU)
-    inputs = [model[0](x).detach() for x, _ in batches]
-    means = torch.stack([y.mean((0, 2, 3)) for y in inputs]).mean(0)
-    variances = torch.stack([y.var((0, 2, 3)) for y in inputs]).mean(0)
-    assert count == 3
-    assert list(found) == ["1.running_mean", "1.running_var"]
-    torch.testing.assert_close(found["1.running_mean"], means, rtol=1e-13, atol=1e-14)
-    torch.testing.assert_close(found["1.running_var"], variances, rtol=1e-13, atol=1e-14)
-
-
-def test_in_a_deep_network_they_equal_torch_s_cumulative_mean() -> None:
-    """Each layer sees what the layers before it make of the batch's own statistics, as in training."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = build_model("resnet20", 3, in_channels=2).double()
-    twin = copy.deepcopy(model).train()
-    for module in twin.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None
-    batches = some_batches()
-    with torch.no_grad():
-        for inputs, _ in batches:
-            twin(inputs)
-    found, _ = reestimate(model, batches, CPU)
-    expected = {key: value for key, value in twin.state_dict().items() if "running" in key}
-    assert set(found) == set(expected)
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13)
-
-
-class Twice(nn.Module):
-    """One batch norm, passed twice and known by two names, and one that is never passed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.BatchNorm2d(2, dtype=torch.float64)
-        self.again = self.first
-        self.unused = nn.BatchNorm2d(2, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.again(2 * self.first(x) + 1)
-        return y
-
-
-def test_a_layer_that_is_passed_twice_has_the_mean_over_its_passes_under_both_names() -> None:
-    batches = some_batches()
-    found, _ = reestimate(Twice(), batches, CPU)
-    assert set(found) == {f"{name}.running_{what}" for name in ("first", "again") for what in ("mean", "var")}
-    means = [y.mean((0, 2, 3)) for x, _ in batches for y in (x, 2 * F.batch_norm(x, None, None, training=True) + 1)]
-    for name in ("first", "again"):
-        torch.testing.assert_close(found[f"{name}.running_mean"], torch.stack(means).mean(0), rtol=1e-12, atol=1e-14)
-
-
-def snapshot(model: nn.Module) -> Any:
-    state = {key: value.numpy().tobytes() for key, value in model.state_dict().items()}
-    modes = [(m.training, getattr(m, "momentum", 0), getattr(m, "track_running_stats", 0)) for m in model.modules()]
-    return state, modes, [len(module._forward_pre_hooks) for module in model.modules()]
-
-
-@pytest.mark.parametrize("norm", ["bn", "sbn"])
-@pytest.mark.parametrize("training", [True, False])
-def test_reestimating_leaves_the_model_as_it_was(norm: str, training: bool) -> None:
-    model = net(norm).train(training)
-    model[1].train(not training)  # as a frozen batch norm is
-    before = snapshot(model)
-    reestimate(model, some_batches(), CPU)
-    assert snapshot(model) == before
-    with pytest.raises(RuntimeError):
-        reestimate(model, [*some_batches(), (torch.zeros(2, 7, 4, 4, dtype=torch.float64), torch.zeros(2))], CPU)
-    assert snapshot(model) == before, "also where a batch does not fit"
-
-
-def test_there_is_nothing_to_estimate_from_no_batch() -> None:
-    with pytest.raises(ValueError, match="no examples"):
-        reestimate(net(), [], CPU)
 
 
 # --- several sets ------------------------------------------------------------

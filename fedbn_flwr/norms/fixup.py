@@ -15,6 +15,7 @@ image and has no bias before it, as in the authors' code.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.wsconv import remade
 
-from .networks import ResNet20
+from .wsconv import remade
 
 
 class BiasedConv2d(nn.Conv2d):
@@ -69,11 +69,29 @@ class ScalarScale(nn.Module):
         return x * self.weight + self.bias
 
 
+@dataclass(frozen=True)
+class ResidualParts:
+    """The parts of a residual network: names of children of the network, and its residual blocks by name.
+
+    A block computes its branch with `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), and its shortcut with
+    `downsample`, a convolution and a batch norm, where it has one.
+    """
+
+    convolution: str  # the stem's
+    norm: str  # the stem's
+    classifier: str
+    blocks: dict[str, Any]
+
+
 def fixup(model: nn.Module) -> nn.Module:
-    """`model`, a ResNet-20 of ours or a ResNet of torchvision, without batch norm and with Fixup's initialisation."""
-    stem, classifier, blocks = _parts(model)
-    _check(model, stem, classifier, blocks)
-    for _, block in blocks:
+    """`model` without batch norm and with Fixup's initialisation.
+
+    The model is a ResNet of torchvision or has a method `residual_parts() -> ResidualParts`.
+    """
+    parts = _parts(model)
+    _check(model, parts)
+    blocks = parts.blocks
+    for block in blocks.values():
         m = 3 if hasattr(block, "conv3") else 2
         for number in range(1, m + 1):
             conv = _biased(getattr(block, f"conv{number}"))
@@ -87,22 +105,22 @@ def fixup(model: nn.Module) -> nn.Module:
         shortcut = getattr(block, "downsample", None)
         if shortcut is not None:
             shortcut[0], shortcut[1] = _biased(shortcut[0]), nn.Identity().train(block.training)
-    setattr(model, stem[1], _like(getattr(model, stem[0]), ScalarBias()))
-    old = getattr(model, classifier)
+    setattr(model, parts.norm, _like(getattr(model, parts.convolution), ScalarBias()))
+    old = getattr(model, parts.classifier)
     new = _like(old, BiasedLinear(old.in_features, old.out_features, old.bias is not None, device="meta"))
     new.weight, new.bias = old.weight, old.bias
     with torch.no_grad():
         for parameter in old.parameters():
             parameter.zero_()
     new.input_bias = nn.Parameter(old.weight.new_zeros(1), old.weight.requires_grad)
-    setattr(model, classifier, new)
+    setattr(model, parts.classifier, new)
     return model
 
 
-def _parts(model: nn.Module) -> tuple[tuple[str, str], str, list[tuple[str, Any]]]:
-    """Names of the stem's convolution and norm, and of the classifier; and the residual blocks with their names."""
-    if type(model) is ResNet20:
-        return ("conv", "bn"), "classify", [(f"stages.{name}", block) for name, block in model.stages.named_children()]
+def _parts(model: Any) -> ResidualParts:
+    if hasattr(model, "residual_parts"):
+        found: ResidualParts = model.residual_parts()
+        return found
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
     if type(model) is not ResNet:
@@ -111,21 +129,21 @@ def _parts(model: nn.Module) -> tuple[tuple[str, str], str, list[tuple[str, Any]
             "resnet20 and for torchvision's resnet18, 34, 50 and deeper"
         )
     stages = [(name, stage) for name, stage in model.named_children() if name.startswith("layer")]
-    blocks = [(f"{name}.{child}", block) for name, stage in stages for child, block in stage.named_children()]
-    for name, block in blocks:
+    blocks = {f"{name}.{child}": block for name, stage in stages for child, block in stage.named_children()}
+    for name, block in blocks.items():
         if type(block) not in (BasicBlock, Bottleneck):
             raise SettingsError(f"norm 'fixup': {name} is a {type(block).__name__}, whose branch is not known")
-    return ("conv1", "bn1"), "fc", blocks
+    return ResidualParts("conv1", "bn1", "fc", blocks)
 
 
-def _check(model: Any, stem: tuple[str, str], classifier: str, blocks: list[tuple[str, Any]]) -> None:
-    """Nothing is changed unless all of it can be."""
+def _check(model: Any, parts: ResidualParts) -> None:
+    """Refuse a model that cannot be converted before any of it changes."""
     expected: list[tuple[str, Any, type]] = [
-        (stem[0], getattr(model, stem[0]), nn.Conv2d),
-        (stem[1], getattr(model, stem[1]), _BatchNorm),
-        (classifier, getattr(model, classifier), nn.Linear),
+        (parts.convolution, getattr(model, parts.convolution), nn.Conv2d),
+        (parts.norm, getattr(model, parts.norm), _BatchNorm),
+        (parts.classifier, getattr(model, parts.classifier), nn.Linear),
     ]
-    for name, block in blocks:
+    for name, block in parts.blocks.items():
         for child, layer in block.named_children():
             if child.startswith("conv"):
                 expected.append((f"{name}.{child}", layer, nn.Conv2d))

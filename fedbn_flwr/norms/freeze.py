@@ -1,0 +1,39 @@
+"""Training with batch norms frozen in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.errors import MessageError
+
+from .roles import Role
+
+
+@contextmanager
+def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
+    """Train `model` inside, its batch norms frozen in part.
+
+    Frozen statistics: batch norms normalise with their running mean and variance and leave them alone, while
+    gamma, beta and all other layers train (dropout stays on). Frozen affine: gamma and beta do not train.
+    """
+    model.train()
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)} if what else {}
+    held = []
+    for name, layer in layers.items():
+        if Role.STATISTICS in what:
+            if layer.running_mean is None:
+                raise MessageError(f"cannot freeze the statistics of batch norm {name!r}: it keeps none")
+            layer.eval()
+        if Role.AFFINE in what:
+            held += [p for p in layer.parameters(recurse=False) if p.requires_grad]
+    for parameter in held:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)

@@ -1,0 +1,186 @@
+"""`convert_norm`: normalisers against torch's own layers, and what can be converted."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import build_model, convert_norm
+from fedbn_flwr.cli import main
+from fedbn_flwr.errors import SettingsError
+from tests.support.nets import two_norms
+
+
+def trained_batch_norm(channels: int = 4) -> nn.BatchNorm2d:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(channels, eps=1e-3, dtype=torch.float64)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+def scaled(layer: nn.BatchNorm2d, normalised: Tensor) -> Tensor:
+    return normalised * layer.weight.view(1, -1, 1, 1) + layer.bias.view(1, -1, 1, 1)
+
+
+TWINS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gn": nn.GroupNorm(2, 4, eps=1e-3, affine=False),
+    "ln": nn.LayerNorm([4, 5, 6], eps=1e-3, elementwise_affine=False),
+    "in": nn.InstanceNorm2d(4, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_normaliser_equals_torch_s_layer_with_the_same_gamma_and_beta(kind: str) -> None:
+    layer = trained_batch_norm()
+    x = torch.randn(3, 4, 5, 6, dtype=torch.float64) * 3 + 1
+    expected = scaled(layer, TWINS[kind](x))
+    found = convert_norm(layer, kind)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_groups_are_as_asked_and_two_by_default() -> None:
+    x = torch.randn(3, 4, 5, 6, dtype=torch.float64)
+    layer = trained_batch_norm()
+    expected = scaled(layer, F.group_norm(x, 4, eps=1e-3))
+    torch.testing.assert_close(convert_norm(layer, "gn", groups=4)(x), expected, rtol=1e-12, atol=1e-12)
+    assert convert_norm(trained_batch_norm(), "gn").num_groups == 2
+
+
+def test_none_is_the_identity() -> None:
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    assert convert_norm(trained_batch_norm(), "none")(x).equal(x)
+
+
+def test_bn_leaves_the_model_as_it_is() -> None:
+    model = build_model("cnn", 10)
+    layers = list(model.modules())
+    assert convert_norm(model, "bn") is model
+    assert list(model.modules()) == layers
+
+
+@pytest.mark.parametrize("kind", ["gn", "ln", "in", "none"])
+@pytest.mark.parametrize("training", [True, False])
+def test_conversion_keeps_everything_else(kind: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = build_model("cnn", 10).to(torch.float64).train(training)
+    for layer in (model.bn1, model.bn2):
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert convert_norm(model, kind) is model
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    for key, value in model.state_dict().items():
+        assert value.dtype == torch.float64
+        assert value.equal(before[key]), key
+    assert all(module.training is training for module in model.modules())
+
+
+def test_conversion_keeps_the_device() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)).to("meta")
+    assert {p.device.type for p in convert_norm(model, "gn").parameters()} == {"meta"}
+
+
+def test_batch_norm_without_gamma_becomes_a_layer_without() -> None:
+    model = convert_norm(nn.Sequential(nn.BatchNorm2d(4, affine=False)), "gn")
+    assert not list(model.parameters())
+
+
+def test_conversion_finds_batch_norms_wherever_they_sit() -> None:
+
+    model = convert_norm(torchvision.models.resnet18(weights=None), "gn")
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    assert isinstance(model.layer2[0].downsample[1], nn.GroupNorm)
+
+
+def test_a_layer_used_in_two_places_stays_one_layer() -> None:
+    shared = nn.BatchNorm2d(4)
+    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(nn.Conv2d(4, 4, 1), shared)})
+    convert_norm(model, "gn")
+    assert isinstance(model["a"][0], nn.GroupNorm)
+    assert model["b"][1] is model["a"][0]
+
+
+def test_a_layer_used_twice_by_one_parent_stays_one_layer() -> None:
+    shared = nn.BatchNorm2d(4)
+    model = convert_norm(nn.Sequential(nn.Conv2d(4, 4, 1), shared, nn.Conv2d(4, 4, 1), shared), "gn")
+    assert isinstance(model[1], nn.GroupNorm)
+    assert model[3] is model[1]
+
+
+def test_gamma_that_does_not_train_still_does_not() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
+    convert_norm(model, "gn")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_unknown_kind_is_answered_with_the_nearest() -> None:
+    with pytest.raises(SettingsError, match=r"model\.norm='gnn' is not a normaliser; did you mean 'gn'\?"):
+        convert_norm(build_model("cnn", 10), "gnn")
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(SettingsError, match="no option 'group'; did you mean 'groups'"):
+        convert_norm(build_model("cnn", 10), "gn", group=2)
+
+
+def test_groups_that_do_not_divide_name_the_layer() -> None:
+    with pytest.raises(SettingsError, match="bn has 16 channels, which 3 groups do not divide"):
+        convert_norm(build_model("resnet20", 10), "gn", groups=3)
+    with pytest.raises(SettingsError, match=r"1\.0 has 5 channels, which 2 groups do not divide"):
+        convert_norm(nn.Sequential(nn.Identity(), nn.Sequential(nn.BatchNorm2d(5))), "gn")
+
+
+def test_instance_norm_of_single_values_is_refused() -> None:
+    with pytest.raises(SettingsError, match="norm 'in': 1 is a BatchNorm1d"):
+        convert_norm(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), "in")
+
+
+CHANGED = ["gn", "ln", "in", "none", "gn+ws", "won", "sbn", "brn"]
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_lazy_batch_norm_is_refused_until_it_knows_its_channels(kind: str) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.LazyBatchNorm2d())
+    with pytest.raises(SettingsError, match="1 is a LazyBatchNorm2d that does not know its channels"):
+        convert_norm(net, kind)
+    net(torch.randn(2, 1, 4, 4))
+    assert not any(type(module) is nn.BatchNorm2d for module in convert_norm(net, kind).modules())
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_synchronised_batch_norm_is_converted_as_any(kind: str) -> None:
+    plain = two_norms()
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    assert isinstance(synchronised[1], nn.SyncBatchNorm)
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    assert convert_norm(synchronised, kind)(x).equal(convert_norm(plain, kind)(x))
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_batch_norm_that_also_activates_is_refused(kind: str) -> None:
+    with pytest.raises(SettingsError, match="1 is a BatchNormAct2d, more than batch norm alone"):
+        convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), BatchNormAct2d(4), nn.Linear(1, 1)), kind)
+
+
+@pytest.mark.parametrize("kind", ["gn", "none", "brn"])
+def test_renormalisation_can_be_converted_in_turn(kind: str) -> None:
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    net = two_norms()
+    again = convert_norm(convert_norm(copy.deepcopy(net), "brn"), kind)
+    assert again(x).equal(convert_norm(net, kind)(x))
+
+
+def test_every_normaliser_is_listed_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "norms", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert {*CHANGED, "bn", "fixup"} == set(lines)
+    assert all(10 < len(line) < 110 for line in lines.values())

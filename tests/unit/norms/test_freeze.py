@@ -1,0 +1,101 @@
+"""Frozen statistics and affine parameters stay as they are, and everything else trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import Role
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.norms.freeze import frozen_norm
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def one_step(model: nn.Module) -> set[str]:
+    """Keys of the state dict that an SGD step on a batch changes."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    F.cross_entropy(model(torch.randn(8, 1, 4, 4) + 2), torch.arange(8) % 3).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {key for key, value in model.state_dict().items() if not value.equal(before[key])}
+
+
+WEIGHTS = {"0.weight", "0.bias", "5.weight", "5.bias"}
+AFFINE = {"1.weight", "1.bias"}
+STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+@pytest.mark.parametrize(
+    ("what", "moves"),
+    [
+        (frozenset(), WEIGHTS | AFFINE | STATISTICS),
+        (frozenset({Role.STATISTICS}), WEIGHTS | AFFINE),
+        (frozenset({Role.AFFINE}), WEIGHTS | STATISTICS),
+        (frozenset({Role.STATISTICS, Role.AFFINE}), WEIGHTS),
+    ],
+)
+def test_what_is_frozen_does_not_move_and_all_else_does(what: frozenset[Role], moves: set[str]) -> None:
+    model = net()
+    with frozen_norm(model, what):
+        assert one_step(model) == moves
+
+
+def test_frozen_statistics_are_what_training_normalises_with() -> None:
+    model = net()
+    model[1].running_mean.fill_(2.0)
+    model[1].running_var.fill_(9.0)
+    x = torch.randn(5, 1, 4, 4)
+    with frozen_norm(model, frozenset({Role.STATISTICS})):
+        found = model[:2](x)
+    torch.testing.assert_close(found, (model[0](x) - 2) / (9 + 1e-5) ** 0.5)
+
+
+def test_dropout_stays_on_while_statistics_are_frozen() -> None:
+    model = net().eval()
+    x = torch.randn(4, 1, 4, 4)
+    with frozen_norm(model, frozenset({Role.STATISTICS})):
+        assert model[3].training
+        assert not model(x).equal(model(x))
+
+
+def test_requires_grad_is_restored_afterwards() -> None:
+    model = net()
+    model[1].bias.requires_grad_(False)  # somebody's own choice, not ours to undo
+    with frozen_norm(model, frozenset({Role.AFFINE})):
+        assert not model[1].weight.requires_grad
+    assert model[1].weight.requires_grad
+    assert not model[1].bias.requires_grad
+
+
+def test_requires_grad_is_restored_after_an_error() -> None:
+    model = net()
+    with pytest.raises(RuntimeError, match="diverged"), frozen_norm(model, frozenset({Role.AFFINE})):
+        raise RuntimeError("diverged")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_training_without_freezing_follows_training_with_it() -> None:
+    """A client that froze in one round trains freely in the next."""
+    model = net()
+    with frozen_norm(model, frozenset({Role.STATISTICS, Role.AFFINE})):
+        pass
+    with frozen_norm(model, frozenset()):
+        assert one_step(model) == WEIGHTS | AFFINE | STATISTICS
+
+
+def test_a_batch_norm_without_statistics_cannot_be_frozen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+    with (
+        pytest.raises(MessageError, match="batch norm '1': it keeps none"),
+        frozen_norm(model, frozenset({Role.STATISTICS})),
+    ):
+        pass

@@ -1,0 +1,223 @@
+"""Batch renormalisation, against its paper's formulas in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, Role, convert_norm
+from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.exchange.step import Answer, LayerwiseStep
+from fedbn_flwr.norms.freeze import frozen_norm
+from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.norms.statistics import reestimate
+from tests.support.nets import close, two_norms
+
+CPU = torch.device("cpu")
+
+OPEN: dict[str, Any] = {"r_max": 1e9, "d_max": 1e9, "warmup": 0, "r_steps": 0, "d_steps": 0}
+
+
+def renorm(like: nn.BatchNorm2d | None = None, **options: Any) -> BatchRenorm:
+    layer = nn.BatchNorm2d(4, eps=1e-3).double() if like is None else copy.deepcopy(like)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    found = convert_norm(layer, "brn", **options)
+    assert type(found) is BatchRenorm
+    return found
+
+
+def images(n: int = 6) -> Tensor:
+    return torch.randn(n, 4, 3, 3, dtype=torch.float64) * torch.tensor([1.0, 3, 0.2, 1]).view(1, 4, 1, 1) + 2
+
+
+def by_algorithm_1(layer: BatchRenorm, x: Tensor, r_max: float, d_max: float) -> Tensor:
+    """Ioffe 2017: y of a batch, from the layer's running statistics."""
+    mu_b = x.mean((0, 2, 3))
+    sigma_b = ((x - mu_b.view(1, -1, 1, 1)).square().mean((0, 2, 3)) + layer.eps).sqrt()
+    sigma = (layer.running_var + layer.eps).sqrt()
+    r = (sigma_b / sigma).detach().clamp(1 / r_max, r_max)
+    d = ((mu_b - layer.running_mean) / sigma).detach().clamp(-d_max, d_max)
+    mu_b, sigma_b, r, d, gamma, beta = (
+        value.view(1, -1, 1, 1) for value in (mu_b, sigma_b, r, d, layer.weight, layer.bias)
+    )
+    return gamma * ((x - mu_b) / sigma_b * r + d) + beta
+
+
+def test_every_step_of_renormalisation_is_algorithm_1_with_its_bounds_at_that_step() -> None:
+    """Warm-up of 2, r_max 3 at step 6, d_max 5 at step 4: the bounds go up a quarter, and half, a step."""
+    layer = renorm(r_max=3.0, d_max=5.0, warmup=2, r_steps=6, d_steps=4)
+    bounds = [(1, 0), (1, 0), (1, 0), (1.5, 2.5), (2, 5), (2.5, 5), (3, 5), (3, 5)]
+    clipped = 0
+    for r_max, d_max in bounds:
+        ours = images().requires_grad_()
+        theirs = ours.detach().clone().requires_grad_()
+        expected = by_algorithm_1(layer, theirs, r_max, d_max)
+        weight = torch.randn_like(expected)
+        (expected * weight).sum().backward()
+        wanted = [layer.weight.grad.clone(), layer.bias.grad.clone()]
+        layer.zero_grad()
+        var, mean = torch.var_mean(theirs.detach(), dim=(0, 2, 3))  # unbiased
+        statistics = [0.9 * layer.running_mean + 0.1 * mean, 0.9 * layer.running_var + 0.1 * var]
+        ratio = ((var + layer.eps) / (layer.running_var + layer.eps)).sqrt()
+        clipped += int(((ratio > r_max) | (ratio < 1 / r_max)).sum())
+        found = layer(ours)
+        (found * weight).sum().backward()
+        close(found, expected)
+        close(ours.grad, theirs.grad)
+        for have, want in zip([layer.weight.grad, layer.bias.grad], wanted, strict=True):
+            close(have, want)
+        for have, want in zip([layer.running_mean, layer.running_var], statistics, strict=True):
+            close(have, want)
+        layer.zero_grad()
+    assert int(layer.num_batches_tracked) == len(bounds)
+    assert clipped >= 8  # the bounds mattered
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("options", [{}, {"r_max": 1.0, "d_max": 0.0, "warmup": 0, "r_steps": 0, "d_steps": 0}])
+def test_renormalisation_with_r_one_and_d_zero_is_batch_norm(options: dict[str, Any], momentum: float | None) -> None:
+    plain = nn.BatchNorm2d(4, momentum=momentum).double()
+    layer = renorm(plain, **options)
+    plain.load_state_dict(layer.state_dict())
+    for _ in range(3):
+        ours, theirs = (x := images()).clone().requires_grad_(), x.clone().requires_grad_()
+        weight = torch.randn_like(x)
+        (layer(ours) * weight).sum().backward()
+        (plain(theirs) * weight).sum().backward()
+        close(layer(ours), plain(theirs))
+        close(ours.grad, theirs.grad)
+        close(layer.weight.grad, plain.weight.grad)
+    for key, value in plain.state_dict().items():
+        close(layer.state_dict()[key], value)
+    layer.eval()
+    plain.eval()
+    assert layer(x).equal(plain(x))
+
+
+def test_training_within_the_bounds_gives_what_evaluation_gave_before_the_batch() -> None:
+    layer = renorm(**OPEN)
+    layer.running_mean.copy_(torch.tensor([1.0, -1, 2, 0]))
+    layer.running_var.copy_(torch.tensor([4.0, 1, 0.1, 2]))
+    x = images()
+    before = layer.eval()(x)
+    assert not torch.allclose(before, convert_norm(nn.BatchNorm2d(4).double(), "bn")(x))
+    close(layer.train()(x), before)
+
+
+def test_the_bounds_open_as_the_paper_says_by_default() -> None:
+    layer = BatchRenorm(1)
+    found = [
+        (float(layer._opened(torch.tensor(n), 40_000)), float(layer._opened(torch.tensor(n), 25_000)))
+        for n in (0, 5_000, 15_000, 22_500, 25_000, 40_000, 90_000)
+    ]
+    assert found == [
+        (0, 0),
+        (0, 0),
+        (pytest.approx(2 / 7), 0.5),
+        (0.5, 0.875),
+        (pytest.approx(4 / 7), 1),
+        (1, 1),
+        (1, 1),
+    ]
+    assert (layer.r_max, layer.d_max) == (3, 5)
+
+
+def test_renormalisation_has_batch_norm_s_state_and_roles() -> None:
+    net = two_norms()
+    net[1].running_mean.fill_(3.0)
+    net[1].num_batches_tracked.fill_(7)
+    state, role_of = {key: value.clone() for key, value in net.state_dict().items()}, roles(net)
+    convert_norm(net, "brn")
+    assert roles(net) == role_of == roles(net.state_dict())
+    assert all(value.equal(state[key]) for key, value in net.state_dict().items())
+
+
+def test_renormalisation_keeps_mode_dtype_and_what_does_not_train() -> None:
+    layer = nn.BatchNorm1d(3, affine=False).double().eval()
+    found = convert_norm(layer, "brn")
+    assert (found.running_mean.dtype, found.training, list(found.parameters())) == (torch.float64, False, [])
+    x = torch.randn(5, 3, dtype=torch.float64)
+    close(found.train()(x), layer.train()(x))
+    net = convert_norm(two_norms().requires_grad_(False), "brn")
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_frozen_statistics_of_renormalisation_normalise_and_stay() -> None:
+    net = nn.Sequential(renorm(**OPEN))
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    x = images()
+    expected = copy.deepcopy(net).eval()(x)
+    with frozen_norm(net, frozenset({Role.STATISTICS})):
+        close(net(x), expected)
+    assert all(value.equal(before[key]) for key, value in net.state_dict().items())
+
+
+def test_statistics_are_re_estimated_as_those_of_batch_norm() -> None:
+    net = two_norms()
+    batches = [(torch.randn(4, 2, 5, 5, dtype=torch.float64) + i, torch.zeros(4)) for i in range(3)]
+    expected, _ = reestimate(copy.deepcopy(net), batches, CPU)
+    net = convert_norm(net, "brn", **OPEN)
+    found, _ = reestimate(net, batches, CPU)
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        close(found[key], value)
+    assert int(net[1].num_batches_tracked) == 0
+
+
+def test_a_client_counts_the_steps_of_its_own_warm_up_over_rounds() -> None:
+    net = convert_norm(two_norms(), "brn", warmup=3, r_steps=3, d_steps=3)
+    data = [(torch.randn(4, 2, 5, 5, dtype=torch.float64) * (i + 1), torch.arange(4) % 3) for i in range(2)]
+    context = Context(0, 0, {"partition-id": 0}, RecordDict(), {})
+    arrays = {
+        key: value.numpy().copy() for key, value in net.state_dict().items() if roles(net)[key] is not Role.COUNTER
+    }
+    for done in (2, 4):
+        client = BNClient(copy.deepcopy(net), data, lr=0.01, context=context)
+        sent = client.train_round(arrays, {}).arrays
+        assert int(client.model[1].num_batches_tracked) == done
+        assert set(sent) == set(arrays)
+        assert not np.array_equal(sent["1.running_mean"], arrays["1.running_mean"])
+        arrays = sent
+
+
+def test_a_layer_wise_step_refuses_batch_norms_whose_arithmetic_it_would_lose() -> None:
+    step = LayerwiseStep(lambda pending: Answer(pending.tensors, pending.images))
+    x, y = torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3
+    with pytest.raises(MessageError, match="'1' is a BatchRenorm, whose own arithmetic would be lost"):
+        step(convert_norm(two_norms(), "brn"), x, y, F.cross_entropy)
+    net = two_norms()
+    net[1] = BatchNormAct2d(4).double()
+    with pytest.raises(MessageError, match="'1' is a BatchNormAct2d, whose own arithmetic would be lost"):
+        step(net, x, y, F.cross_entropy)
+    with frozen_norm(net, frozenset({Role.STATISTICS})):  # then it is left to itself
+        step(net, x, y, F.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r_max": 0.5}, r"r_max \(0\.5\) must be at least 1"),
+        ({"d_max": -1.0}, r"d_max \(-1\) at least 0"),
+        ({"warmup": 30_000}, r"d_steps \(25000\) must be at least warmup \(30000\)"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        convert_norm(two_norms(), "brn", **options)
+
+
+def test_renormalisation_needs_statistics() -> None:
+    with pytest.raises(SettingsError, match="norm 'brn': 1 tracks no statistics"):
+        convert_norm(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)), "brn")
+    with pytest.raises(SettingsError, match="norm 'brn': 1 tracks no statistics"):
+        convert_norm(convert_norm(two_norms(), "sbn"), "brn")

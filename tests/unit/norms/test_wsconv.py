@@ -1,0 +1,79 @@
+"""Group norm with standardised weights, against timm's convolution and the paper's formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from timm.layers import StdConv2d
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import Role, build_model, convert_norm
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.norms.wsconv import StdConv2d as OurStdConv2d
+from tests.support.nets import close, parameters, two_norms
+
+
+def test_gn_ws_equals_timm_s_convolution_and_torch_s_group_norm() -> None:
+    net = two_norms()
+    theirs = []
+    for i, options in ((0, {"padding": 1, "bias": False}), (3, {"stride": 2, "groups": 2, "bias": True, "padding": 0})):
+        conv = StdConv2d(net[i].in_channels, net[i].out_channels, 3, eps=1e-5, dtype=torch.float64, **options)
+        conv.load_state_dict(net[i].state_dict())
+        theirs.append(conv)
+    x = torch.randn(5, 2, 5, 5, dtype=torch.float64)
+    y = F.relu(F.group_norm(theirs[0](x), 2, net[1].weight, net[1].bias, eps=1e-3))
+    y = F.group_norm(theirs[1](y), 2, net[4].weight, net[4].bias)
+    expected = net[6](y.flatten(1))
+    close(convert_norm(net, "gn+ws")(x), expected)
+
+
+def test_a_standardised_filter_has_mean_zero_and_deviation_one() -> None:
+    conv = OurStdConv2d(3, 4, 3, dtype=torch.float64)
+    filters = conv.standardised().flatten(1)
+    torch.testing.assert_close(filters.mean(1), torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
+    sigma2 = conv.weight.detach().flatten(1).var(1, correction=0)
+    close(filters.detach().var(1, correction=0), sigma2 / (sigma2 + 1e-5))
+
+
+def test_gn_ws_takes_its_groups() -> None:
+    model = convert_norm(build_model("cnn", 10), "gn+ws", groups=8)
+    assert [module.num_groups for module in model.modules() if isinstance(module, nn.GroupNorm)] == [8, 8]
+
+
+def test_gn_ws_leaves_the_state_dict_and_the_weights_as_they_are() -> None:
+    model = build_model("resnet20", 10)
+    before = {key: value.clone() for key, value in model.state_dict().items() if roles(model)[key] is Role.WEIGHTS}
+    after = convert_norm(model, "gn+ws").state_dict()
+    assert parameters(model) == 269_722
+    assert all(value.equal(after[key]) for key, value in before.items())
+    assert all(type(m) is OurStdConv2d for m in model.modules() if isinstance(m, nn.Conv2d))
+
+
+def test_a_last_convolution_without_norm_behind_it_keeps_its_weights() -> None:
+    dense = convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), "gn+ws")
+    assert [type(layer) for layer in dense] == [OurStdConv2d, nn.GroupNorm, nn.Conv2d]
+    bare = convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False)), "gn+ws")
+    assert type(bare[0]) is OurStdConv2d
+
+
+def test_gn_ws_without_a_norm_to_replace_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"norm 'gn\+ws': the model has no batch norm"):
+        convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2)), "gn+ws")
+
+
+def test_a_filter_of_one_weight_cannot_be_standardised() -> None:
+    with pytest.raises(SettingsError, match=r"norm 'gn\+ws': a filter of 0 is a single weight"):
+        convert_norm(nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4)), "gn+ws")
+
+
+class Padded(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (1, 0, 1, 0)))
+
+
+@pytest.mark.parametrize("kind", ["gn+ws", "won"])
+def test_a_convolution_with_arithmetic_of_its_own_is_refused(kind: str) -> None:
+    with pytest.raises(SettingsError, match="0 is a Padded, a convolution of another kind"):
+        convert_norm(nn.Sequential(Padded(1, 4, 2), nn.BatchNorm2d(4)), kind)
