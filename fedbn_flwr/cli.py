@@ -14,7 +14,7 @@ from typing import Any
 from . import __version__
 from .errors import FedbnError, SettingsError, did_you_mean
 
-# Those of bench.py, which imports torch.
+# The names in bench/command.py, which imports torch.
 BENCHMARKS = ("overhead", "exchange", "fedtan", "round", "scale", "start", "gpu")
 
 
@@ -225,7 +225,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     for name in ("repeats", "steps", "workers"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise SettingsError(f"--{name} is {value}; expected 1 or more")
-    from .bench import Options, run
+    from .bench.command import run
+    from .bench.common import Options
     from .experiment.prepare import choose_device
 
     workers = arguments.workers or os.cpu_count() or 1

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fedbn_flwr import cli
-from fedbn_flwr.bench import Options, _on_device
+from fedbn_flwr.bench.common import Options
+from fedbn_flwr.bench.training import five_clients
 from fedbn_flwr.results.folder import mark_interrupted
 from tests.support.command import ROOT, environment
 
@@ -242,6 +243,6 @@ def test_a_benchmark_gives_its_figures_as_json(capsys: pytest.CaptureFixture[str
 
 
 def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:
-    figures = list(_on_device(Options(repeats=1, steps=2, device=torch.device("cpu"), workers=1)))
+    figures = list(five_clients(Options(repeats=1, steps=2, device=torch.device("cpu"), workers=1)))
     assert len(figures) == 3
     assert all(figure.value > 0 for figure in figures)

@@ -1,9 +1,9 @@
 """Seconds per FedTAN iteration over messages and over streams, beside FedAvg's and FixBN's; docs/results/network.md.
 
-    python docs/results/network/measure.py nodes 2 5      real SuperLink and SuperNodes on this machine, with TLS
-    python docs/results/network/measure.py latency 2 5 10 local processes, the real service, and a proxy that delays
+    python benchmarks/network.py nodes 2 5      real SuperLink and SuperNodes on this machine, with TLS
+    python benchmarks/network.py latency 2 5 10 local processes, the real service, and a proxy that delays
 
-Appends one line per run to nodes.jsonl or latency.jsonl beside this file.
+Appends one line per run to docs/results/network/nodes.jsonl or latency.jsonl.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results" / "network"
 sys.path.insert(0, str(ROOT))
 
 from tests.support.network import Deployment, make_keys  # noqa: E402
@@ -44,7 +44,7 @@ def experiment(clients: int, rounds: int, runs: dict[str, Any]) -> dict[str, Any
 
 def note(file: str, **line: Any) -> None:
     line["load"] = round(os.getloadavg()[0], 1)
-    with (HERE / file).open("a") as lines:
+    with (RESULTS / file).open("a") as lines:
         lines.write(json.dumps(line) + "\n")
     print(line, flush=True)
 

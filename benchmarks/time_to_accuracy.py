@@ -1,10 +1,10 @@
-"""Seconds to an accuracy as a function of the round trip: rounds from ../mnist, round trips per iteration from here.
+"""Seconds to an accuracy as a function of the round trip; the rounds come from docs/results/mnist.
 
-    python docs/results/network/time_to_accuracy.py
+    python benchmarks/time_to_accuracy.py
 
-A round of one message takes R seconds whatever the rule. One that meets on streams takes R and a round trip for each
-exchange, and four to connect. The network of ../mnist.md has one batch norm, which the runs there exchanged as in the
-paper (mean, variance, gradients). `never`: the accuracy was not reached by every seed in 500 rounds.
+A round of one message takes R seconds for every rule. A FedTAN round over streams takes R, a round trip for each
+exchange, and four to connect. The network of docs/results/mnist.md has one batch norm, which the runs there exchanged
+as in the paper (mean, variance, gradients). `never`: not every seed reached the accuracy in 500 rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import statistics
 from pathlib import Path
 
-RUNS = json.loads((Path(__file__).parents[1] / "mnist" / "noniid-lr0.1.json").read_text())
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = json.loads((ROOT / "docs" / "results" / "mnist" / "noniid-lr0.1.json").read_text())
 RULES = ("FedAvg+BN", "FixBN", "FedAvg+GN", "FedTAN", "FedTAN-II M=10", "FedTAN-II M=50")
 CONNECT = 4  # round trips: TCP, TLS, HTTP/2, the token
 

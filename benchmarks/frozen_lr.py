@@ -1,7 +1,7 @@
 """Does plain SGD train a network whose batch norm is frozen, at this learning rate? No federated code in it.
 
-    fedbn run mnist rounds=50 'seeds=[0]' --out RUNS      # FedAvg+BN and FedTAN are the runs that matter
-    python frozen_lr.py RUNS/FedAvg+BN/model.safetensors DATA
+    fedbn run mnist rounds=50 'seeds=[0]' --out RUNS      # the runs FedAvg+BN and FedTAN are used
+    python benchmarks/frozen_lr.py RUNS/FedAvg+BN/model.safetensors DATA
 
 DATA is the MNIST folder or hub name. Prints the loss every 20 steps of 200 with batches of 640, for batch norm with
 batch statistics, frozen at the model's running statistics, and frozen at those of the whole training set.

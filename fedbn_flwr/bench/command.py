@@ -1,0 +1,52 @@
+"""The measurements by name, and how their figures are printed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from fedbn_flwr.engines.context_cache import keep_freed_memory
+from fedbn_flwr.results.folder import environment
+
+from .common import Figure, Options
+from .messages import empty_round, exchange, scale
+from .startup import start
+from .training import fedtan, gpu, overhead
+
+BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
+    "overhead": overhead,
+    "exchange": exchange,
+    "fedtan": fedtan,
+    "round": empty_round,
+    "scale": scale,
+    "start": start,
+    "gpu": gpu,
+}
+
+
+def run(names: Sequence[str], options: Options, *, as_json: bool) -> None:
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    keep_freed_memory()  # as `fedbn run` does
+    figures: dict[str, list[Figure]] = {}
+    threads = torch.get_num_threads()
+    for name in names or BENCHMARKS:
+        if not as_json:
+            print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
+        figures[name] = []
+        for each in BENCHMARKS[name](options):
+            figures[name].append(each)
+            if not as_json:
+                goal = "" if each.met is None else f"   goal: {each.goal}" + ("" if each.met else " (missed)")
+                spread = f"({each.low:.3g} to {each.high:.3g})"
+                print(f"  {each.name}: {each.value:.3g} {each.unit} {spread}{goal}", flush=True)
+        if not figures[name] and not as_json:
+            print(f"  nothing measured on {options.device.type}")
+        torch.set_num_threads(threads)
+    if as_json:
+        dicts = {name: [asdict(each) for each in of_name] for name, of_name in figures.items()}
+        chosen = {**asdict(options), "device": str(options.device)}
+        print(json.dumps({"environment": environment(), "options": chosen, "figures": dicts}, indent=2))

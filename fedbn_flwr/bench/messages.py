@@ -1,0 +1,137 @@
+"""Messages and aggregation without training."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
+from torch import nn
+
+from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.messages.aggregate import weighted_mean
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.build import build_model
+from fedbn_flwr.strategies import FedAvg
+
+from .common import BATCH, Figure, Options, figure, random_images, resnet20, same_clients, seconds, train_round
+
+
+def exchange(options: Options) -> Iterator[Figure]:
+    """A send-and-receive of 1,376 float32 with five nodes."""
+    app = ClientApp()
+
+    @app.query("echo")
+    def echo(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+    content = RecordDict({"arrays": pack({"values": np.ones(1376, dtype=np.float32)})})
+    for workers, most, where in ((0, 1.0, "in one process"), (options.workers, 3.0, f"{options.workers} workers")):
+        with LocalGrid(app, 5, workers=workers) as grid:
+
+            def once(grid: LocalGrid = grid) -> None:
+                replies = grid.send_and_receive([Message(content, node, "query.echo") for node in range(1, 6)])
+                assert all(len(unpack(reply.content.array_records["arrays"])["values"]) == 1376 for reply in replies)
+
+            once()
+            values = [1000 * seconds(once) for _ in range(50 * options.repeats)]
+        yield figure(f"exchange with five nodes, {where}", values, "ms", most=most)
+
+
+def empty_round(options: Options) -> Iterator[Figure]:
+    """A round of clients that make no step, aggregation included; and the aggregation of large models."""
+    cpu = torch.device("cpu")
+    model = resnet20(cpu)
+    tensors, arrays = ModelTensors(flatten_storage(model)), pack(initial_arrays(model))
+    strategy = FedAvg(min_available_nodes=5)
+    app = same_clients(random_images(BATCH, cpu), lambda _: tensors, steps=0)
+    with LocalGrid(app, 5, threads=1) as grid:
+        train_round(strategy, grid, 1, arrays)
+        values = [1000 * seconds(lambda: train_round(strategy, grid, 1, arrays)) for _ in range(10 * options.repeats)]
+    yield figure("round without a step, five clients, 270k parameters", values, "ms", most=5)
+    yield from _aggregation(options)
+
+
+def _aggregation(options: Options) -> Iterator[Figure]:
+    large = build_model("resnet18", 10, "bn")
+    values = {key: value.numpy() for key, value in large.state_dict().items() if value.is_floating_point()}
+    size = sum(value.size for value in values.values())
+    # Bytes, as replies come from a network. Four replies stand for a hundred, which would take gigabytes of memory.
+    records = [ArrayRecord({key: Array(value + i) for key, value in values.items()}) for i in range(4)]
+    replies = [RecordDict({"arrays": records[i % 4], "metrics": MetricRecord({"n": 1.0})}) for i in range(100)]
+
+    def ours() -> None:
+        weighted_mean((unpack(reply.array_records["arrays"]) for reply in replies), [1.0] * 100)
+
+    def flowers() -> None:
+        aggregate_arrayrecords(replies, "n")
+
+    block = np.ones(size, dtype=np.float32)
+    target = np.empty_like(block)
+
+    def memory() -> None:  # any mean must read each reply once
+        for _ in range(100):
+            np.copyto(target, block)
+
+    pairs = [(seconds(ours), seconds(flowers), seconds(memory)) for _ in range(max(1, options.repeats // 2))]
+    name = f"mean of 100 replies of {size / 1e6:.1f} million parameters"
+    yield figure(f"{name}: Flower's time / ours", [b / a for a, b, _ in pairs], "x", least=3)
+    yield figure(f"{name}: ours / copying them once", [a / c for a, _, c in pairs], "x")
+    tracemalloc.start()
+    weighted_mean((unpack(reply.array_records["arrays"]) for reply in replies[:16]), [1.0] * 16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    yield figure(f"{name}: memory in use / one reply", [peak / (4 * size)], "x", most=8)
+
+
+class _Echo(NumPyClient):
+    """Returns the model it receives."""
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
+        return parameters, 1, {}
+
+
+def scale(options: Options) -> Iterator[Figure]:
+    """10,000 registered clients, 100 of which take part in a round."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    arrays = pack(initial_arrays(model))
+
+    def start(registered: int) -> Callable[[], None]:
+        grid = LocalGrid(client_app(lambda context: _Echo()), registered)
+        strategy = FedAvg(
+            fraction_train=100 / registered, min_train_nodes=100, min_available_nodes=registered, fraction_evaluate=0.0
+        )
+        number = 0
+
+        def one_round() -> None:
+            nonlocal number
+            number += 1
+            train_round(strategy, grid, number, arrays)
+
+        one_round()
+        return one_round
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    few_round = many_round = start(200)
+    before = resident()
+
+    def begin() -> None:
+        nonlocal many_round
+        many_round = start(10_000)
+
+    yield figure("10,000 registered clients: start and first round", [seconds(begin)], "s", most=5)
+    yield figure("10,000 registered clients: memory of each", [(resident() - before) / 10_000 / 1024], "KiB", most=10)
+    ratios = [seconds(many_round) / seconds(few_round) for _ in range(3 * options.repeats)]
+    yield figure("round of 100: 10,000 registered / 200 registered", ratios, "x", most=1.5)

@@ -1,0 +1,153 @@
+"""Training through the local engine beside plain PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from flwr.app import Context
+from torch.nn import functional as F
+
+from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.strategies import FedAvg, FedTAN
+
+from .common import (
+    BATCH,
+    BareLoop,
+    Figure,
+    Options,
+    figure,
+    random_images,
+    resnet20,
+    same_clients,
+    seconds,
+    train_round,
+)
+
+
+def overhead(options: Options) -> Iterator[Figure]:
+    """Local training through the local engine against the bare loop, in steps per second."""
+    steps, device = options.steps, options.device
+    data = random_images(BATCH * steps, device)
+    bare = BareLoop(data)
+    model = ModelTensors(flatten_storage(resnet20(device)))  # one for all clients, as in an experiment
+    first = pack(initial_arrays(bare.model))
+
+    def rounds(workers: int, clients: int) -> Iterator[float]:
+        strategy = FedAvg(min_available_nodes=clients, min_train_nodes=clients)
+        app = same_clients(data, lambda _: model, steps)
+        with LocalGrid(app, clients, workers=workers, threads=1) as grid:
+            arrays, number = first, 0
+
+            def one_round() -> None:
+                nonlocal arrays, number
+                number += 1
+                arrays = train_round(strategy, grid, number, arrays)
+
+            one_round()
+            while True:
+                yield clients * steps / seconds(one_round)
+
+    def ratios(workers: int, clients: int) -> list[float]:
+        torch.set_num_threads(1)
+        federated = rounds(workers, clients)
+        bare(min(steps, 5))
+        found = []
+        for _ in range(options.repeats):
+            speed = next(federated)
+            found.append(speed * seconds(lambda: bare(steps)) / steps)
+        return found
+
+    yield figure("steps per second / bare loop, one process", ratios(0, 1), "x", least=0.97)
+    if device.type == "cpu" and (n := options.workers) > 1:
+        yield figure(f"steps per second / bare loop on one core, {n} workers", ratios(n, n), "x", least=0.9 * n)
+
+
+def fedtan(options: Options) -> Iterator[Figure]:
+    """A FedTAN iteration (E = 1) against the same forward and backward passes with plain batch norm."""
+    clients, batch, device = 5, 128, options.device
+    torch.set_num_threads(1)
+    data = random_images(clients * batch, device)
+    batches = [
+        ((data.images[rows].float() - 128) / 64, data.labels[rows])
+        for rows in torch.arange(clients * batch).split(batch)
+    ]
+    models = [resnet20(device) for _ in range(clients)]
+
+    def make_client(context: Context) -> BNClient:
+        client = int(context.node_config["partition-id"])
+        return BNClient(models[client], [batches[client]], steps=1, lr=0.01, context=context)
+
+    grid = LocalGrid(client_app(make_client), clients)
+    strategy = FedTAN(min_available_nodes=clients)
+    arrays = pack(initial_arrays(models[0]))
+    strategy.prepare(1, arrays)
+    plain = resnet20(device)
+
+    def passes() -> None:
+        for inputs, labels in batches:
+            plain.zero_grad()
+            F.cross_entropy(plain(inputs), labels).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def iteration() -> None:
+        train_round(strategy, grid, 1, arrays)
+
+    iteration()
+    passes()
+    ratios = [seconds(iteration) / seconds(passes) for _ in range(options.repeats)]
+    yield figure("FedTAN iteration / plain passes, five clients, batch 128", ratios, "x", most=1.25)
+
+
+def gpu(options: Options) -> Iterator[Figure]:
+    """On a GPU: steps per second against the bare loop, and the time of FedTAN's round against FedAvg's."""
+    if options.device.type == "cuda":
+        yield from five_clients(options)
+
+
+def five_clients(options: Options) -> Iterator[Figure]:
+    """The figures of `gpu`, on any device."""
+    steps, clients, device = options.steps, 5, options.device
+    data = random_images(BATCH * steps, device)
+    bare = BareLoop(data)
+    first = pack(initial_arrays(bare.model))
+
+    def rounds(strategy: FedAvg, steps: int, **how: Any) -> Callable[[], None]:
+        number = 0
+
+        @functools.cache
+        def model_of(client: int) -> ModelTensors:
+            model = resnet20(device)
+            if how.get("channels_last"):
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            return ModelTensors(flatten_storage(model))
+
+        # Clients of a FedTAN round train side by side and need a model each.
+        models = model_of if isinstance(strategy, FedTAN) else lambda _: model_of(0)
+        grid = LocalGrid(same_clients(data, models, steps, **how), clients)
+        strategy.prepare(1, first)
+
+        def one_round() -> None:
+            nonlocal number
+            number += 1
+            train_round(strategy, grid, number, first)  # the mean is taken on the CPU, so the GPU has finished
+
+        one_round()
+        return one_round
+
+    bare(steps)
+    fast = {"precision": torch.bfloat16, "channels_last": True}
+    for name, how in (("float32", {}), ("bfloat16 and channels-last", fast)):
+        one_round = rounds(FedAvg(min_available_nodes=clients), steps, **how)
+        ratios = [clients * seconds(lambda: bare(steps)) / seconds(one_round) for _ in range(options.repeats)]
+        yield figure(f"steps per second / bare loop, batch 20, {name}", ratios, "x")
+    tan, avg = (rounds(strategy(min_available_nodes=clients), 1) for strategy in (FedTAN, FedAvg))
+    ratios = [seconds(tan) / seconds(avg) for _ in range(options.repeats)]
+    yield figure("round of one step, five clients: FedTAN / FedAvg", ratios, "x", most=4)
