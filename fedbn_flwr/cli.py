@@ -119,10 +119,9 @@ def _add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .experiment.find import load_experiment, read_source
+    from .experiment.find import load_experiment
     from .experiment.prepare import prepare
     from .experiment.run import default_out, run_locally
-    from .experiment.settings import parse_overrides
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
@@ -131,33 +130,23 @@ def _run(arguments: argparse.Namespace) -> int:
         overrides.append(f"engine.name={arguments.engine}")
     if arguments.device:
         overrides.append(f"engine.device={arguments.device}")
-    parse_overrides(overrides)
     experiment = load_experiment(arguments.experiment, overrides)
     out = arguments.out or default_out(experiment)
-    name, content = read_source(arguments.experiment)
-    # Nodes may run elsewhere: they get the experiment's text, not its place.
-    run_config = {"experiment": json.dumps({"name": name, **content}), "set": _join(overrides)}
     if experiment.runs[0].engine.name == "ray":
         from .engines.simulation import run_installed
 
         prepare(experiment)
         with _stopped_by_hand(out):
-            words = {**run_config, "out": str(out.resolve()), "resume": arguments.resume}
-            return run_installed(experiment.runs[0].clients, words)
+            run_config = {**experiment.run_config, "out": str(out.resolve()), "resume": arguments.resume}
+            return run_installed(experiment.runs[0].clients, run_config)
     import logging
 
     from .engines.context_cache import keep_freed_memory
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
     keep_freed_memory()
-    run_locally(experiment, run_config, out, resume=arguments.resume).announce()
+    run_locally(experiment, out, resume=arguments.resume).announce()
     return 0
-
-
-def _join(words: Sequence[str]) -> str:
-    import shlex
-
-    return shlex.join(words)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -170,7 +159,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _partition(arguments: argparse.Namespace) -> int:
     from .experiment.find import load_experiment
-    from .experiment.prepare import who_holds_what
+    from .experiment.partition import who_holds_what
     from .results.partition import holdings_table, plot_holdings
 
     held = who_holds_what(load_experiment(arguments.experiment, arguments.overrides))
@@ -205,10 +194,9 @@ def _list(arguments: argparse.Namespace) -> int:
                 "OWNER/NAME": "any image classification data set on the Hugging Face hub",
             }
         case _:
-            from .experiment.find import shipped_experiments
-            from .experiment.settings import read_file
+            from .experiment.find import load_experiment, shipped_experiments
 
-            lines = {name: read_file(file).description for name, file in shipped_experiments().items()}
+            lines = {name: load_experiment(name).description for name in shipped_experiments()}
     if arguments.json:
         print(json.dumps(lines, indent=2))
     else:
@@ -227,7 +215,7 @@ def _bench(arguments: argparse.Namespace) -> None:
             raise SettingsError(f"--{name} is {value}; expected 1 or more")
     from .bench.command import run
     from .bench.common import Options
-    from .experiment.prepare import choose_device
+    from .experiment.model import choose_device
 
     workers = arguments.workers or os.cpu_count() or 1
     options = Options(arguments.repeats, arguments.steps, choose_device(arguments.device), workers)

@@ -1,22 +1,24 @@
-"""Finding an experiment: a shipped one by name, a file, YAML text, or what a Flower run's config says."""
+"""Finds and reads an experiment: a shipped one by name, a file, YAML text, or that of a Flower run's config."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
-from . import settings
-from .settings import Experiment
+from .settings import Experiment, check_settings
 
 
 def experiments_folder() -> Path:
-    """Where the shipped experiments lie: in the package of a wheel, else in `apps/` of a checkout or bundle."""
+    """The folder of the shipped experiments: in a wheel's package, else in `apps/` of a checkout or bundle."""
     here = Path(__file__).parent.parent
     inside = here / "apps"
     return (inside if inside.is_dir() else here.parent / "apps") / "experiments"
@@ -26,10 +28,10 @@ def shipped_experiments() -> dict[str, Path]:
     return {file.stem: file for file in sorted(experiments_folder().glob("*.yaml"))}
 
 
-def read_source(source: str) -> tuple[str, Any]:
-    """Name and content of an experiment: a shipped one, a file, or YAML text."""
+def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
+    """The experiment `source` (a shipped one's name, a file ending in .yaml, or YAML text) with changes to it."""
     if "\n" in source or source.lstrip().startswith("{"):
-        return "experiment", settings.parse_yaml(source)
+        return read_experiment(parse_yaml(source), overrides)
     path = Path(source).expanduser()
     if path.suffix not in (".yaml", ".yml"):
         shipped = shipped_experiments()
@@ -43,22 +45,50 @@ def read_source(source: str) -> tuple[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
-    return path.stem, settings.parse_yaml(text)
+    return read_experiment(parse_yaml(text), overrides, name=path.stem)
 
 
-def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
-    name, content = read_source(source)
-    return settings.read_experiment(content, overrides, name=name)
+def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
+    """The experiment that a Flower run is to carry out: `experiment` and `set` of its run config."""
+    return _from_run_config(str(run_config["experiment"]), str(run_config.get("set", "")))
 
 
+# A node's process is asked for a client with each message.
 @functools.lru_cache(maxsize=8)
 def _from_run_config(source: str, changes: str) -> Experiment:
     return load_experiment(source, shlex.split(changes))
 
 
-def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
-    """The experiment that a Flower run is to carry out: `experiment` and `set` of its run config."""
-    return _from_run_config(str(run_config.get("experiment", "demo")), str(run_config.get("set", "")))
+def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
+    """Check a parsed file, with changes from a command line, and expand it into its runs."""
+    if not isinstance(content, Mapping):
+        raise SettingsError(f"{name}: expected a mapping of keys, found {type(content).__name__}")
+    base = dict(content)
+    description = base.pop("description", "")
+    variants = base.pop("runs", None) or {"": {}}
+    seeds = base.pop("seeds", None)
+    changes = parse_overrides(overrides)
+    # A seed on the command line asks for that one, whatever the file lists.
+    seeds = changes.pop("seeds", None if "seed" in changes else seeds)
+    if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
+        raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
+    if seeds is not None and (not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds)):
+        raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
+    base.setdefault("name", name)
+    runs = []
+    for label, variant in variants.items():
+        settings = merge(merge(base, variant or {}), changes)
+        settings["label"] = str(label) or str(settings.get("label") or _strategy_name(settings))
+        for seed in seeds or [settings.get("seed", 0)]:
+            runs.append(check_settings({**settings, "seed": seed}, where=f"{name}, run {label!r}" if label else name))
+    # Nodes may run elsewhere: they get the experiment's content, not its path.
+    run_config = {"experiment": json.dumps({"name": name, **content}, default=str), "set": shlex.join(overrides)}
+    return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs), run_config=run_config)
+
+
+def _strategy_name(settings: Mapping[str, Any]) -> str:
+    strategy = settings.get("strategy")
+    return str(strategy.get("name", "")) if isinstance(strategy, Mapping) else "FedAvg"
 
 
 def run_names(experiment: Experiment) -> list[str]:
@@ -72,3 +102,71 @@ def run_names(experiment: Experiment) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise SettingsError(f"two runs are both called {twice!r}; give each a label of its own and each seed once")
     return names
+
+
+# --- YAML and changes to it --------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise SettingsError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`["rounds=3", "train.lr=0.1"]` as `{"rounds": 3, "train": {"lr": 0.1}}`; values are YAML."""
+    changes: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"{word!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1")
+        target = changes
+        *path, last = key.split(".")
+        for part in path:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise SettingsError(f"{word!r}: {part!r} is already given a value of its own")
+        target[last] = parse_yaml(value)
+    return changes
+
+
+# Mappings whose keys depend on what they name: the arguments of one strategy are not those of the next.
+_WHOLE = {"strategy": "name", "base": "name", "partition": "kind"}
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`, mapping by mapping; another strategy or kind of partition replaces the old one."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
+            result[key] = merge(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _is_another(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    name = _WHOLE.get(key)
+    return name is not None and name in new and new[name] != old.get(name)

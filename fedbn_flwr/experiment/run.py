@@ -1,6 +1,6 @@
 """From a prepared experiment to finished runs: the server's half, on any grid (ours, Flower's simulation, real nodes).
 
-The clients' half is `preparing.make_client`.
+The clients' half is `node.make_client`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ from fedbn_flwr.strategies import (
     state,
 )
 
+from .data import moments_of, rows_by_domain
 from .find import from_run_config
-from .prepare import Prepared, choose_device, make_client, moments_of, prepare, rows_by_domain, strategy_name
+from .model import choose_device
+from .node import client_of
+from .prepare import Prepared, prepare, strategy_name
 from .settings import Experiment, Settings
 
 
@@ -491,9 +494,9 @@ def default_out(experiment: Experiment) -> Path:
     return Path(os.environ.get("FEDBN_OUT") or "runs") / f"{experiment.name}-{stamp}"
 
 
-def run_locally(experiment: Experiment, run_config: Mapping[str, str], out: Path, *, resume: bool) -> Outcome:
+def run_locally(experiment: Experiment, out: Path, *, resume: bool) -> Outcome:
     """All runs on the local engine."""
-    app = client_app(make_client)
+    app = client_app(functools.partial(client_of, experiment))
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:
@@ -508,7 +511,6 @@ def run_locally(experiment: Experiment, run_config: Mapping[str, str], out: Path
             run.clients,
             workers=workers,
             threads=run.engine.threads,
-            run_config=run_config,
             state_memory=run.engine.state_memory,
         ) as grid:
             yield grid

@@ -1,18 +1,15 @@
-"""An experiment file, checked and frozen.
+"""The settings of an experiment, checked and frozen.
 
-Configuration stops here: `preparing.py` turns these objects into plain arguments, and nothing below it ever
-sees one. Every fault in a file is reported at once, by key, with what was found and what would be right.
+Configuration stops in this folder: `prepare.py` and `node.py` turn these objects into plain arguments, and nothing
+below sees one. All faults in a file are reported together, by key, with what was found and what would be right.
 docs/experiments.md explains the keys.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
@@ -250,115 +247,13 @@ class Experiment(_Section):
     name: str
     description: str = ""
     runs: tuple[Settings, ...]
+    run_config: Mapping[str, str]  # `experiment` and `set` of a Flower run that carries it out
 
 
-# --- reading -----------------------------------------------------------------
+# --- checking ----------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as a person reads it: 1e-4 is a number, and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise SettingsError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1})")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def parse_yaml(text: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"not readable as YAML: {' '.join(str(error).split())}") from None
-
-
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`["rounds=3", "train.lr=0.1"]` as `{"rounds": 3, "train": {"lr": 0.1}}`; values are YAML."""
-    changes: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise SettingsError(f"{word!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1")
-        target = changes
-        *path, last = key.split(".")
-        for part in path:
-            target = target.setdefault(part, {})
-            if not isinstance(target, dict):
-                raise SettingsError(f"{word!r}: {part!r} is already given a value of its own")
-        target[last] = parse_yaml(value)
-    return changes
-
-
-# Mappings whose keys depend on what they name: the arguments of one strategy are not those of the next.
-_WHOLE = {"strategy": "name", "base": "name", "partition": "kind"}
-
-
-def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`, mapping by mapping; another strategy or kind of partition replaces the old one."""
-    result = dict(base)
-    for key, value in changes.items():
-        old = result.get(key)
-        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
-            result[key] = merge(old, value)
-        else:
-            result[key] = value
-    return result
-
-
-def _is_another(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    name = _WHOLE.get(key)
-    return name is not None and name in new and new[name] != old.get(name)
-
-
-def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
-    """Check a parsed file, with changes from a command line, and expand it into its runs."""
-    if not isinstance(content, Mapping):
-        raise SettingsError(f"{name}: expected a mapping of keys, found {type(content).__name__}")
-    base = dict(content)
-    description = base.pop("description", "")
-    variants = base.pop("runs", None) or {"": {}}
-    seeds = base.pop("seeds", None)
-    changes = parse_overrides(overrides)
-    # A seed on the command line asks for that one, whatever the file lists.
-    seeds = changes.pop("seeds", None if "seed" in changes else seeds)
-    if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
-        raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
-    if seeds is not None and (not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds)):
-        raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-    base.setdefault("name", name)
-    runs = []
-    for label, variant in variants.items():
-        settings = merge(merge(base, variant or {}), changes)
-        settings["label"] = str(label) or str(settings.get("label") or _strategy_name(settings))
-        for seed in seeds or [settings.get("seed", 0)]:
-            runs.append(_check({**settings, "seed": seed}, where=f"{name}, run {label!r}" if label else name))
-    return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs))
-
-
-def _strategy_name(settings: Mapping[str, Any]) -> str:
-    strategy = settings.get("strategy")
-    return str(strategy.get("name", "")) if isinstance(strategy, Mapping) else "FedAvg"
-
-
-def read_file(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
-    return read_experiment(parse_yaml(text), overrides, name=path.stem)
-
-
-def _check(settings: Mapping[str, Any], where: str) -> Settings:
+def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
     try:
         return Settings.model_validate(dict(settings))
     except ValidationError as error:

@@ -12,9 +12,9 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.prepare import make_client
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run import serve
-from fedbn_flwr.experiment.settings import parse_yaml, read_experiment
 from tests.support.network import Deployment, missing_tools
 from tests.unit.data.test_catalogue import numbered, write
 

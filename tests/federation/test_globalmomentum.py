@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, build_model, client_app
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.prepare import make_client
+from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid, elements
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, GlobalMomentum

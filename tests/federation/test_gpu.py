@@ -119,8 +119,7 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
 
 def test_an_experiment_says_what_it_used(tmp_path: Path) -> None:
     changes = ["rounds=2", "train.steps=4", "engine.device=cuda", "train.precision=bfloat16"]
-    experiment = {"experiment": "demo", "set": " ".join(changes)}
-    run_locally(load_experiment("demo", changes), experiment, tmp_path, resume=False)
+    run_locally(load_experiment("demo", changes), tmp_path, resume=False)
     summaries = [json.loads(file.read_text()) for file in tmp_path.rglob("summary.json")]
     assert summaries
     for run in summaries:

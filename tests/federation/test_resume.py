@@ -28,7 +28,8 @@ from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.client.state_folder import StateFolder, remembered, return_to
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import make_client, prepare
+from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one, serve
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump, parse

@@ -93,7 +93,7 @@ runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("runs") / "out"
-    run_locally(load_experiment(RUNS), {"experiment": RUNS}, out, resume=False)
+    run_locally(load_experiment(RUNS), out, resume=False)
     return {path.name: path for path in out.iterdir() if path.is_dir()}
 
 

@@ -16,9 +16,10 @@ import torch
 from fedbn_flwr.data.catalogue import CATALOGUE, describe, find
 from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import moments_of, prepare_run, resolve
-from fedbn_flwr.experiment.settings import Settings, parse_yaml, read_experiment
+from fedbn_flwr.experiment.data import moments_of, resolve
+from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.prepare import make_strategy, prepare, prepare_run
+from fedbn_flwr.experiment.settings import Settings
 from tests.unit.data.test_data import png
 
 AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
@@ -186,9 +187,9 @@ def test_bad_input_is_one_message_before_training(text: str, message: str, root:
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
         write(file, (28, 28), {"label": list(range(10))}, {"label": numbered(10)}, "image")
-    run = run_of(f"clients: 2\ndata: {text.replace('ROOT', str(root))}")
+    experiment = load_experiment(f"clients: 2\ndata: {text.replace('ROOT', str(root))}")
     with pytest.raises((DataError, SettingsError), match=message) as caught:
-        prepare_run(run, "run")
+        prepare(experiment)
     assert "\n" not in str(caught.value)
 
 
@@ -252,7 +253,7 @@ def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> N
         file = root / "mnist" / f"{split}.parquet"
         write(file, (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)}, "image")
     with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'mnist', but these images have 3"):
-        prepare_run(run_of(f"clients: 2\ndata: {{name: mnist, root: {root}}}"), "run")
+        prepare(load_experiment(f"clients: 2\ndata: {{name: mnist, root: {root}}}"))
 
 
 def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
@@ -260,7 +261,7 @@ def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
         file = root / "mnist" / f"{split}.parquet"
         write(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
     run = load_experiment("mnist", ["seed=0", f"data.root={root}"]).runs[1]
-    assert prepare_run(run, "run").dataset.train.images.shape == (20, 1, 28, 28)
+    assert prepare_run(run, "run", make_strategy(run)).dataset.train.images.shape == (20, 1, 28, 28)
 
 
 # --- a folder of images ------------------------------------------------------

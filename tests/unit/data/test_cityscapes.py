@@ -17,9 +17,10 @@ from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.images import Images, Stream
 from fedbn_flwr.data.load import DataSet, load
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import own_test, partition_of, prepare_run, resolve
-from fedbn_flwr.experiment.settings import Settings, parse_yaml, read_experiment
+from fedbn_flwr.experiment.data import own_test, partition_of, resolve
+from fedbn_flwr.experiment.find import load_experiment, read_experiment
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.settings import Experiment, Settings
 from tests.unit.data.test_data import png
 
 # Label id -> train id, as Cityscapes defines them; all other ids are 255.
@@ -70,9 +71,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def run_of(root: Path, text: str = "", *overrides: str) -> Settings:
+def experiment_of(root: Path, text: str = "", *overrides: str) -> Experiment:
     base = f"{{clients: 2, data: {{name: cityscapes, root: {root}, crop: 16{', ' + text if text else ''}}}}}"
-    (run,) = read_experiment(parse_yaml(base), overrides).runs
+    return load_experiment(base, overrides)
+
+
+def run_of(root: Path, text: str = "", *overrides: str) -> Settings:
+    (run,) = experiment_of(root, text, *overrides).runs
     return run
 
 
@@ -213,7 +218,7 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
     with pytest.raises(
         SettingsError, match=f"kind is '{name}', which goes by the class of each image, but 'cityscapes'"
     ):
-        prepare_run(run_of(root, f"partition: {{kind: {kind}}}", "model.name=resnet20"), "run")
+        prepare(experiment_of(root, f"partition: {{kind: {kind}}}", "model.name=resnet20"))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,7 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
 )
 def test_bad_input_is_one_message(root: Path, text: str, words: list[str], message: str) -> None:
     with pytest.raises((DataError, SettingsError), match=message) as caught:
-        prepare_run(run_of(root, text, *words), "run")
+        prepare(experiment_of(root, text, *words))
     assert "\n" not in str(caught.value)
 
 
@@ -239,16 +244,16 @@ def test_a_model_of_pixels_is_refused_for_labels_of_images(tmp_path: Path, monke
         "from torch import nn\n\ndef make(num_classes):\n    return nn.Conv2d(1, num_classes, 1)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    (run,) = read_experiment({"model": {"name": "pixels_model:make"}}).runs
+    experiment = read_experiment({"model": {"name": "pixels_model:make"}})
     with pytest.raises(SettingsError, match=r"make' has an answer for each pixel, but 'digits' has one label for"):
-        prepare_run(run, "run")
+        prepare(experiment)
 
 
 def test_a_side_that_the_network_does_not_take_is_named(root: Path) -> None:
     pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
-    run = run_of(root, "", "data.crop=20", "model.name=deeplabv3plus_mobilenet_v2")
+    experiment = experiment_of(root, "", "data.crop=20", "model.name=deeplabv3plus_mobilenet_v2")
     with pytest.raises(SettingsError, match=r"does not take the 3x20x20 images of 'cityscapes'.*divisible by 16"):
-        prepare_run(run, "run")
+        prepare(experiment)
 
 
 def test_an_image_without_labels_is_named(root: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 
 from fedbn_flwr import cli
 from fedbn_flwr.data.load import load
-from fedbn_flwr.experiment.prepare import own_test, resolve, rows_by_domain
-from fedbn_flwr.experiment.settings import Settings, parse_yaml, read_experiment
+from fedbn_flwr.experiment.data import own_test, resolve, rows_by_domain
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.settings import Settings
 from tests.unit.data.test_catalogue import numbered, write
 
 SITES = ["farm yard", "sea"]

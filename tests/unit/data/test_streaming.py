@@ -21,9 +21,8 @@ from fedbn_flwr.data.decoding import Files
 from fedbn_flwr.data.images import Images, Stream
 from fedbn_flwr.data.load import DataSet, load
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import prepare_run
-from fedbn_flwr.experiment.settings import read_experiment
+from fedbn_flwr.experiment.find import load_experiment, read_experiment
+from fedbn_flwr.experiment.prepare import prepare
 from tests.unit.data.test_data import pixels, png, write
 
 EVERYTHING = ("resized_crop", "crop", "flip", "rotate")
@@ -300,7 +299,7 @@ def test_imagenet_is_a_folder_of_its_thousand_classes(folder: Path) -> None:
         for i in range(1_000):
             (place := folder / "imagenet" / part / f"n{i:08}").mkdir(parents=True)
             (place / f"n{i:08}_{i}.JPEG").write_bytes(jpeg(shapes[i % 4] if i < 8 or i % 60 == 0 else (8, 8), i))
-    run = load_experiment(
+    experiment = load_experiment(
         "quick",
         [
             f"data={{name: imagenet, root: {folder}, memory: 0.1, partition: {{kind: iid}}}}",
@@ -308,8 +307,8 @@ def test_imagenet_is_a_folder_of_its_thousand_classes(folder: Path) -> None:
             "clients=2",
             "strategy={name: FedAvg}",
         ],
-    ).runs[0]
-    prepared = prepare_run(run, "run")
+    )
+    (prepared,) = prepare(experiment)
     data = prepared.dataset
     assert isinstance(data.train, Stream)
     assert (data.classes, data.channels, data.size) == (1_000, 3, (224, 224))
@@ -345,4 +344,4 @@ def test_bad_settings_are_named(text: str, message: str) -> None:
     import yaml
 
     with pytest.raises(ValueError, match=message):
-        prepare_run(read_experiment({"data": yaml.safe_load(text)}).runs[0], "run")
+        prepare(read_experiment({"data": yaml.safe_load(text)}))

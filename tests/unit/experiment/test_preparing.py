@@ -11,8 +11,10 @@ from torch import nn
 
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.prepare import make_client, make_strategy, prepare_run
-from fedbn_flwr.experiment.settings import Settings, parse_yaml, read_experiment
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.experiment.prepare import make_strategy, prepare
+from fedbn_flwr.experiment.settings import Experiment
 from fedbn_flwr.strategies import FedAvg
 
 SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.steps=2"
@@ -70,21 +72,20 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-def run_of(strategy: dict[str, Any], norm: str) -> Settings:
-    (run,) = read_experiment({"strategy": strategy, "model": {"norm": norm}, "rounds": 2}).runs
-    return run
+def experiment_of(strategy: dict[str, Any], norm: str) -> Experiment:
+    return read_experiment({"strategy": strategy, "model": {"norm": norm}, "rounds": 2})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_a_norm_with_arithmetic_of_its_own_is_refused_where_it_would_be_lost(rule: dict[str, Any]) -> None:
     message = rf"strategy {rule['name']}.* 'bn1' of 'cnn' is a BatchRenorm, whose own .* use model\.norm: bn"
     with pytest.raises(SettingsError, match=message):
-        prepare_run(run_of(rule, "brn"), "run")
-    prepare_run(run_of(rule, "bn"), "run")
+        prepare(experiment_of(rule, "brn"))
+    prepare(experiment_of(rule, "bn"))
 
 
 def test_other_rules_take_it() -> None:
-    prepare_run(run_of({"name": "FixBN", "freeze_round": 1}, "brn"), "run")
+    prepare(experiment_of({"name": "FixBN", "freeze_round": 1}, "brn"))
 
 
 def strategy_of(text: str) -> object:

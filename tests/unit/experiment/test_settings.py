@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-import fedbn_flwr.experiment.prepare as preparing_module
+import fedbn_flwr.experiment.data as experiment_data
+import fedbn_flwr.experiment.prepare as experiment_prepare
 from fedbn_flwr.data.catalogue import find
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import DataSet, Groups
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import load_experiment, run_names, shipped_experiments
-from fedbn_flwr.experiment.prepare import prepare_run
-from fedbn_flwr.experiment.settings import (
-    Data,
-    Natural,
-    Settings,
+from fedbn_flwr.experiment.find import (
+    load_experiment,
     merge,
     parse_overrides,
     parse_yaml,
     read_experiment,
-    read_file,
+    run_names,
+    shipped_experiments,
 )
+from fedbn_flwr.experiment.prepare import make_strategy, prepare, prepare_run
+from fedbn_flwr.experiment.settings import Data, Natural, Settings
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
 FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
@@ -67,7 +67,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     return DataSet(data.name, part, part, tuple(map(str, range(classes))), natural=natural)
 
 
-load_data = preparing_module.load_data
+load_data = experiment_data.load_data
 
 
 def test_there_are_shipped_experiments() -> None:
@@ -77,17 +77,18 @@ def test_there_are_shipped_experiments() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXPERIMENTS)))
 def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing_module, "load_data", stand_in)
-    preparing_module.partition_of.cache_clear()
-    experiment = read_file(file)
+    for module in (experiment_data, experiment_prepare):
+        monkeypatch.setattr(module, "load_data", stand_in)
+    experiment_data.partition_of.cache_clear()
+    experiment = load_experiment(str(file))
     assert experiment.description, "fedbn list experiments shows it"
     names = run_names(experiment)
     for run, name in zip(experiment.runs, names, strict=True):
         if run.data.crop is not None:  # networks of pixels take seconds to try
             run = run.model_copy(update={"data": run.data.model_copy(update={"crop": 64})})
-        prepared = prepare_run(run, name)
+        prepared = prepare_run(run, name, make_strategy(run))
         assert prepared.name == name
-    preparing_module.partition_of.cache_clear()
+    experiment_data.partition_of.cache_clear()
 
 
 def test_a_shipped_experiment_is_found_by_name() -> None:
@@ -187,7 +188,7 @@ def test_a_file_that_is_not_a_mapping_is_refused() -> None:
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the experiment .*absent\.yaml.*No such file"):
-        read_file(tmp_path / "absent.yaml")
+        load_experiment(str(tmp_path / "absent.yaml"))
 
 
 def test_settings_are_frozen() -> None:
@@ -342,7 +343,7 @@ def test_the_same_seed_twice_is_refused() -> None:
 
 def refused(text: str) -> str:
     with pytest.raises(SettingsError) as caught:
-        prepare_run(read(text), "run")
+        prepare(read_experiment(parse_yaml(text)))
     return str(caught.value)
 
 

@@ -12,8 +12,8 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.prepare import partition_of, resolve, rows_by_domain
-from fedbn_flwr.experiment.settings import parse_yaml, read_experiment
+from fedbn_flwr.experiment.data import partition_of, resolve, rows_by_domain
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from tests.unit.data.test_data import png
 
 KEPT = CATALOGUE["domainnet10"].keep

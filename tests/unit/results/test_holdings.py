@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import who_holds_what
-from fedbn_flwr.experiment.settings import parse_yaml, read_experiment
+from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.partition import who_holds_what
 from fedbn_flwr.results.partition import PartitionCounts, _colours, holdings_table, plot_holdings
 
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))

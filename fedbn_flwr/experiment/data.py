@@ -1,0 +1,176 @@
+"""A run's data: loaded, split among the clients, and normalised."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data.catalogue import CATALOGUE, find
+from fedbn_flwr.data.load import DataSet, load
+from fedbn_flwr.data.partition.registry import BY_CLASS, partition, share_test
+from fedbn_flwr.errors import SettingsError
+
+from . import settings
+from .settings import Settings
+
+
+def resolve(run: Settings) -> Settings:
+    """The run with what the catalogue says of its data filled in; what the file says stays."""
+    data, entry = run.data, find(run.data.name)
+    moments = entry is not None and entry.moments is not None
+    if data.normalise == "official" and not moments:
+        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
+        raise SettingsError(
+            f"data.normalise is 'official', but {data.name!r} has no official mean and deviation; use moments or unit "
+            f"(official is known for {known})"
+        )
+    changes = {
+        "size": data.size or (entry.size if entry else None),
+        "normalise": data.normalise or ("official" if moments else "moments"),
+        "augment": data.augment if data.augment is not None else (entry.augment if entry else ()),
+        "fit": data.fit or (entry.fit if entry else "stretch"),
+        "crop": data.crop or (entry.crop if entry else None),
+    }
+    return run.model_copy(update={"data": data.model_copy(update=changes)})
+
+
+# What has no say in which images there are, or who holds them.
+PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
+
+
+def load_data(data: settings.Data, device: str) -> DataSet:
+    # Runs that differ in how the data is split or augmented share one copy of it.
+    split = data.partition
+    plain = data.model_copy(
+        update={
+            "partition": split if isinstance(split, settings.Natural) else settings.Iid(kind="iid"),
+            **PLAIN,
+        }
+    )
+    return _loaded(plain, device)
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(data: settings.Data, device: str) -> DataSet:
+    dataset = load(
+        data.name,
+        root=data.root,
+        image=data.image,
+        label=data.label,
+        domain=data.domain,
+        domains=data.domains,
+        natural=data.partition.column if isinstance(data.partition, settings.Natural) else None,
+        train=data.train,
+        test=data.test,
+        size=data.size,
+        fit=data.fit,
+        classes=data.classes,
+        stream=data.stream,
+        memory=data.memory,
+        readers=data.readers,
+    ).to(torch.device(device))
+    for key, found in (("classes", dataset.classes), ("channels", dataset.channels)):
+        if (given := getattr(data, key)) is not None and given != found:
+            raise SettingsError(f"data.{key} is {given}, but {data.name!r} has {found} {key}")
+    return dataset
+
+
+@functools.lru_cache(maxsize=8)
+def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
+    dataset = load_data(data, device)
+    options = data.partition.model_dump()
+    kind, column = options.pop("kind"), options.pop("column", None)
+    if dataset.dense and kind in BY_CLASS:
+        raise SettingsError(
+            f"data.partition.kind is {kind!r}, which goes by the class of each image, but {data.name!r} has a label "
+            "for each pixel; use iid, domain or natural"
+        )
+    groups = dataset.natural if column is not None else dataset.domains
+    return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
+
+
+@functools.lru_cache(maxsize=8)
+def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
+    dataset = load_data(data, device)
+    parts = partition_of(data, clients, seed, device)
+    train, test = dataset.train.labels.cpu(), dataset.test.labels.cpu()
+    if (domains := dataset.domains) is not None and domains.test is not None:
+        # A class of one domain and that of another are two: what a client holds of each, it is tested on.
+        train, test = train + dataset.classes * domains.train, test + dataset.classes * domains.test
+    return share_test(parts, train, test, seed)
+
+
+def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
+    """Indices of each domain's test images, by a name that can be part of a metric's."""
+    domains = dataset.domains
+    if domains is None or domains.test is None:
+        return {}
+    rows = {name: (domains.test == number).nonzero()[:, 0] for number, name in enumerate(domains.names)}
+    return {re.sub(r"\W+", "_", name): found for name, found in rows.items() if len(found)}
+
+
+def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation by which images are normalised."""
+    if run.data.normalise == "unit":
+        return (0.0,) * dataset.channels, (1.0,) * dataset.channels
+    entry = find(run.data.name)
+    if run.data.normalise == "official" and entry is not None and entry.moments is not None:
+        if len(entry.moments[0]) != dataset.channels:
+            raise SettingsError(
+                f"data.normalise is 'official' with {len(entry.moments[0])} channels for {run.data.name!r}, but these "
+                f"images have {dataset.channels}; use moments or unit"
+            )
+        return entry.moments
+    return dataset.moments
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model must know of the images; a DataSet knows it too."""
+
+    classes: int
+    channels: int
+    size: tuple[int, int]
+    dense: bool  # whether each pixel has a label
+
+
+def shape_without_data(run: Settings) -> Shape:
+    """As the experiment says it, for a server that has no data."""
+    data = run.data
+    missing = [f"data.{key}" for key in ("classes", "channels", "size") if getattr(data, key) is None]
+    if missing:
+        raise SettingsError(
+            f"evaluate.server is false, so the server reads no data, and {', '.join(missing)} must be given, for "
+            "instance data: {classes: 10, channels: 3, size: 32}"
+        )
+    assert data.classes is not None
+    assert data.channels is not None
+    assert data.size is not None
+    size = (data.size, data.size) if isinstance(data.size, int) else data.size
+    return Shape(data.classes, data.channels, size, dense=data.crop is not None)
+
+
+def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
+    """What a file says of crops fits the labels: one for each image, or one for each pixel."""
+    name, cut = run.data.name, run.data.crop
+    if not dataset.dense:
+        if cut is not None:
+            raise SettingsError(
+                f"data.crop is {cut}, but {name!r} has one label for each image; it is for data with a label for each "
+                "pixel (data.augment has crops of images: crop, resized_crop)"
+            )
+        return
+    if moved := [each for each in run.data.augment or () if each != "flip"]:
+        raise SettingsError(
+            f"data.augment has {moved[0]!r}, but {name!r} has a label for each pixel, which would stay where it is; "
+            "there are flip, and data.crop"
+        )
+    if cut is not None and cut > min(dataset.size):
+        height, width = dataset.size
+        raise SettingsError(f"data.crop is {cut}, but the images of {name!r} have {height}x{width} pixels")

@@ -1,0 +1,76 @@
+"""A run's model: built, and tried on images of the right shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr import seeding
+from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.models.build import build_model
+
+from .data import Shape
+from .settings import Settings
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("engine.device is 'cuda', but PyTorch finds no GPU here; use auto or cpu")
+    return torch.device(name)
+
+
+def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
+    """The run's model, its first weights a function of the seed."""
+    classes = run.model.classes or dataset.classes
+    if classes != dataset.classes:
+        raise SettingsError(f"model.classes is {classes}, but {run.data.name!r} has {dataset.classes} classes")
+    options = {"groups": run.model.groups, **run.model.brn.model_dump()}  # a norm takes its own
+    with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
+        return build_model(
+            run.model.name,
+            classes,
+            run.model.norm,
+            in_channels=dataset.channels,
+            image_size=run.model.image_size or dataset.size,
+            stem=run.model.stem,
+            **options,
+        )
+
+
+def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
+    """Two images through the model: a wrong size shows here rather than on a client."""
+    model.eval()
+    sizes = [dataset.size]
+    if run.data.crop is not None:
+        sizes.insert(0, (run.data.crop, run.data.crop))
+    for height, width in dict.fromkeys(sizes):
+        try:
+            with torch.no_grad():
+                # Two, as static batch norm has no variance of one value.
+                logits = model(torch.zeros(2, dataset.channels, height, width, device=device))
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SettingsError(
+                f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
+                f"{run.data.name!r}: {reason}"
+            ) from None
+        if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
+            raise SettingsError(
+                f"model.name={run.model.name!r} has an answer for each pixel, but {run.data.name!r} has one label for "
+                "each image; use a model of images, such as resnet18, or data with a label for each pixel"
+            )
+        if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
+            raise SettingsError(
+                f"model.name={run.model.name!r} has one answer for each image, but {run.data.name!r} has a label for "
+                "each pixel; use a model of pixels, such as deeplabv3plus_mobilenet_v2"
+            )
+        expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
+        if not isinstance(logits, Tensor) or list(logits.shape[: len(expected)]) != expected:
+            found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise SettingsError(
+                f"model.name={run.model.name!r} answers a batch of 2 images with {found}; expected logits of shape "
+                f"{expected}, as {run.data.name!r} has {dataset.classes} classes"
+            )

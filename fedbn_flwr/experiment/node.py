@@ -1,0 +1,155 @@
+"""The client's half of a run: what a node trains and evaluates with."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from flwr.app import Context
+from torch import Tensor
+
+from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
+from fedbn_flwr.client.training import CosineSchedule, StepSchedule
+from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages import protocol
+
+from . import settings
+from .data import check_labels, load_data, moments_of, own_test, partition_of, resolve, rows_by_domain
+from .find import from_run_config, run_names
+from .model import choose_device, make_model
+from .settings import Experiment, Settings
+
+
+def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
+    """The client of the node `context`, in an experiment that its run config names."""
+    return client_of(from_run_config(context.run_config), context, config)
+
+
+def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any]) -> BNClient:
+    """The client of the node `context`, in the run that `config` names (the first, where it names none)."""
+    names = run_names(experiment)
+    name = str(config.get(protocol.RUN, names[0]))
+    if name not in names:
+        raise SettingsError(f"the server asks for the run {name!r}, this client's experiment has {names}")
+    run = resolve(experiment.runs[names.index(name)])
+    torch.set_num_threads(run.engine.threads)
+    device = choose_device(run.engine.device)
+    node = context.node_config
+    client, clients = int(node.get("partition-id", -1)), int(node.get("num-partitions", run.clients))
+    if clients != run.clients or not 0 <= client < clients:
+        raise SettingsError(
+            f"this node is partition-id={node.get('partition-id')} of num-partitions={clients}, the experiment has "
+            f'clients={run.clients}; set --node-config "partition-id=... num-partitions={run.clients}"'
+        )
+    if "data" in node or "domain" in node:  # the site has data of its own, all of which is this client's
+        mine: dict[str, Any] = {"partition": settings.Iid(kind="iid")}
+        mine["domains"] = (str(node["domain"]),) if "domain" in node else ()
+        if "data" in node:
+            mine |= {"name": str(node["data"]), "root": None}
+        dataset = load_data(run.data.model_copy(update=mine), str(device))
+        check_labels(run, dataset)
+        indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
+    else:
+        dataset = load_data(run.data, str(device))
+        indices = partition_of(run.data, clients, run.seed, str(device))[client]
+        own = own_test(run.data, clients, run.seed, str(device))[client]
+    last = run.train.channels_last
+    pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
+    if (tensors := pool.take()) is None:
+        model = make_model(run, dataset).to(device)
+        if last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        tensors = ModelTensors(model if ":" in run.model.name else flatten_storage(model))
+    made = BNClient(
+        tensors,
+        ClientBatches(
+            dataset.train,
+            indices,
+            moments_of(run, dataset),
+            batch_size=run.train.batch_size,
+            client=client,
+            seed=run.seed,
+            augment=run.data.augment or (),
+            pad=run.data.pad,
+            cut=run.data.crop if dataset.dense else None,
+        ),
+        functools.partial(_tests_of, run, dataset, own),
+        lr=functools.partial(learning_rate, run),
+        epochs=run.train.epochs,
+        steps=run.train.steps,
+        momentum=run.train.momentum,
+        keep_momentum=run.train.keep_momentum,
+        weight_decay=run.train.weight_decay,
+        channels_last=last,
+        precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
+        seed=run.seed,
+        device=device,
+        context=context,
+    )
+    if ":" not in run.model.name:  # a network of the user's own may keep more than its state dict
+        pool.lend(tensors, made)
+    return made
+
+
+def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBatches]:
+    """A client's test sets: all test images, its own, and of its own those of each domain."""
+    test = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
+    tests = {"": test(), "own": test(own)} if len(own) else {"": test()}
+    for domain, rows in rows_by_domain(dataset).items():
+        if len(both := own[torch.isin(own, rows)]):
+            tests[f"own@{domain}"] = test(both)
+    return tests
+
+
+class ModelPool:
+    """Models of one kind, each used by one client at a time: building one can take longer than a round of training.
+
+    A model is free again once the client that it was lent to no longer exists.
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[ModelTensors, weakref.ref[BNClient]]] = []
+        self._first: list[Tensor] = []  # the values that such a model is built with
+        self._lock = threading.Lock()  # clients of a FedTAN round are made side by side
+
+    def take(self) -> ModelTensors | None:
+        """A free model with the values that it was built with, or None."""
+        with self._lock:
+            free = next((entry for entry in self._lent if entry[1]() is None), None)
+            if free is None:
+                return None
+            self._lent.remove(free)
+        tensors = free[0]
+        if not tensors.are_current():
+            return None
+        for parameter in tensors.parameters.values():
+            parameter.grad = None
+        torch._foreach_copy_(list(tensors.tensors.values()), self._first)
+        return tensors
+
+    def lend(self, tensors: ModelTensors, client: BNClient) -> None:
+        """Note that `client` uses a model, which is new or was taken from here."""
+        with self._lock:
+            if not self._first:
+                self._first = [value.clone() for value in tensors.tensors.values()]
+            self._lent.append((tensors, weakref.ref(client)))
+
+
+@functools.lru_cache(maxsize=4)
+def _pool(kind: Hashable, device: str) -> ModelPool:
+    return ModelPool()
+
+
+def learning_rate(run: Settings, server_round: int) -> float:
+    schedule = run.train.schedule
+    if schedule.kind == "cosine":
+        return CosineSchedule(run.train.lr)(server_round, run.rounds)
+    milestones = schedule.milestones if schedule.kind == "step" else ()
+    return StepSchedule(run.train.lr, milestones, schedule.gamma)(server_round, run.rounds)

@@ -1,0 +1,46 @@
+"""The partitions of an experiment, counted: `fedbn partition EXPERIMENT`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.results.partition import PartitionCounts
+
+from . import settings
+from .data import PLAIN, load_data, partition_of, resolve
+from .settings import Experiment
+
+
+def who_holds_what(experiment: Experiment) -> list[PartitionCounts]:
+    """The partitions of an experiment, counted: one for each that its runs use, with the first seed of each."""
+    found: dict[tuple[settings.Data, int], list[str]] = {}
+    seeds: dict[tuple[settings.Data, int], int] = {}
+    for run in map(resolve, experiment.runs):
+        key = run.data.model_copy(update=PLAIN), run.clients
+        seeds.setdefault(key, run.seed)
+        found.setdefault(key, []).append(run.label)
+    held = []
+    for (data, clients), labels in found.items():
+        dataset = load_data(data, "cpu")
+        parts = partition_of(data, clients, seeds[data, clients], "cpu")
+        # Where each pixel has a label, images are counted, whatever is in them.
+        classes = ("images",) if dataset.dense else dataset.class_names
+        counts = [torch.bincount(dataset.train.labels[part], minlength=len(classes)).tolist() for part in parts]
+        options = {key: value for key, value in data.partition.model_dump().items() if value is not None}
+        words = [options.pop("kind"), *(f"{key}={value}" for key, value in options.items())]
+        title = f"{data.name}: {', '.join(words)}, clients={clients}, seed={seeds[data, clients]}"
+        if len(found) > 1:  # whose it is
+            names = list(dict.fromkeys(labels))
+            title += f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        held.append(PartitionCounts(title, classes, tuple(map(tuple, counts)), _names_of(data, dataset, parts)))
+    return held
+
+
+def _names_of(data: settings.Data, dataset: DataSet, parts: Sequence[Tensor]) -> tuple[str, ...]:
+    """What the clients of a split by groups are called: the group of their images."""
+    groups = {"domain": dataset.domains, "natural": dataset.natural}.get(data.partition.kind)
+    return () if groups is None else tuple(groups.names[int(groups.train[part[0]])] for part in parts)
