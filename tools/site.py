@@ -1,0 +1,38 @@
+"""Adds to the documentation site a page per strategy, from its module, and the changelog; a hook of MkDocs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(file for file in (ROOT / "strategies").glob("*.py") if not file.name.startswith("_"))
+
+
+def title(module: Path) -> str:
+    """The classes that a module is about: those that it defines and the package exports."""
+    classes = [
+        node.name for node in ast.parse(module.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    ]
+    return ", ".join(name for name in classes if not name.startswith("_"))
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    pages = [{title(module): f"strategies/{module.stem}.md"} for module in MODULES]
+    assert config.nav is not None
+    config.nav = [{"Strategies": pages} if "Strategies" in entry else entry for entry in config.nav]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for module in MODULES:
+        content = f"# {title(module)}\n\n::: strategies.{module.stem}\n    options:\n      show_root_heading: false\n"
+        files.append(File.generated(config, f"strategies/{module.stem}.md", content=content))
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(
+        File.generated(config, "changelog.md", content=changes.replace("[README](README.md#architecture)", "README"))
+    )
+    return files

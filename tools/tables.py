@@ -1,0 +1,224 @@
+"""Writes the generated tables of the documentation; `--check` only reports which pages are not current.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the
+settings, registries and docstrings. A column that no code knows, such as the meaning of a key, is kept from the page;
+a row without it is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.experiment import settings
+from fedbn_flwr.models.build import MODELS
+from fedbn_flwr.norms.convert import NORMS
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from strategies._registry import arguments
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Row = tuple[str | None, ...]  # None: the page's own text
+Table = tuple[tuple[str, ...], list[Row]]
+
+
+def literal(value: Any) -> str:
+    """A default as an experiment file has it."""
+    match value:
+        case bool():
+            text = str(value).lower()
+        case str() | int() | float():
+            text = str(value)
+        case BaseModel():
+            pairs = (f"{name}: {getattr(value, name)}" for name in type(value).model_fields)
+            text = f"{{{', '.join(pairs)}}}"
+        case Mapping():
+            text = f"{{{', '.join(f'{key}: {item}' for key, item in value.items())}}}"
+        case _:
+            text = f"[{', '.join(map(str, value))}]"
+    return f"`{text}`"
+
+
+def default_of(field: FieldInfo) -> str | None:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return None if value is None or value == "" or value == () else literal(value)
+
+
+def section(prefix: str, model: type[BaseModel], whole: tuple[type[BaseModel], ...] = ()) -> Iterator[Row]:
+    """A row for each key of a section, those of sections inside it included."""
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and inner not in whole:
+            yield from section(f"{prefix}{name}.", inner)
+        elif name not in ("partition", "label"):
+            yield f"`{prefix}{name}`", default_of(field), None
+
+
+def run_keys() -> Table:
+    own = {name: field for name, field in settings.Settings.model_fields.items() if _plain(field)}
+    rows: list[Row] = [(f"`{name}`", default_of(field), None) for name, field in own.items() if name != "label"]
+    return ("key", "default", "meaning"), [
+        *rows,
+        *((f"`{name}`", None, None) for name in ("description", "seeds", "runs")),
+    ]
+
+
+def _plain(field: FieldInfo) -> bool:
+    return not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+
+
+def keys_of(name: str) -> Callable[[], Table]:
+    def table() -> Table:
+        model = settings.Settings.model_fields[name].annotation
+        assert isinstance(model, type)
+        return ("key", "default", "meaning"), list(section(f"{name}.", model, (settings.Renorm,)))
+
+    return table
+
+
+def partitions() -> Table:
+    rows: list[Row] = []
+    for model in get_args(get_args(settings.Partition)[0]):
+        keys = []
+        for name, field in model.model_fields.items():
+            if name != "kind":
+                default = default_of(field)
+                keys.append(f"`{name}`" + (f" ({default})" if default not in (None, "required") else ""))
+        kind = get_args(model.model_fields["kind"].annotation)[0]
+        rows.append((f"`{kind}`", ", ".join(keys), None))
+    return ("kind", "keys (defaults)", "what a client holds"), rows
+
+
+def documented(cls: type) -> dict[str, str]:
+    """The parameters in a class's docstring, and those of its bases: the first sentence on each."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        doc = inspect.cleandoc(vars(base).get("__doc__") or "")
+        _, _, parameters = doc.partition("Parameters\n----------\n")
+        for match in re.finditer(r"^([\w, ]+) : .*\n((?:(?:    .*)?\n?)+)", parameters, re.MULTILINE):
+            text = " ".join(match[2].split())
+            for name in match[1].split(", "):
+                found.setdefault(name, re.split(r"(?<=\.) (?=[A-Z])", text)[0])
+    return found
+
+
+def strategies() -> Table:
+    common = set(arguments("FedAvg"))
+    rows: list[Row] = []
+    for name, cls in STRATEGIES.items():
+        meanings = documented(getattr(cls, "inner", None) or object) | documented(cls)
+        own = [key for key in arguments(name) if key not in common or cls is FedAvg]
+        shown_name = f"`{name}`"
+        for key in own:
+            default = arguments(name)[key].default
+            shown = "required" if default is inspect.Parameter.empty else "" if default is None else literal(default)
+            rows.append((shown_name, f"`{key}`", shown, meanings.get(key, "")))
+            shown_name = ""
+        if not own:
+            rows.append((shown_name, "", "", ""))
+    return ("strategy", "argument", "default", "meaning"), rows
+
+
+def models() -> Table:
+    rows: list[Row] = [(f"`{name}`", None, _first_line(model)) for name, model in MODELS.items()]
+    return ("network", "images", "description"), rows
+
+
+def _first_line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
+
+
+def norms() -> Table:
+    return ("normaliser", "description"), [(f"`{name}`", text) for name, (text, _) in NORMS.items()]
+
+
+def datasets() -> Table:
+    columns = ("`data.name`", "data set", "classes", "pixels", "on the hub", "`data.augment`")
+    rows: list[Row] = []
+    for name, entry in CATALOGUE.items():
+        domains = f"; domains {', '.join(f'`{domain}`' for domain in entry.domains)}" if entry.domains else ""
+        hub = f"`{entry.hub}`" if entry.hub else ""
+        augment = f"`[{', '.join(entry.augment)}]`" if entry.augment else ""
+        rows.append((f"`{name}`", entry.title + domains, str(entry.classes), str(entry.size or ""), hub, augment))
+    return columns, rows
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "run": run_keys,
+    "data": keys_of("data"),
+    "model": keys_of("model"),
+    "train": keys_of("train"),
+    "evaluate": keys_of("evaluate"),
+    "engine": keys_of("engine"),
+    "partitions": partitions,
+    "strategies": strategies,
+    "models": models,
+    "norms": norms,
+    "datasets": datasets,
+}
+
+
+class Undescribed(Exception):
+    """A row lacks what only the page can say."""
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])]
+
+
+def render(name: str, old: str) -> str:
+    columns, rows = TABLES[name]()
+    kept = {row[0]: row for row in map(cells, old.strip().splitlines()[2:]) if row}
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        before = kept.get(str(row[0]), [])
+        full = []
+        for column, cell in enumerate(row):
+            if cell is None:
+                cell = before[column] if column < len(before) else ""
+                if not cell and column == len(row) - 1:
+                    raise Undescribed(f"table {name}: describe {row[0]} in the column {columns[column]!r}")
+            full.append(cell)
+        lines.append(f"| {' | '.join(full)} |".replace("  ", " "))
+    return "\n".join(lines) + "\n"
+
+
+def renew(text: str) -> str:
+    return MARKED.sub(lambda match: match[1] + render(match[2], match[3]) + match[4], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    wrong = False
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        try:
+            new = renew(text)
+        except Undescribed as error:
+            print(f"{page.relative_to(ROOT)}: {error}")
+            wrong = True
+            continue
+        if new != text and check:
+            print(f"{page.relative_to(ROOT)}: a table is not current; run python tools/tables.py")
+            wrong = True
+        elif new != text:
+            page.write_text(new, encoding="utf-8")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
