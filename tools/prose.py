@@ -1,8 +1,8 @@
 """Checks the project's prose against a list of words to avoid: `python tools/prose.py [PATH ...]`.
 
 Prose is documentation in Markdown outside of code, and comments and strings of Python (docstrings and error messages
-included), comments of YAML, TOML and shell files. `prose_baseline.txt` lists the folders that still contain such
-words and how many: more is an error, and `--update` lowers the numbers where there are fewer.
+included), comments of YAML, TOML and shell files. `prose_baseline.txt` lists the top folders that still contain
+such words and how many: more is an error, and `--update` lowers the numbers where there are fewer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def project_files() -> list[Path]:
 
 
 def folder(file: Path) -> str:
-    return str(file.relative_to(ROOT).parent)
+    return file.relative_to(ROOT).parts[0] if file.parent != ROOT else "."
 
 
 def read_baseline() -> Counter[str]:
