@@ -22,6 +22,9 @@ os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="fedbn-tests-")
 os.environ["HF_HOME"] = os.environ["FLWR_HOME"] + "/huggingface"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FEDBN_CACHE"] = os.environ["FLWR_HOME"] + "/cache"
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # Tests start many processes: without compiled files each would compile torch again.
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "fedbn-pycache"))
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what Flower's dependencies think of each other's releases
@@ -35,12 +38,24 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
-from tests.support.network import Deployment, missing_tools
+from tests.support.network import Deployment
 from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
 
 # The same examples in every run: a test that fails, fails for everybody.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=60)
 settings.load_profile("fixed")
+
+
+# Fixtures of a session that take long to make: with `pytest -n`, all tests that use one run in one process.
+SHARED = ("deployment", "real_deployment", "clean_environment", "wheel")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `pytest -n`, tests of a file stay in one process, for the fixtures of its module."""
+    for item in items:
+        used = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        item.add_marker(pytest.mark.xdist_group(used[0] if used else item.nodeid.partition("::")[0]))
 
 
 def pytest_unconfigure() -> None:
@@ -162,10 +177,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A SuperLink and its sites as processes, for all tests of a file."""
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    """A SuperLink and its sites as processes. A test leaves it as it was: all services up, all nodes connected."""
     with Deployment(tmp_path_factory.mktemp("deployment")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def real_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The same with Flower's own intervals."""
+    with Deployment(tmp_path_factory.mktemp("deployment"), real_clocks=True) as running:
         yield running

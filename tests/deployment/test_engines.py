@@ -13,7 +13,7 @@ from tests.federation import test_resume as resuming
 from tests.support.command import ROOT, fedbn
 from tests.support.network import Deployment, missing_tools
 
-pytestmark = pytest.mark.engines
+pytestmark = pytest.mark.deployment
 
 EXPERIMENT = ROOT / "apps" / "experiments" / "quick.yaml"  # three clients, three rounds, FixBN from round 2 on
 

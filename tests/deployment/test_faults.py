@@ -20,7 +20,7 @@ from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import fedbn
 from tests.support.network import Deployment, wait_for
 
-pytestmark = pytest.mark.engines
+pytestmark = pytest.mark.deployment
 
 ADMITTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
 

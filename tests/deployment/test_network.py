@@ -28,9 +28,17 @@ from safetensors.numpy import load_file
 
 from fedbn_flwr.exchange.config import PREFIX, Direct
 from tests.support.command import fedbn
-from tests.support.network import COMPOSE, KEYS, ROOT, Deployment, make_keys, missing_tools, read_compose, wait_for
-
-needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
+from tests.support.network import (
+    COMPOSE,
+    KEYS,
+    ROOT,
+    Deployment,
+    make_keys,
+    missing_tools,
+    needs_tools,
+    read_compose,
+    wait_for,
+)
 
 # Small enough that nearly all of its time is Flower's.
 EXPERIMENT = {
@@ -263,7 +271,7 @@ def test_sites_gives_the_number_of_keys(tmp_path: Path, monkeypatch: pytest.Monk
 # --- the real thing ---
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment) -> None:
     run = deployment.run_app({"experiment": json.dumps(EXPERIMENT), "set": "engine.device=cpu"})
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
@@ -273,7 +281,7 @@ def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment
     assert any(key.endswith("running_mean") for key in load_file(run / "model.safetensors"))
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> None:
     """Message 2004 of the SuperLink, exit code 305 of the node."""
     folder = deployment.folder / "stranger-keys"
@@ -287,7 +295,7 @@ def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> N
     assert "[code: 2004]" in stranger.output(), stranger.output()
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployment) -> None:
     address = f"127.0.0.1:{deployment.port('superlink', 8000)}/health"
     ours = ssl.create_default_context(cafile=str(deployment.keys / "ca.crt"))
@@ -301,7 +309,7 @@ def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployme
         urlopen(f"http://{address}", timeout=10)
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_registering_again_changes_nothing(deployment: Deployment) -> None:
     """`docker compose up` runs it at every start, and the SuperLink's database outlives them."""
     again = deployment.launch("register", "register-again")
@@ -325,7 +333,7 @@ def fedtan(deployment: Deployment, **more: Any) -> Path:
     return deployment.run_app({"experiment": json.dumps(experiment), "set": "engine.device=cpu"})
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_streams_and_messages_give_the_same_arrays_and_counts_as_the_local_engine(
     deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -399,7 +407,7 @@ def history(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(deployment: Deployment) -> None:
     with one_client_stopped(deployment) as (run, pids):
         os.kill(pids[1], signal.SIGKILL)
@@ -411,7 +419,7 @@ def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(d
     assert second["messages_down"] >= 2 * 3
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(deployment: Deployment) -> None:
     """Its connection stays, but it answers no pings; the round's time for an exchange (600 s) need not pass."""
     with one_client_stopped(deployment) as (run, pids):
@@ -433,7 +441,7 @@ def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(dep
     assert first["messages_up"] - 2 in (2 + 2, 3 + 2)
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> None:
     services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
     with one_client_stopped(deployment) as (run, pids):

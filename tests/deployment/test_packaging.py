@@ -14,7 +14,7 @@ import fedbn_flwr
 from tests.support.command import ROOT, fedbn
 from tests.support.packages import CLEAN, needs_uv, run
 
-pytestmark = [pytest.mark.engines, needs_uv]
+pytestmark = [pytest.mark.deployment, needs_uv]
 
 
 def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:

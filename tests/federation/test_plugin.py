@@ -190,7 +190,7 @@ def test_the_readme_s_lines_work() -> None:
 # --- on Flower's own runtime -------------------------------------------------
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 def test_flower_s_simulation_runs_the_project_as_it_is() -> None:
     done = fedbn("flwr", "run", PROJECT, *OPTIONS, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -199,7 +199,7 @@ def test_flower_s_simulation_runs_the_project_as_it_is() -> None:
     assert not re.search(r"and [1-9]\d* failures", done.stdout)
 
 
-@pytest.mark.engines
+@pytest.mark.deployment
 @needs_uv
 @pytest.mark.parametrize("rule", SERVER)
 def test_with_our_wheel_installed_flower_s_simulation_gives_the_local_engine_s_numbers(

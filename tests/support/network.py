@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import io
 import json
 import os
 import re
@@ -18,21 +20,29 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
+import pytest
 import yaml
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = ROOT / "docker-compose.yml"
 KEYS = "./deploy/keys"
 HOME = "/app"  # home and working folder in Flower's images
+QUICK = Path(__file__).with_name("quick.py")
 
 
 def missing_tools() -> list[str]:
     return [tool for tool in ("openssl", "ssh-keygen") if shutil.which(tool) is None]
+
+
+needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
 
 
 def make_keys(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -110,8 +120,9 @@ class Service:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = folder.joinpath("cmdline").read_text(errors="replace").split("\0")
-                is_app = any(Path(word).name in ("flwr-clientapp", "flwr-serverapp") for word in words[:3])
+                words = [folder.joinpath("comm").read_text().strip()]
+                words += folder.joinpath("cmdline").read_text(errors="replace").split("\0")[:3]
+                is_app = any(Path(word).name in ("flwr-clientapp", "flwr-serverapp") for word in words)
                 if is_app and os.getsid(int(folder.name)) == self._process.pid:
                     found.append(int(folder.name))
         return found
@@ -123,11 +134,20 @@ class Service:
 class Deployment:
     """All services of the file. Use as a context manager, or call `start` and `stop`.
 
-    `folder` gets the keys, the volumes, and one folder per service with its output.
+    `folder` gets the keys, the volumes, and one folder per service with its output. Flower's programs wait as long as
+    they do for users only with `real_clocks`.
     """
 
-    def __init__(self, folder: Path, file: Path = COMPOSE, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        file: Path = COMPOSE,
+        variables: Mapping[str, str] | None = None,
+        *,
+        real_clocks: bool = False,
+    ) -> None:
         self.folder = folder
+        self.real_clocks = real_clocks
         self.keys = folder / "keys"
         self.services: dict[str, Any] = read_compose(variables, file)["services"]
         self.running: dict[str, Service] = {}
@@ -206,7 +226,7 @@ class Deployment:
         words = [*given["entrypoint"], *given.get("command", [])]
         self.running[name] = Service(
             name,
-            [self.rewrite(word, service, where, name) for word in words],
+            self.quickly([self.rewrite(word, service, where, name) for word in words]),
             self.environment(
                 {key: self.rewrite(value, service, where, name) for key, value in given["environment"].items()},
                 where[HOME],
@@ -215,6 +235,11 @@ class Deployment:
             given.get("stop_signal", "SIGTERM"),
         )
         return self.running[name]
+
+    def quickly(self, command: list[str]) -> list[str]:
+        if self.real_clocks or not command[0].startswith("flower-"):
+            return command
+        return [sys.executable, str(QUICK), *command]
 
     def is_healthy(self, service: str) -> bool:
         if self.running[service].has_ended():
@@ -232,6 +257,8 @@ class Deployment:
 
     def start(self) -> None:
         """Start every service once those that it depends on are as the file demands."""
+        if missing_tools():
+            pytest.skip(f"not installed: {', '.join(missing_tools())}")
         made = make_keys(self.keys, "--nodes", str(sum(name.startswith("supernode-") for name in self.services)))
         assert made.returncode == 0, made.stderr
         for names in self._levels():
@@ -302,7 +329,7 @@ class Deployment:
 
     # --- a user's commands ---
 
-    def flwr(self, *words: str, seconds: float = 60) -> str:
+    def flwr(self, *words: str) -> str:
         """The `flwr` command on the user's side, with the link `remote`."""
         home = self.folder / "user"
         home.mkdir(exist_ok=True)
@@ -312,23 +339,28 @@ class Deployment:
             encoding="utf-8",
         )
         given = self.services["superlink"]["environment"] | {"FLWR_HOME": str(home)}
-        done = subprocess.run(
-            ["flwr", *words],
-            cwd=home,
-            env=self.environment(given, home),
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        assert done.returncode == 0, f"{shlex.join(['flwr', *words])}\n{done.stdout}{done.stderr}\n{self.outputs()}"
-        return done.stdout
+        # In this process: the command's own would spend more than a second on imports.
+        printed = io.StringIO()
+        with warnings.catch_warnings(), mock.patch.object(sys, "__stdout__", printed):  # where it writes JSON
+            warnings.simplefilter("ignore")  # it uses what typer deprecates
+            app = importlib.import_module("flwr.cli.app").app
+            done = CliRunner().invoke(app, words, env=given)
+        assert done.exit_code == 0, f"{shlex.join(['flwr', *words])}\n{done.output}\n{self.outputs()}"
+        return printed.getvalue() or done.stdout
 
     def submit(self, run_config: Mapping[str, Any]) -> str:
-        """Have this checkout run with `run_config`, and return the run's id."""
+        """Have this checkout's app run with `run_config`, and return the run's id."""
+        app = self.folder / "fedbn-flwr"
+        if not app.exists():  # without the environment in the checkout, which Flower would search at each run
+            for name in ("apps", "fedbn_flwr", "strategies"):
+                shutil.copytree(ROOT / name, app / name, ignore=shutil.ignore_patterns("__pycache__"))
+            for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+                shutil.copy(ROOT / name, app)
         settings = self.folder / "run-config.toml"
         # JSON's strings, numbers and booleans are TOML's.
         settings.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in run_config.items()))
-        answer = json.loads(self.flwr("run", str(ROOT), "remote", "--run-config", str(settings), "--format", "json"))
+        answer = json.loads(self.flwr("run", str(app), "remote", "--run-config", str(settings), "--format", "json"))
+        assert "run-id" in answer, answer
         return str(answer["run-id"])
 
     def status(self, run_id: str) -> str:
@@ -343,7 +375,9 @@ class Deployment:
         """The status of the run when it has ended, or after so many seconds."""
         deadline = time.monotonic() + seconds
         while not (last := self.status(run_id)).startswith("finished") and time.monotonic() < deadline:
-            time.sleep(2)
+            ended = [name for name, service in self.running.items() if service.is_ours() and service.has_ended()]
+            assert not ended, f"{', '.join(ended)} ended\n{self.outputs()}"
+            time.sleep(0.2)
         return last
 
     def run_app(self, run_config: Mapping[str, Any], seconds: float = 300) -> Path:

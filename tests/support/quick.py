@@ -1,0 +1,98 @@
+"""Runs one of Flower's programs with shorter waits: `python quick.py flower-supernode ...`. For tests only.
+
+Flower 1.41 polls every 3 s, notices a lost node after 60 s, and starts a Python process for each message, which
+imports torch. Here it polls every 0.1 s, notices after 12 s, and a SuperExec that has imported torch forks its apps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+POLL = 0.1  # seconds
+CONSTANTS = {
+    "flwr.common.constant": {
+        "HEARTBEAT_DEFAULT_INTERVAL": 6,  # a node is offline when two of them have passed
+        "HEARTBEAT_MIN_INTERVAL": 1,
+        "HEARTBEAT_CALL_TIMEOUT": 2,
+        "LOG_STREAM_INTERVAL": POLL,
+    },
+    "flwr.supercore.constant": {"PULL_INITIAL_BACKOFF": POLL, "PULL_BACKOFF_CAP": 1},
+}
+# What an app imports besides its own code, which comes with each run.
+PRELOADED = ("torch", "torchvision", "torch.utils.data", "sklearn.datasets", "pydantic", "safetensors.torch", "yaml")
+SET_NAME = 15  # PR_SET_NAME of prctl(2)
+
+
+def shorten() -> None:
+    for module, values in CONSTANTS.items():
+        importlib.import_module(module)
+        for loaded in [each for name, each in sys.modules.items() if name.startswith("flwr.")]:
+            for name in values.keys() & vars(loaded).keys():
+                setattr(loaded, name, values[name])
+    node = importlib.import_module("flwr.supernode.start_client_internal")
+    node.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL)))  # type: ignore[attr-defined]
+
+
+def program(name: str) -> object:
+    (script,) = entry_points(group="console_scripts", name=name)
+    return script.load()
+
+
+def run(name: str, arguments: Sequence[str]) -> None:
+    sys.argv = [name, *arguments]
+    main = program(name)
+    assert callable(main)
+    main()
+
+
+def fork(command: Sequence[str], stdout: int | None = None, stderr: int | None = None) -> None:
+    """Run an app's program in a copy of this process, under its own name; stands for subprocess.Popen."""
+    if os.fork():
+        return
+    status = 1
+    try:
+        if stdout == subprocess.DEVNULL:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ctypes.CDLL(None).prctl(SET_NAME, command[0].encode())
+        run(command[0], command[1:])
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def preload() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for name in ("flwr-clientapp", "flwr-serverapp"):
+        program(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the apps
+    executor = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    executor.subprocess = SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    shorten()
+    if sys.argv[1] == "flower-superexec":
+        os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = str(POLL)
+        preload()
+    run(sys.argv[1], sys.argv[2:])
