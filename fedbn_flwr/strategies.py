@@ -11,4 +11,3 @@ if TYPE_CHECKING:
 else:
     __path__ = [str(Path(__file__).resolve().parent.parent / "strategies")]
     from fedbn_flwr.strategies.__init__ import *  # noqa: F403
-    from fedbn_flwr.strategies.__init__ import __all__  # noqa: F401

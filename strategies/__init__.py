@@ -1,37 +1,32 @@
 """One Flower Strategy per aggregation rule; import them from `fedbn_flwr.strategies`."""
 
-from ._memory import CannotSave, restore, state
-from ._registry import STRATEGIES, build_strategy, describe_strategies
-from ._wrapper import (
-    Wrapper,
-    check,
-    global_model,
-    has_global_model,
-    kept_by_clients,
-    notes,
-    personal,
-    prepare,
-    replaces_norm,
-)
-from .fedavg import FedAvg
-from .fedbn import FedBN
-from .fedbs import FedBS
-from .fedprox import FedProx
-from .fedtan import FedAvgGlobalStats, FedTAN, FedTANII
-from .fedwon import FedWon
-from .fixbn import FixBN
-from .globalmomentum import GlobalMomentum
-from .heterobn import HeteroBN
-from .meanstatistics import MeanStatistics
-from .scaffold import Scaffold
-from .silobn import SiloBN
-from .standalone import Standalone
+from fedbn_flwr.messages.screening import Reply as Reply
 
-__all__ = [
-    "FedAvg", "FedAvgGlobalStats", "FedBN", "FedBS", "FedProx", "FedTAN", "FedTANII", "FedWon", "FixBN",
-    "GlobalMomentum", "HeteroBN",
-    "MeanStatistics", "Scaffold", "SiloBN", "Standalone",
-    "STRATEGIES", "CannotSave", "Wrapper", "build_strategy", "check", "describe_strategies", "global_model",
-    "has_global_model", "kept_by_clients", "notes", "personal", "prepare", "replaces_norm", "restore",
-    "state",
-]  # fmt: skip
+from ._records import CannotSave as CannotSave
+from ._registry import build_strategy as build_strategy
+from ._registry import describe_strategies as describe_strategies
+from ._registry import register
+from ._rule import Round as Round
+from ._rule import Rule as Rule
+from ._rule import Traits as Traits
+from ._wrapper import Wrapper as Wrapper
+from ._wrapper import as_rule as as_rule
+
+# The rules, one line each: the registry is made of these names.
+from .fedavg import FedAvg as FedAvg
+from .fedbn import FedBN as FedBN
+from .fedbs import FedBS as FedBS
+from .fedprox import FedProx as FedProx
+from .fedtan import FedAvgGlobalStats as FedAvgGlobalStats
+from .fedtan import FedTAN as FedTAN
+from .fedtan import FedTANII as FedTANII
+from .fedwon import FedWon as FedWon
+from .fixbn import FixBN as FixBN
+from .globalmomentum import GlobalMomentum as GlobalMomentum
+from .heterobn import HeteroBN as HeteroBN
+from .meanstatistics import MeanStatistics as MeanStatistics
+from .scaffold import Scaffold as Scaffold
+from .silobn import SiloBN as SiloBN
+from .standalone import Standalone as Standalone
+
+STRATEGIES = register(globals())

@@ -10,41 +10,20 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
+from ._rule import Rule
 from ._wrapper import Wrapper
-from .fedavg import FedAvg
-from .fedbn import FedBN
-from .fedbs import FedBS
-from .fedprox import FedProx
-from .fedtan import FedAvgGlobalStats, FedTAN, FedTANII
-from .fedwon import FedWon
-from .fixbn import FixBN
-from .globalmomentum import GlobalMomentum
-from .heterobn import HeteroBN
-from .meanstatistics import MeanStatistics
-from .scaffold import Scaffold
-from .silobn import SiloBN
-from .standalone import Standalone
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "FedAvg": FedAvg,
-    "FedProx": FedProx,
-    "FixBN": FixBN,
-    "FedBN": FedBN,
-    "SiloBN": SiloBN,
-    "HeteroBN": HeteroBN,
-    "Standalone": Standalone,
-    "FedTAN": FedTAN,
-    "MeanStatistics": MeanStatistics,
-    "FedTANII": FedTANII,
-    "FedAvgGlobalStats": FedAvgGlobalStats,
-    "Scaffold": Scaffold,
-    "FedBS": FedBS,
-    "FedWon": FedWon,
-    "GlobalMomentum": GlobalMomentum,
-}
+STRATEGIES: dict[str, type[Rule]] = {}
 
 # Arguments that are objects or names of records; a file has no use for them.
-_NOT_IN_FILES = {"self", "args", "kwargs", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn"}
+_NOT_IN_FILES = {"self", "options", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn"}
+
+
+def register(names: Mapping[str, Any]) -> dict[str, type[Rule]]:
+    """Make STRATEGIES of the rules among the names of this package."""
+    rules = {name: value for name, value in names.items() if isinstance(value, type) and issubclass(value, Rule)}
+    STRATEGIES.update({name: rule for name, rule in rules.items() if rule not in (Rule, Wrapper)})
+    return STRATEGIES
 
 
 def arguments(name: str) -> dict[str, inspect.Parameter]:

@@ -13,27 +13,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import seeding
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
-from fedbn_flwr.messages.arrays import arrays_in, metrics_in, metrics_of, pack, record_of, unpack
+from fedbn_flwr.messages.arrays import metrics_of, pack, record_of, unpack
+from fedbn_flwr.messages.screening import (
+    Reply,
+    number_problem,
+    one_line,
+    only_metrics,
+    partition_of,
+    read_reply,
+    refuse_records,
+)
+from fedbn_flwr.norms.roles import roles, split
 
-from ._memory import numbers
-from ._wrapper import check, prepare
+from ._rule import Round, Rule, returned_roles
+
+MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
-class FedAvg(FlowerFedAvg):
+class FedAvgOptions(TypedDict, total=False):
+    """The arguments of `FedAvg`, for rules that pass theirs on."""
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MeanOfMetrics | None
+    evaluate_metrics_aggr_fn: MeanOfMetrics | None
+    seed: int
+    node_timeout: float
+
+
+class FedAvg(Rule, FlowerFedAvg):
     """Flower's FedAvg with its arguments, and these:
 
     Parameters
@@ -44,18 +72,40 @@ class FedAvg(FlowerFedAvg):
         Seconds to wait for enough nodes to connect.
     """
 
-    def __init__(self, *args: Any, seed: int = 0, node_timeout: float = 600, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    @dataclass
+    class Memory(Rule.Memory):
+        partitions: dict[int, int] = field(default_factory=dict)  # by node id, as far as nodes have reported theirs
+
+    memory: Memory
+    shares: dict[int, float]
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = protocol.NUM_EXAMPLES,
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MeanOfMetrics | None = None,
+        evaluate_metrics_aggr_fn: MeanOfMetrics | None = None,
+        *,
+        seed: int = 0,
+        node_timeout: float = 600,
+    ) -> None:
+        super().__init__(
+            fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
+            weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, evaluate_metrics_aggr_fn,
+        )  # fmt: skip
         self.seed = seed
         self.node_timeout = node_timeout
-        self.shares: dict[int, float] = {}  # whose replies made the last mean, in order, and their weights
-        self._partitions: dict[int, int] = {}  # node id -> partition, as far as nodes have told
-        self._global: ArrayRecord | None = None  # the model of this round, and the part that was sent
-        self._sent: ArrayRecord | None = None
-        self._asked = 0
-        self._left_out: list[str] = []  # whose replies of this round were of no use, and why
-        self._run: dict[str, Any] = {}  # which run it is, and so which model clients build
-        self._unpacked: tuple[ArrayRecord | None, Arrays] = (None, {})
+        self.memory = self.Memory()
+        self.shares = {}
+        self.round: Round | None = None  # the one that clients train in
+        self.asked = 0  # clients that were sent its model
+        self.left_out: list[str] = []  # whose replies could not be used, and why
 
     # --- sending ---
 
@@ -64,47 +114,61 @@ class FedAvg(FlowerFedAvg):
     ) -> Iterable[Message]:
         if self.fraction_train == 0.0:
             return []
-        self._left_out = []
-        self._run = {key: config[key] for key in protocol.OF_RUN if key in config}
-        nodes = self._choose(grid, server_round, self.fraction_train, self.min_train_nodes, "train")
-        self._global, self._sent, self._asked = arrays, self.outgoing(arrays), len(nodes)
-        return self._messages(server_round, self._sent, config, nodes, MessageType.TRAIN)
+        self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
+        nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
+        self.asked, self.left_out = len(nodes), []
+        told = dict(self.instructions(round))
+        if self.traits.returned and (back := returned_roles(self.traits, roles(arrays).values())):
+            told[protocol.RETURN] = protocol.join(back)
+        records = {name: pack(values) for name, values in self.records(round).items() if values}
+        return self._messages(round, records, told, nodes, MessageType.TRAIN)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         if self.fraction_evaluate == 0.0:
             return []
-        nodes = self._choose(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        return self._messages(server_round, self.outgoing(arrays), config, nodes, MessageType.EVALUATE)
+        round = Round(server_round, self.num_rounds, arrays, config, grid)
+        nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
+        return self._messages(round, {}, {}, nodes, MessageType.EVALUATE)
 
     def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The part of the global model that clients are sent: all of it, unless a rule keeps some at home."""
-        return arrays
+        """The part of the global model that clients are sent: all but the roles that stay on the client."""
+        kept = self.traits.kept
+        return record_of(split(arrays, roles(arrays), kept)[1]) if kept else arrays
 
-    def expected(self) -> list[str]:
-        """The keys that a client sends back: those it was sent, unless a rule asks for more."""
-        return [] if self._sent is None else list(self._sent)
+    def expected(self, arrays: ArrayRecord) -> list[str]:
+        """The keys that a client sends back."""
+        of = roles(arrays)
+        absent = self.traits.kept - returned_roles(self.traits, of.values())
+        return [key for key, role in of.items() if role not in absent]
 
     def _messages(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: Iterable[int], kind: str
+        self,
+        round: Round,
+        records: Mapping[str, ArrayRecord],
+        told: Mapping[str, Any],
+        nodes: Iterable[int],
+        kind: str,
     ) -> list[Message]:
-        config[protocol.ROUND] = server_round
-        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        # A new record: Flower's loop gives every round the same one.
+        config = ConfigRecord({**round.config, **told, protocol.ROUND: round.number})
+        arrays = {self.arrayrecord_key: self.outgoing(round.arrays), **records}
+        content = RecordDict({**arrays, self.configrecord_key: config})
         return [Message(content, node, kind) for node in nodes]
 
-    def _choose(self, grid: Grid, server_round: int, fraction: float, least: int, purpose: str) -> list[int]:
+    def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
         """The nodes of this round: a function of the seed, the round and the partitions."""
-        needed = max(self.min_available_nodes, least)
-        nodes = self._wait_for_nodes(grid, needed)
-        for node in sorted(self._partitions.keys() - set(nodes), key=self._position):
-            log(WARNING, "round %d, %s: without %s, which is not connected", server_round, purpose, self._who(node))
+        partitions = self.memory.partitions
+        nodes = self._wait_for_nodes(round.grid, max(self.min_available_nodes, least))
+        for node in sorted(partitions.keys() - set(nodes), key=self._position):
+            log(WARNING, "round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
         count = max(int(len(nodes) * fraction), least)
         if count < len(nodes):
-            self._ask_for_partitions(grid, [node for node in nodes if node not in self._partitions])
+            self._ask_for_partitions(round, [node for node in nodes if node not in partitions])
         nodes.sort(key=self._position)
         if count < len(nodes):
-            random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
+            random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", round.number))
             chosen = sorted(random.choice(len(nodes), size=count, replace=False))
             nodes = [nodes[i] for i in chosen]
         return nodes
@@ -131,29 +195,27 @@ class FedAvg(FlowerFedAvg):
             time.sleep(0.2)
         return nodes
 
-    def _ask_for_partitions(self, grid: Grid, nodes: Sequence[int]) -> None:
+    def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
         """Node ids are random in every run; who is chosen must not be."""
         if not nodes:
             return
-        content = RecordDict({self.configrecord_key: ConfigRecord(self._run)})
+        content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
-        for reply in grid.send_and_receive(questions, timeout=self.node_timeout):
+        for reply in round.grid.send_and_receive(questions, timeout=self.node_timeout):
             if reply.has_content():
                 self._note_partition(reply)
 
     def _note_partition(self, reply: Message) -> None:
-        for metrics in metrics_in(reply.content).values():
-            partition = metrics.get(protocol.PARTITION)
-            if isinstance(partition, int):
-                self._partitions[reply.metadata.src_node_id] = partition
+        if (partition := partition_of(reply.content)) is not None:
+            self.memory.partitions[reply.metadata.src_node_id] = partition
 
     def _position(self, node: int) -> tuple[int, int, int]:
-        """Sorts nodes by partition; those that never told theirs follow by node id."""
-        partition = self._partitions.get(node)
+        """Sorts nodes by partition; nodes that never reported theirs follow by node id."""
+        partition = self.memory.partitions.get(node)
         return (1, 0, node) if partition is None else (0, partition, node)
 
     def _who(self, node: int) -> str:
-        partition = self._partitions.get(node)
+        partition = self.memory.partitions.get(node)
         return f"node {node}" if partition is None else f"client {partition} (node {node})"
 
     # --- receiving ---
@@ -162,39 +224,50 @@ class FedAvg(FlowerFedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         self.shares = {}
-        usable = self._usable(server_round, list(replies), with_arrays=True)
-        if not usable:
+        round, messages = self.round, list(replies)
+        if round is None or self.fraction_train == 0.0:
             return None, None
-        contents = [reply.content for reply in usable]
-        weights = self.weights(server_round, contents)
+        like, expected, names = unpack(round.arrays), self.expected(round.arrays), list(self.records(round))
+
+        def problem(message: Message) -> str | None:
+            if bad := number_problem(only_metrics(message.content), self.weighted_by_key):
+                return bad
+            reply = read_reply(message, self.arrayrecord_key, names)
+            return fault(reply.arrays, like, expected) or self.problem(round, reply)
+
+        messages = refuse_records(messages, names, like)
+        usable = self.screen(f"round {server_round}", messages, self.asked, problem)
+        found = [read_reply(message, self.arrayrecord_key, names) for message in usable]
+        weights = self.weights(round, found)
         if not sum(weights) > 0:
             raise RunFailed(
                 f"round {server_round}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero"
             )
-        self.shares = {reply.metadata.src_node_id: weight for reply, weight in zip(usable, weights, strict=True)}
-        mean = pack(weighted_mean((unpack(self._arrays(content)) for content in contents), weights))
-        if self._global is not None and list(mean) != list(self._global):  # what did not travel stays as it is
-            mean = record_of({key: mean.get(key, value) for key, value in self._global.items()})
-        return mean, self._mean_metrics(contents, self.train_metrics_aggr_fn)
+        self.shares = {reply.node: weight for reply, weight in zip(found, weights, strict=True)}
+        model = pack(self.combine(round, found, weights))
+        if list(model) != list(round.arrays):  # what did not travel stays as it is
+            model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
+        self.after_round(round, found, weights)
+        return model, self._mean_metrics(usable, self.train_metrics_aggr_fn)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        usable = self._usable(server_round, list(replies), with_arrays=False)
-        if not usable:
-            return None
-        return self._mean_metrics([reply.content for reply in usable], self.evaluate_metrics_aggr_fn)
+        def problem(message: Message) -> str | None:
+            return number_problem(only_metrics(message.content), self.weighted_by_key)
 
-    def weights(self, server_round: int, contents: Sequence[RecordDict]) -> list[float]:
-        """Each reply's weight in the mean, up to scale: p_i, the client's number of examples."""
-        return [_weight(content, self.weighted_by_key) for content in contents]
+        # A run does not end for want of an evaluation: no reply is needed.
+        usable = self.screen(f"round {server_round}, evaluation", replies, 0, problem)
+        return self._mean_metrics(usable, self.evaluate_metrics_aggr_fn) if usable else None
 
-    def _usable(self, server_round: int, replies: list[Message], *, with_arrays: bool) -> list[Message]:
-        """The replies that can be aggregated, in the order of their partitions."""
-        what = f"round {server_round}" if with_arrays else f"round {server_round}, evaluation"
-        asked = self._asked if with_arrays else 0  # a run does not end for want of an evaluation
-        return self.screen(what, replies, asked, lambda content: self._problem(content, with_arrays))
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        """p_i, up to scale: the client's number of examples."""
+        return [reply.number(self.weighted_by_key) for reply in replies]
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        """sum_i p_i w_i"""
+        return weighted_mean((reply.arrays for reply in replies), weights)
 
     def screen(
-        self, what: str, replies: Iterable[Message], asked: int, problem: Callable[[RecordDict], str | None]
+        self, what: str, replies: Iterable[Message], asked: int, problem: Callable[[Message], str | None]
     ) -> list[Message]:
         """The replies in which `problem` finds nothing, in the order of partitions; the others are named in the log.
 
@@ -208,108 +281,37 @@ class FedAvg(FlowerFedAvg):
                 reasons.append(f"{self._who(node)}: {reply.error.reason or f'error code {reply.error.code}'}")
                 continue
             self._note_partition(reply)
-            if (reason := problem(reply.content)) is None:
+            try:
+                reason = problem(reply)
+            except MessageError as error:
+                reason = str(error)
+            if reason is None:
                 usable.append(reply)
             else:
                 reasons.append(f"{self._who(node)}: {reason}")
         reasons.sort()
         if (silent := asked - len(replies)) > 0:
             reasons.append(f"{silent} of {asked} clients did not answer in time")
-        self._left_out += reasons
+        self.left_out += reasons
         needed = max(1, min(self.min_train_nodes, asked)) if asked else 0
         if len(usable) < needed:
-            listed = "".join(f"\n  - {_one_line(reason)}" for reason in self._left_out) or " no reply"
+            listed = "".join(f"\n  - {one_line(reason)}" for reason in self.left_out) or " no reply"
             raise RunFailed(
                 f"{what}: {len(usable)} of {asked} clients sent a usable reply, {needed} are needed:{listed}"
             )
         for reason in reasons:
-            log(WARNING, "%s: left out %s", what, _one_line(reason))
+            log(WARNING, "%s: left out %s", what, one_line(reason))
         return sorted(usable, key=lambda reply: self._position(reply.metadata.src_node_id))
 
-    def _problem(self, content: RecordDict, with_arrays: bool) -> str | None:
-        """Why a reply cannot be aggregated, or None."""
-        if len(metrics_in(content)) != 1:
-            return f"the reply has {len(metrics_in(content))} MetricRecords, expected one"
-        weight = metrics_of(content).get(self.weighted_by_key)
-        if isinstance(weight, list) or weight is None or not np.isfinite(weight) or weight < 0:
-            return f"the reply's metrics have {self.weighted_by_key!r} = {weight!r}, expected a number, zero or more"
-        if not with_arrays:
-            return None
-        records = arrays_in(content)
-        if self.arrayrecord_key not in records and len(records) != 1:
-            return f"the reply has {len(records)} ArrayRecords, expected one"
-        if self._global is None:
-            return None
-        try:
-            arrays = unpack(self._arrays(content))
-        except Exception as error:  # what a client sends may be anything
-            return f"the reply's arrays cannot be read: {error}"
-        return fault(arrays, self._like, self.expected())
-
-    @property
-    def _like(self) -> Mapping[str, np.ndarray]:
-        """The global model's arrays, unpacked once a round."""
-        assert self._global is not None
-        if self._unpacked[0] is not self._global:
-            self._unpacked = (self._global, unpack(self._global))
-        return self._unpacked[1]
-
-    def _arrays(self, content: RecordDict) -> ArrayRecord:
-        records = arrays_in(content)
-        return records[self.arrayrecord_key] if self.arrayrecord_key in records else next(iter(records.values()))
-
-    def _mean_metrics(
-        self, contents: list[RecordDict], mean: Callable[[list[RecordDict], str], MetricRecord]
-    ) -> MetricRecord:
+    def _mean_metrics(self, replies: Sequence[Message], mean: MeanOfMetrics) -> MetricRecord:
         """The clients' mean metrics, of the keys that all of them sent; a partition's number has no mean."""
-        records = [metrics_of(content) for content in contents]
+        records = [metrics_of(reply.content) for reply in replies]
         common = set.intersection(*(set(record) for record in records))
         common -= {protocol.PARTITION, protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES} - {self.weighted_by_key}
         kept = [
             RecordDict({"metrics": MetricRecord({key: value for key, value in record.items() if key in common})})
             for record in records
         ]
-        if not any(_weight(content, self.weighted_by_key) for content in contents):
+        if not any(record[self.weighted_by_key] for record in records):
             return MetricRecord()  # a mean over nothing
         return mean(kept, self.weighted_by_key)
-
-    # --- the run ---
-
-    def check(self, num_rounds: int) -> None:
-        """Nothing to check; rules that depend on the number of rounds do."""
-
-    def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        self._partitions.clear()
-
-    def state(self) -> RecordDict:
-        """What the rule remembers from round to round; one with a memory of its own adds it."""
-        nodes = ConfigRecord({"nodes": list(self._partitions), "partitions": list(self._partitions.values())})
-        return RecordDict({"partitions": nodes})
-
-    def restore(self, records: RecordDict) -> None:
-        told = numbers(records, "partitions")
-        self._partitions.update(zip(told.get("nodes", []), told.get("partitions", []), strict=True))
-
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        check(self, num_rounds)
-        prepare(self, num_rounds, initial_arrays)
-        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
-
-
-def _weight(content: RecordDict, key: str) -> float:
-    value = metrics_of(content)[key]
-    assert isinstance(value, int | float), "checked by _problem"
-    return float(value)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

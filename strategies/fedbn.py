@@ -9,22 +9,17 @@ The paper leaves open what somebody outside the federation uses, and what its se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
-
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
+from typing import Any, Literal, Unpack
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import record_of
-from fedbn_flwr.norms.roles import Role, roles, split
+from fedbn_flwr.norms.roles import Role
 
-from .fedavg import FedAvg
+from ._rule import Traits
+from .fedavg import FedAvg, FedAvgOptions
 
 
 class LocalNorm(FedAvg):
-    """FedAvg of what is not at home on the clients; a model without batch norm makes it FedAvg itself.
+    """FedAvg over everything that clients do not keep; for a model without batch norm it is plain FedAvg.
 
     Parameters
     ----------
@@ -36,35 +31,20 @@ class LocalNorm(FedAvg):
     The other arguments are FedAvg's.
     """
 
-    personal = True
-    kept_by_clients = "their own batch norm"
-    at_home: frozenset[Role]  # the roles that stay on the client
+    kept: frozenset[Role]  # the roles that stay on the client
 
-    def __init__(self, *args: Any, global_norm: Literal["average", "initial"] = "average", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, *, global_norm: Literal["average", "initial"] = "average", **options: Unpack[FedAvgOptions]
+    ) -> None:
+        super().__init__(**options)
         if global_norm not in ("average", "initial"):
             raise SettingsError(f"global_norm is {global_norm!r}; expected 'average' or 'initial'")
         self.global_norm = global_norm
+        returned = self.kept if global_norm == "average" else frozenset[Role]()
+        self.traits = Traits(personal=True, client_memory="their own batch norm", kept=self.kept, returned=returned)
 
     def notes(self) -> dict[str, Any]:
         return {"global_norm": self.global_norm}
-
-    def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
-        return record_of(split(arrays, roles(arrays), self.at_home)[1])
-
-    def expected(self) -> list[str]:
-        if self._global is None or self.global_norm == "initial":
-            return super().expected()
-        return list(self._global)
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        # Only roles that the global model has: a server that holds no counters has no use for them.
-        kept = self.at_home & set(roles(arrays).values())
-        if kept and self.global_norm == "average":
-            config[protocol.RETURN] = protocol.join(kept)
-        return super().configure_train(server_round, arrays, config, grid)
 
 
 class FedBN(LocalNorm):
@@ -73,14 +53,20 @@ class FedBN(LocalNorm):
     Parameters
     ----------
     share : "nothing" | "statistics" (default: "nothing")
-        With "statistics" these are averaged and sent as in FedAvg, and gamma and beta alone stay.
+        With "statistics" these are averaged and sent as in FedAvg, and only gamma and beta stay.
 
     The other arguments are LocalNorm's and FedAvg's.
     """
 
-    def __init__(self, *args: Any, share: Literal["nothing", "statistics"] = "nothing", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        *,
+        share: Literal["nothing", "statistics"] = "nothing",
+        global_norm: Literal["average", "initial"] = "average",
+        **options: Unpack[FedAvgOptions],
+    ) -> None:
         if share not in ("nothing", "statistics"):
             raise SettingsError(f"share is {share!r}; expected 'nothing' or 'statistics'")
-        affine, statistics = frozenset({Role.AFFINE}), frozenset({Role.STATISTICS, Role.COUNTER})
-        self.at_home = affine if share == "statistics" else affine | statistics
+        statistics = frozenset({Role.STATISTICS, Role.COUNTER}) if share == "nothing" else frozenset[Role]()
+        self.kept = statistics | {Role.AFFINE}
+        super().__init__(global_norm=global_norm, **options)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -32,10 +32,11 @@ from fedbn_flwr.exchange.frames import HEADER_LIMIT
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, pooled_moments, weighted_mean
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, metrics_of, pack, unpack
+from fedbn_flwr.messages.screening import refused
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._wrapper import refused
-from .fedavg import FedAvg
+from ._rule import Round, Traits
+from .fedavg import FedAvg, FedAvgOptions
 from .fixbn import FixBN
 
 # What travels in each kind of exchange.
@@ -65,16 +66,16 @@ class FedTAN(FedAvg):
     """
 
     backward = True  # gradients are exchanged too
-    replaces_norm = True  # by batch norm over the clients' batches
+    traits = Traits(replaces_norm=True)  # by batch norm over the clients' batches
 
     def __init__(
         self,
-        *args: Any,
+        *,
         exchange: Literal["fused", "paper"] = "fused",
         weights: Literal["data", "batch"] = "data",
         exchange_timeout: float = 600,
         direct: Direct | bool = True,
-        **kwargs: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
         if exchange not in ("fused", "paper"):
             raise SettingsError(f"exchange is {exchange!r}; expected 'fused' or 'paper'")
@@ -88,16 +89,16 @@ class FedTAN(FedAvg):
         if not exchange_timeout > 0:
             raise SettingsError(f"exchange_timeout is {exchange_timeout!r}; expected seconds above zero")
         if weights == "batch":
-            kwargs.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
-        super().__init__(*args, **kwargs)
+            options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
+        super().__init__(**options)
         self.exchange = exchange
         self.weights_by = weights
         self.exchange_timeout = exchange_timeout
         self.direct = direct
         self._meeting: Meeting | None = None
 
-    def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().prepare(num_rounds, arrays)
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
         if (direct := self._service()) is not None:  # a wrong setting is told before the first round
             direct.check()
             if not (direct.encrypted or is_loopback(split(direct.address)[0])):
@@ -112,15 +113,19 @@ class FedTAN(FedAvg):
                 "running_mean); use FedAvg, or a model with model.norm=bn"
             )
 
+    def instructions(self, round: Round) -> dict[str, Any]:
+        if _frozen(round.config):  # there are no batch statistics to exchange
+            return {}
+        return {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward}
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         messages = list(super().configure_train(server_round, arrays, config, grid))
-        if not messages or _frozen(config):  # there are no batch statistics to exchange
+        if not messages or _frozen(config):
             return messages
-        shared = {key: config[key] for key in config}
-        shared |= {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward}
-        record: ArrayRecord = next(iter(arrays_in(messages[0].content).values()))
+        shared = dict(configs_in(messages[0].content)[self.configrecord_key])
+        record = arrays_in(messages[0].content)[self.arrayrecord_key]
         nodes = [message.metadata.dst_node_id for message in messages]
         if (direct := self._service()) is not None:
             return self._meet_directly(direct, server_round, record, shared, nodes, grid)
@@ -135,7 +140,7 @@ class FedTAN(FedAvg):
             return [_with_cure(reply) for reply in grid.send_and_receive(questions, timeout=self.exchange_timeout)]
 
         met = self._meet(server_round, nodes, record, query)
-        self._asked = len(met[0])
+        self.asked = len(met[0])
         return ask(MessageType.TRAIN, *met)
 
     def _meet(self, server_round: int, nodes: Sequence[int], model: ArrayRecord, ask: Ask) -> Outgoing:
@@ -200,7 +205,7 @@ class FedTAN(FedAvg):
             left = meeting.finish(replies)
             # Who dropped out on the way was told of, whatever it answers in the end.
             replies = [reply for reply in replies if reply.metadata.src_node_id not in meeting.nodes - left]
-            self._asked = len(left)
+            self.asked = len(left)
         return super().aggregate_train(server_round, replies)
 
     # --- what an exchange means ---
@@ -214,15 +219,15 @@ class FedTAN(FedAvg):
         """
         what = f"round {server_round}, exchange {step + 1}"
 
-        def problem(content: RecordDict) -> str | None:
-            return _exchange_problem(content, left)
+        def problem(reply: Message) -> str | None:
+            return _exchange_problem(reply.content, left)
 
         usable = self.screen(what, replies, asked, problem)
         forms = [_form(reply.content) for reply in usable]
         most = max(forms, key=forms.count)  # the first of them, where as many have another
 
-        def differs(content: RecordDict) -> str | None:
-            if (form := _form(content)) == most:
+        def differs(reply: Message) -> str | None:
+            if (form := _form(reply.content)) == most:
                 return None
             return f"it sent {form}, others {most}; do all clients have the same model?"
 
@@ -269,8 +274,8 @@ class FedTANII(FixBN):
     inner = FedTAN
     argument = "fedtan_rounds"
 
-    def __init__(self, *args: Any, fedtan_rounds: int | float = 0.1, **kwargs: Any) -> None:
-        super().__init__(self.inner(*args, **kwargs), freeze_round=fedtan_rounds)
+    def __init__(self, *, fedtan_rounds: int | float = 0.1, **options: Any) -> None:
+        super().__init__(self.inner(**options), freeze_round=fedtan_rounds)
 
 
 def _with_cure(reply: Message) -> Message:
@@ -281,7 +286,7 @@ def _with_cure(reply: Message) -> Message:
     )
 
 
-def _frozen(config: ConfigRecord) -> bool:
+def _frozen(config: Mapping[str, Any]) -> bool:
     return Role.STATISTICS in protocol.frozen_roles(config)
 
 

@@ -10,17 +10,16 @@ linear layer is not clipped, as in Brock et al. 2021, where the method comes fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role, roles
 
-from .fedavg import FedAvg
+from ._rule import Round
+from .fedavg import FedAvg, FedAvgOptions
 
 
 class FedWon(FedAvg):
@@ -34,14 +33,14 @@ class FedWon(FedAvg):
     The other arguments are FedAvg's.
     """
 
-    def __init__(self, *args: Any, clip: float | None = 0.1, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, clip: float | None = 0.1, **options: Unpack[FedAvgOptions]) -> None:
+        super().__init__(**options)
         if clip is not None and not clip >= 0:
             raise SettingsError(f"clip is {clip!r}; expected zero or more")
         self.clip = clip
 
-    def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().prepare(num_rounds, arrays)
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
         for key, role in roles(arrays).items():
             if role is Role.STATISTICS:
                 raise SettingsError(
@@ -49,11 +48,5 @@ class FedWon(FedAvg):
                     "model with model.norm=won, or convert_norm(model, 'won')"
                 )
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        if self.clip:
-            config[protocol.CLIP] = float(self.clip)
-        else:
-            config.pop(protocol.CLIP, None)
-        return super().configure_train(server_round, arrays, config, grid)
+    def instructions(self, round: Round) -> dict[str, Any]:
+        return {protocol.CLIP: float(self.clip)} if self.clip else {}

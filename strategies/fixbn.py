@@ -8,23 +8,23 @@ global ones, at no cost in communication.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, metrics_in, pack, record_of, unpack
+from fedbn_flwr.messages.aggregate import Array, Arrays
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.screening import Reply
 from fedbn_flwr.norms.roles import Role, roles, split
 
-from ._memory import inside, numbers
-from ._wrapper import Wrapper, check_some_left, refused
+from ._rule import Round
+from ._wrapper import Wrapper
 
 
 class FixBN(Wrapper):
@@ -50,7 +50,14 @@ class FixBN(Wrapper):
         server takes them from the replies that it aggregates anyway.
     """
 
-    argument = "freeze_round"  # what a user calls T*
+    @dataclass
+    class Memory(Wrapper.Memory):
+        last_free: int | None = None  # T*; with "auto" the number of rounds until it is decided
+        last: dict[str, Array] = field(default_factory=dict)  # with "auto", each client's last statistics s_t,
+        changes: dict[str, list[float]] = field(default_factory=dict)  # and how far they moved in its last W rounds
+
+    memory: Memory
+    argument = "freeze_round"  # the name of T* among the arguments
 
     def __init__(
         self,
@@ -84,10 +91,8 @@ class FixBN(Wrapper):
         self.freeze = frozenset(Role(name) for name in names)
         self.window = window
         self.threshold = threshold
-        self._last_free: int | None = freeze_round if isinstance(freeze_round, int) else None
-        self._frozen: ArrayRecord | None = None  # the model of a frozen round
-        self._sent: set[str] = set()  # the keys of it that clients were sent
-        self._drifts: dict[str, _Drift] = {}  # of each client, with "auto"
+        if isinstance(freeze_round, int):
+            self.memory.last_free = freeze_round
 
     def check(self, num_rounds: int) -> None:
         super().check(num_rounds)
@@ -97,135 +102,77 @@ class FixBN(Wrapper):
                 f"{num_rounds}, or a fraction such as 0.5"
             )
 
-    def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().prepare(num_rounds, arrays)
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
         if self.freeze_round == "auto":
-            self._last_free = num_rounds  # until it is decided
-            self._drifts.clear()
+            last_free = num_rounds
         elif isinstance(self.freeze_round, float):
-            self._last_free = int(self.freeze_round * num_rounds + 1e-9)  # 0.29 * 100 is 28.999999999999996
-        freezes = self.freeze_round == "auto" or (self._last_free is not None and self._last_free < num_rounds)
-        if freezes and not self._keys(arrays):
+            last_free = int(self.freeze_round * num_rounds + 1e-9)  # 0.29 * 100 is 28.999999999999996
+        else:
+            last_free = int(self.freeze_round)
+        self.memory.last_free = last_free
+        freezes = self.freeze_round == "auto" or last_free < num_rounds
+        if freezes and not split(arrays, roles(arrays), self.freeze)[0]:
             raise SettingsError(
                 "FixBN freezes batch norm, and the model has none (no key ends in running_mean); use its base "
                 "strategy, or a model with model.norm=bn"
             )
 
-    def state(self) -> RecordDict:
-        """With "auto", the round that it decided and each client's last rounds; else the arguments say it all."""
-        records = super().state()
-        if self.freeze_round == "auto" and self._last_free is not None:
-            records["fixbn"] = ConfigRecord({"last-free": self._last_free})
-            for who, drift in self._drifts.items():
-                last = {} if drift.last is None else {"last": drift.last}
-                records[f"drift/{who}"] = pack({"changes": np.array(drift.changes, np.float64), **last})
-        return records
-
-    def restore(self, records: RecordDict) -> None:
-        super().restore(records)
-        if self.freeze_round == "auto":
-            self._last_free = numbers(records, "fixbn")["last-free"]
-            for who, record in arrays_in(inside("drift", records)).items():
-                arrays = unpack(record)
-                self._drifts[who] = _Drift(deque(arrays["changes"].tolist(), self.window), arrays.get("last"))
-
     def notes(self) -> dict[str, Any]:
-        return super().notes() | {"freeze_round": self._last_free, "frozen": sorted(self.freeze)}
+        return {**super().notes(), "freeze_round": self.memory.last_free, "frozen": sorted(self.freeze)}
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        if self._last_free is None:
+    def instructions(self, round: Round) -> dict[str, Any]:
+        return {protocol.FREEZE: protocol.join(self.freeze)} if self._frozen(round) else {}
+
+    def problem(self, round: Round, reply: Reply) -> str | None:
+        """A client that ignores the request trains something else: refuse it rather than average it."""
+        # What FedBN's clients keep they freeze each as their own: the server's is not what they have.
+        for key, sent in self._frozen(round, self.freeze - self.traits.kept).items():
+            value = reply.arrays.get(key)
+            # Some of Flower's strategies send float64 to a model of float32.
+            if value is not None and value.tobytes() != sent.astype(value.dtype).tobytes():
+                return (
+                    f"it changed {key!r}, which is frozen. Its ClientApp does not honour the config key "
+                    f"{protocol.FREEZE!r}: serve it by fedbn_flwr.client_app with a BNClient, or put its batch "
+                    "norms in eval mode in such rounds"
+                )
+        return None
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        model = super().combine(round, replies, weights)
+        # A mean of equal numbers may be a rounding error off; what is frozen does not move at all.
+        frozen = {key: value for key, value in self._frozen(round).items() if key in model}
+        return {**model, **frozen} if frozen else model
+
+    def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
+        """With "auto", freeze from the next round on where every client's statistics change at a steady rate."""
+        if self.freeze_round == "auto" and not self._frozen(round):
+            steady = [self._is_steady(reply) for reply in replies]  # of each: all memories are updated
+            if steady and all(steady):
+                self.memory.last_free = round.number
+
+    def _frozen(self, round: Round, which: frozenset[Role] | None = None) -> Arrays:
+        """The arrays that stand still in a round: none up to round T*."""
+        if self.memory.last_free is None:
             raise RuntimeError(
                 f"freeze_round={self.freeze_round!r} depends on the number of rounds, which is not known: start the "
                 "run by the outermost strategy's start(), or give a round"
             )
-        self._frozen = arrays if server_round > self._last_free else None
-        if self._frozen is not None:
-            config[protocol.FREEZE] = ",".join(sorted(self.freeze))
-        else:
-            config.pop(protocol.FREEZE, None)
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        # FedBN's clients freeze what they keep at home, each its own: the server's is not what they hold.
-        self._sent = {key for message in messages[:1] for sent in arrays_in(message.content).values() for key in sent}
-        return messages
+        if round.number <= self.memory.last_free:
+            return {}
+        return split(unpack(round.arrays), roles(round.arrays), self.freeze if which is None else which)[0]
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        replies = list(replies)
-        if self._frozen is None:
-            if self.freeze_round == "auto" and self._is_steady(replies):
-                self._last_free = server_round
-            return super().aggregate_train(server_round, replies)
-        keys = self._keys(self._frozen)
-        sent = [key for key in keys if key in self._sent]
-        replies = [self._checked(reply, sent) for reply in replies]
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is None:
-            check_some_left(server_round, replies)
-        else:
-            # A mean of equal numbers may be a rounding error off; what is frozen does not move at all.
-            arrays = record_of({**arrays, **{key: self._frozen[key] for key in keys if key in arrays}})
-        return arrays, metrics
-
-    def _is_steady(self, replies: Sequence[Message]) -> bool:
-        """Whether every client that answered has statistics that change at a steady rate."""
-        steady = []
-        for reply in replies:
-            if not reply.has_content():
-                continue
-            record = next(iter(arrays_in(reply.content).values()))
-            statistics = split(record, roles(record), {Role.STATISTICS})[0]
-            if not statistics:
-                raise SettingsError("freeze_round is 'auto', but the clients send no statistics to decide by")
-            vector = np.concatenate([array.numpy().ravel().astype(np.float64) for array in statistics.values()])
-            drift = self._drifts.setdefault(_who(reply), _Drift(deque(maxlen=self.window)))
-            drift.add(vector)
-            steady.append(len(drift.changes) == self.window and float(np.var(drift.changes)) < self.threshold)
-        return bool(steady) and all(steady)
-
-    def _keys(self, arrays: ArrayRecord) -> list[str]:
-        return list(split(arrays, roles(arrays), self.freeze)[0])
-
-    def _checked(self, reply: Message, keys: Sequence[str]) -> Message:
-        """A client that ignores the request trains something else: refuse it rather than average it."""
-        assert self._frozen is not None
-        if not reply.has_content():
-            return reply
-        for record in arrays_in(reply.content).values():
-            for key in keys:
-                if key not in record:
-                    continue
-                value = record[key].numpy()
-                # Some of Flower's strategies send float64 to a model of float32.
-                if value.tobytes() != self._frozen[key].numpy().astype(value.dtype).tobytes():
-                    return refused(
-                        reply,
-                        f"it changed {key!r}, which is frozen. Its ClientApp does not honour the config key "
-                        f"{protocol.FREEZE!r}: serve it by fedbn_flwr.client_app with a BNClient, or put its batch "
-                        "norms in eval mode in such rounds",
-                    )
-        return reply
-
-
-def _who(reply: Message) -> str:
-    """A client's name, by its partition where it tells one: node ids are new when a run goes on elsewhere."""
-    for metrics in metrics_in(reply.content).values():
-        if isinstance(partition := metrics.get(protocol.PARTITION), int):
-            return f"partition {partition}"
-    return f"node {reply.metadata.src_node_id}"
-
-
-@dataclass
-class _Drift:
-    """How far a client's statistics moved in each of its last rounds."""
-
-    changes: deque[float]
-    last: np.ndarray | None = None
-
-    def add(self, statistics: np.ndarray) -> None:
-        if self.last is not None:
-            length = max(float(np.linalg.norm(self.last)), 1e-12)
-            self.changes.append(float(np.linalg.norm(statistics - self.last)) / length)
-        self.last = statistics
+    def _is_steady(self, reply: Reply) -> bool:
+        """Add a client's change |s_t - s_(t-1)| / |s_(t-1)|; whether its variance over W rounds is below tau."""
+        statistics = split(reply.arrays, roles(reply.arrays), {Role.STATISTICS})[0]
+        if not statistics:
+            raise SettingsError("freeze_round is 'auto', but the clients send no statistics to decide by")
+        vector = np.concatenate([array.ravel().astype(np.float64) for array in statistics.values()])
+        # By partition where the client reports it: node ids are new when a run is resumed elsewhere.
+        who = f"node {reply.node}" if reply.partition is None else f"partition {reply.partition}"
+        changes = self.memory.changes.setdefault(who, [])
+        if (last := self.memory.last.get(who)) is not None:
+            changes.append(float(np.linalg.norm(vector - last)) / max(float(np.linalg.norm(last)), 1e-12))
+            del changes[: -self.window]
+        self.memory.last[who] = vector
+        return len(changes) == self.window and float(np.var(changes)) < self.threshold

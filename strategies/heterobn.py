@@ -9,18 +9,19 @@ mean of theirs weighted by their numbers of batches. HeteroFL's models of severa
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault, weighted_mean
-from fedbn_flwr.messages.arrays import pack, record_of, unpack
+from fedbn_flwr.messages.arrays import pack, record_of
+from fedbn_flwr.messages.screening import read_reply
 from fedbn_flwr.norms.roles import Role, roles
 
-from .fedavg import FedAvg
+from ._rule import Round
+from .fedavg import FedAvg, FedAvgOptions
 
 
 class HeteroBN(FedAvg):
@@ -39,38 +40,42 @@ class HeteroBN(FedAvg):
 
     def __init__(
         self,
-        *args: Any,
+        *,
         statistics: Literal["batch", "query"] = "batch",
         query_timeout: float = 3600,
-        **kwargs: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(**options)
         if statistics not in ("batch", "query"):
             raise SettingsError(f"statistics is {statistics!r}; expected 'batch' or 'query'")
         self.statistics = statistics
         self.query_timeout = query_timeout
 
-    def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().prepare(num_rounds, arrays)
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
         if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
             raise SettingsError(
                 f"HeteroBN trains static batch norm, and the model tracks statistics ({tracked[0]!r}); use "
                 "model.norm=sbn, or convert_norm(model, 'sbn') on server and clients"
             )
 
-    def global_model(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
+    def global_model(self, round: Round) -> ArrayRecord:
         """The model with the statistics of all clients' data under it."""
         if self.statistics == "batch":
-            return arrays
-        told = ConfigRecord(self._run | {protocol.ROUND: server_round})
-        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: told})
-        nodes = self._wait_for_nodes(grid, self.min_available_nodes)
+            return round.arrays
+        told = ConfigRecord({**protocol.run_keys(round.config), protocol.ROUND: round.number})
+        content = RecordDict({self.arrayrecord_key: round.arrays, self.configrecord_key: told})
+        nodes = self._wait_for_nodes(round.grid, self.min_available_nodes)
         questions = [Message(content, node, protocol.STATISTICS_QUERY) for node in nodes]
-        what = f"round {server_round}, statistics"
-        answered = list(grid.send_and_receive(questions, timeout=self.query_timeout))
-        replies = self.screen(what, answered, len(nodes), lambda content: None)
-        like = unpack(self._arrays(replies[0].content))
-        replies = self.screen(what, replies, len(replies), lambda content: fault(unpack(self._arrays(content)), like))
-        found = [unpack(self._arrays(reply.content)) for reply in replies]
-        batches = self.weights(server_round, [reply.content for reply in replies])
-        return record_of({**arrays, **pack(weighted_mean(found, batches))})
+        what = f"round {round.number}, statistics"
+        answered = round.grid.send_and_receive(questions, timeout=self.query_timeout)
+        messages = self.screen(what, answered, len(nodes), lambda message: None)
+        like = read_reply(messages[0], self.arrayrecord_key).arrays
+
+        def problem(message: Message) -> str | None:
+            return fault(read_reply(message, self.arrayrecord_key).arrays, like)
+
+        messages = self.screen(what, messages, len(messages), problem)
+        replies = [read_reply(message, self.arrayrecord_key) for message in messages]
+        mean = weighted_mean([reply.arrays for reply in replies], self.weights(round, replies))
+        return record_of({**round.arrays, **pack(mean)})

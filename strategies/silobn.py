@@ -15,4 +15,4 @@ from .fedbn import LocalNorm
 class SiloBN(LocalNorm):
     """FedAvg of all but the statistics of batch norm; the arguments are LocalNorm's and FedAvg's."""
 
-    at_home = frozenset({Role.STATISTICS, Role.COUNTER})
+    kept = frozenset({Role.STATISTICS, Role.COUNTER})

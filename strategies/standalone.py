@@ -7,17 +7,13 @@ accuracy is the mean over the clients. (The upper bound, training on all data in
 
 from __future__ import annotations
 
-from flwr.app import ArrayRecord
+from fedbn_flwr.norms.roles import Role
 
+from ._rule import Traits
 from .fedavg import FedAvg
 
 
 class Standalone(FedAvg):
     """FedAvg that shares nothing; the arguments are FedAvg's."""
 
-    personal = True
-    kept_by_clients = "their models"
-    has_global_model = False
-
-    def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
-        return ArrayRecord()
+    traits = Traits(personal=True, has_global_model=False, client_memory="their models", kept=frozenset(Role))

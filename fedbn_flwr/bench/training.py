@@ -87,7 +87,7 @@ def fedtan(options: Options) -> Iterator[Figure]:
     grid = LocalGrid(client_app(make_client), clients)
     strategy = FedTAN(min_available_nodes=clients)
     arrays = pack(initial_arrays(models[0]))
-    strategy.prepare(1, arrays)
+    strategy.begin(1, arrays)
     plain = resnet20(device)
 
     def passes() -> None:
@@ -132,7 +132,7 @@ def five_clients(options: Options) -> Iterator[Figure]:
         # Clients of a FedTAN round train side by side and need a model each.
         models = model_of if isinstance(strategy, FedTAN) else lambda _: model_of(0)
         grid = LocalGrid(same_clients(data, models, steps, **how), clients)
-        strategy.prepare(1, first)
+        strategy.begin(1, first)
 
         def one_round() -> None:
             nonlocal number

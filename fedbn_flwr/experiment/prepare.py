@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.data.load import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import computes_as_batch_norm
-from fedbn_flwr.strategies import build_strategy, check, has_global_model, replaces_norm
+from fedbn_flwr.strategies import as_rule, build_strategy
 
 from .data import check_labels, load_data, moments_of, partition_of, resolve, shape_without_data
 from .find import run_names
@@ -70,8 +70,8 @@ def make_strategy(run: Settings) -> Strategy:
         min_available_nodes=least,
         node_timeout=run.engine.node_timeout,
     )
-    check(strategy, run.rounds)
-    if run.evaluate.clients is False and not has_global_model(strategy):
+    as_rule(strategy).check(run.rounds)
+    if run.evaluate.clients is False and not as_rule(strategy).traits.has_global_model:
         raise SettingsError(
             f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "
             "can be evaluated; leave evaluate.clients out"
@@ -94,7 +94,7 @@ def strategy_name(spec: Mapping[str, Any]) -> str:
 
 
 def _check_norm(run: Settings, model: nn.Module, strategy: Strategy) -> None:
-    if not replaces_norm(strategy):
+    if not as_rule(strategy).traits.replaces_norm:
         return
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not computes_as_batch_norm(module):

@@ -40,17 +40,7 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid, Traffic
 from fedbn_flwr.results.progress import RunProgress
 from fedbn_flwr.results.report import write_report
-from fedbn_flwr.strategies import (
-    CannotSave,
-    Wrapper,
-    global_model,
-    has_global_model,
-    kept_by_clients,
-    notes,
-    personal,
-    restore,
-    state,
-)
+from fedbn_flwr.strategies import CannotSave, Round, Wrapper, as_rule
 
 from .data import moments_of, rows_by_domain
 from .find import from_run_config
@@ -70,7 +60,7 @@ class _Recorded(Wrapper):
         self.done = 0 if before is None else before.round  # Flower counts from 1 again
         self.trained = {} if before is None else dict(before.trained)  # partition -> its last round
         self.kept_round = self.done  # to which the server may come back
-        by_rule = personal(strategy) or not run.evaluate.server
+        by_rule = self.traits.personal or not run.evaluate.server
         self.asks_clients = by_rule if run.evaluate.clients is None else run.evaluate.clients
         self.metrics: dict[str, Any] = {}
         self.answered = 0  # clients that trained in this round
@@ -78,10 +68,10 @@ class _Recorded(Wrapper):
     def evaluates(self, server_round: int) -> bool:
         return server_round % self.run.evaluate.every == 0 or server_round == self.run.rounds
 
-    def prepare(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().prepare(self.run.rounds, arrays)
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(self.run.rounds, arrays)
         if self.before is not None and self.before.strategy is not None:
-            restore(self.strategy, self.before.strategy)
+            self.rule.restore(self.before.strategy)
 
     def check(self, num_rounds: int) -> None:
         super().check(self.run.rounds)
@@ -148,7 +138,7 @@ def _own_figures(replies: Sequence[Message]) -> dict[str, float]:
 def _judge_of(prepared: Prepared) -> Callable[[ArrayRecord, ArrayRecord], tuple[dict[str, Any], str]] | None:
     """Judges a global model (see _judge); None where there is none, or no data to judge it by."""
     run, dataset = prepared.run, prepared.dataset
-    if dataset is None or not has_global_model(prepared.strategy):
+    if dataset is None or not as_rule(prepared.strategy).traits.has_global_model:
         return None
     test_of = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
     domains = {name: test_of(rows) for name, rows in rows_by_domain(dataset).items()}
@@ -241,7 +231,7 @@ def _needed_of_clients(prepared: Prepared) -> str | None:
     norms = [module for module in prepared.model.modules() if isinstance(module, _BatchNorm)]
     if any(isinstance(norm, BatchRenorm) or norm.momentum is None for norm in norms):
         return "their counters of batches"
-    return kept_by_clients(prepared.strategy)
+    return as_rule(prepared.strategy).traits.client_memory
 
 
 def _bring_back_clients(
@@ -302,8 +292,8 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
         server_round = flower_round + done
         figures: dict[str, Any] = {}
         outside = current
-        if strategy.evaluates(server_round) and has_global_model(strategy):
-            outside = global_model(strategy, server_round, current, metered)
+        if strategy.evaluates(server_round) and strategy.traits.has_global_model:
+            outside = strategy.global_model(Round(server_round, run.rounds, current, identity, metered))
         if strategy.evaluates(server_round) and judge is not None:
             figures, summary["evaluated_with"] = judge(outside, current)
         elif judge is None:  # the clients' means
@@ -321,7 +311,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
         mark, latest = now, server_round
         folder.add_round(line)
         _account(summary, total, line)
-        summary.update(seconds=spent + now - began, **notes(strategy))
+        summary.update(seconds=spent + now - began, **strategy.notes())
         folder.write_summary(summary)
         progress.end_round(line, run.rounds)
         after = _snapshot(strategy, server_round, current, identity[protocol.TOKEN])
@@ -351,7 +341,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: RunProg
             evaluate_config=ConfigRecord(dict(identity)),
             evaluate_fn=record,
         )
-        summary.update(notes(strategy), status="finished")
+        summary.update(strategy.notes(), status="finished")
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         summary["status"] = "interrupted" if interrupted else "failed"
@@ -372,7 +362,7 @@ def _snapshot(strategy: _Recorded, server_round: int, arrays: ArrayRecord, token
     memory: RecordDict | None = None
     unsaved = None
     try:
-        memory = state(strategy.strategy)
+        memory = strategy.rule.state()
     except CannotSave as error:
         unsaved = str(error)
     return Snapshot(server_round, token, RecordDict({"arrays": arrays}), memory, unsaved, dict(strategy.trained))
@@ -416,7 +406,7 @@ def _what_changes_numbers(run: Settings) -> dict[str, Any]:
 
 
 def _accuracy_of(prepared: Prepared) -> str:
-    if not has_global_model(prepared.strategy):
+    if not as_rule(prepared.strategy).traits.has_global_model:
         return "the clients' models, mean"
     return "the global model" if prepared.dataset is not None else "the clients' models on their test images, mean"
 

@@ -102,6 +102,11 @@ def run_of(config: Mapping[str, Any]) -> str | None:
     return " ".join(words) or None
 
 
+def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say which run it is, and so which model clients build."""
+    return {key: config[key] for key in OF_RUN if key in config}
+
+
 def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:
     """The roles named by `fedbn.freeze`."""
     return _roles(config, FREEZE, FREEZABLE)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +19,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, SiloBN, Standalone, has_global_model, notes, personal
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, SiloBN, Standalone
 from tests.support.localnorm import by_hand
 
 Federations = Callable[..., Any]
@@ -141,10 +141,9 @@ def test_a_client_that_sits_out_finds_its_batch_norm_as_it_left_it(federation: F
     assert len(trained) == 1
     before = {key: clients[trained[0]].model.state_dict()[key].clone() for key in STATISTICS | AFFINE}
     others = [node for node in (1, 2, 3) if node not in trained]
-    sent = strategy.outgoing(fed.arrays())
-    questions = strategy._messages(2, sent, ConfigRecord(), others, "train")
-    list(grid.send_and_receive(questions))
-    list(grid.send_and_receive(strategy._messages(2, sent, ConfigRecord(), trained, "evaluate")))
+    content = RecordDict({"arrays": strategy.outgoing(fed.arrays()), "config": ConfigRecord({"server-round": 2})})
+    list(grid.send_and_receive([Message(content, node, "train") for node in others]))
+    list(grid.send_and_receive([Message(content, node, "evaluate") for node in trained]))
     for key, value in before.items():
         assert clients[trained[0]].model.state_dict()[key].equal(value), key
 
@@ -219,8 +218,8 @@ def test_initial_leaves_the_global_model_s_own_batch_norm_and_changes_nothing_el
 
 
 def test_notes_say_which_batch_norm_the_global_model_carries() -> None:
-    assert notes(FedBN()) == {"global_norm": "average"}
-    assert notes(FixBN(FedBN(global_norm="initial")))["global_norm"] == "initial"
+    assert FedBN().notes() == {"global_norm": "average"}
+    assert FixBN(FedBN(global_norm="initial")).notes()["global_norm"] == "initial"
 
 
 def test_a_client_that_cannot_send_its_batch_norm_back_is_named(federation: Federations) -> None:
@@ -247,8 +246,8 @@ def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], mess
 
 
 def test_rules_that_personalise_say_so_through_wrappers() -> None:
-    assert [personal(FixBN(rule())) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [True, True, True, False]
-    assert [has_global_model(FixBN(rule())) for rule in (FedBN, Standalone, FedAvg)] == [True, False, True]
+    assert [FixBN(rule()).traits.personal for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [True, True, True, False]
+    assert [FixBN(rule()).traits.has_global_model for rule in (FedBN, Standalone, FedAvg)] == [True, False, True]
 
 
 @every_rule

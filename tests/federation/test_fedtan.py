@@ -196,7 +196,7 @@ def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
     strategy = FedTAN(fraction_evaluate=0.0)
     ours = run(fed, strategy, 1, Losing(fed.app(), 3))
     assert all(np.isfinite(value).all() for value in ours.values())
-    assert strategy._asked == 2
+    assert strategy.asked == 2
 
 
 def test_too_few_answers_to_an_exchange_end_the_run_with_reasons(federation: Federations) -> None:

@@ -19,7 +19,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FixBN, prepare
+from fedbn_flwr.strategies import FedAvg, FixBN
 
 Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
@@ -76,7 +76,7 @@ def test_half_of_the_rounds_is_the_default(federation: Federations) -> None:
 def test_a_fraction_of_a_hundred_rounds_is_the_round_it_names(federation: Federations, fraction: float) -> None:
     """0.29 * 100 is 28.999999999999996 in floating point."""
     strategy = FixBN(FedAvg(), freeze_round=fraction)
-    prepare(strategy, 100, federation().arrays())
+    strategy.begin(100, federation().arrays())
     assert strategy.notes()["freeze_round"] == round(fraction * 100)
 
 

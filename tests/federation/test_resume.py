@@ -31,14 +31,24 @@ from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one, serve
-from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results import checkpoint
 from fedbn_flwr.results.checkpoint import CheckpointFolder, Snapshot
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.progress import RunProgress
-from fedbn_flwr.strategies import STRATEGIES, CannotSave, FedBS, FixBN, GlobalMomentum, MeanStatistics, restore, state
+from fedbn_flwr.strategies import (
+    STRATEGIES,
+    CannotSave,
+    FedBS,
+    FixBN,
+    GlobalMomentum,
+    MeanStatistics,
+    Rule,
+    Wrapper,
+    as_rule,
+)
 from tests.support.command import ROOT, environment
 
 # --- records as bytes ----------------------------------------------------------
@@ -256,8 +266,8 @@ def test_attributes_of_flower_s_strategies_come_back(name: str) -> None:
         before.registered_nodes = {2**63 + 5: 0, 3: 1}
     if hasattr(before, "clipping_norm"):
         before.clipping_norm = np.float64(0.1) * 3
-    restore(after, parse(dump(state(before))))
-    assert content(state(after)) == content(state(before))
+    as_rule(after).restore(parse(dump(as_rule(before).state())))
+    assert content(as_rule(after).state()) == content(as_rule(before).state())
     again = getattr(after, "strategy", after)
     for key, value in vars(inner).items():
         assert type(getattr(again, key)) is type(value), key
@@ -268,8 +278,8 @@ def test_attributes_of_flower_s_strategies_come_back(name: str) -> None:
 def test_what_cannot_be_saved_is_refused_by_name() -> None:
     strategy = flower.FedAvg()
     strategy.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
-    with pytest.raises(CannotSave, match=r"FedAvg\.generator is a Generator, which cannot be saved; give the strategy"):
-        state(FixBN(MeanStatistics(strategy), freeze_round=1))
+    with pytest.raises(CannotSave, match=r"FedAvg\.generator is a Generator, which cannot be saved; keep numbers"):
+        FixBN(MeanStatistics(strategy), freeze_round=1).state()
 
 
 def test_the_rule_in_the_documentation_comes_back() -> None:
@@ -278,25 +288,27 @@ def test_the_rule_in_the_documentation_comes_back() -> None:
     scope: dict[str, Any] = {}
     exec(code, scope)
     before, after = GlobalMomentum(scope["Patient"]()), GlobalMomentum(scope["Patient"]())
-    before.strategy.waited = 3  # type: ignore[attr-defined]
-    restore(after, parse(dump(state(before))))
-    assert after.strategy.waited == 3  # type: ignore[attr-defined]
+    before.strategy.memory.waited = 3  # type: ignore[attr-defined]
+    as_rule(after).restore(parse(dump(as_rule(before).state())))
+    assert after.strategy.memory.waited == 3  # type: ignore[attr-defined]
 
 
 def test_a_rule_within_rules_keeps_its_own() -> None:
     make = lambda: FixBN(GlobalMomentum(FixBN(FedBS(patience=3), freeze_round="auto")), freeze_round="auto")  # noqa: E731
     before, after = make(), make()
     for each in (before, after):
-        each.prepare(9, pack({"n.running_mean": np.zeros(1), "n.running_var": np.ones(1)}))
+        each.begin(9, pack({"n.running_mean": np.zeros(1), "n.running_var": np.ones(1)}))
     inner: Any = before.strategy
-    inner._momentum = pack({"w": np.array([0.25])})
-    inner.strategy._last_free, before._last_free = 3, 5
-    inner.strategy.strategy._alike = 2
-    inner.strategy.strategy._partitions = {7: 0}
-    restore(after, parse(dump(state(before))))
-    assert content(state(after)) == content(state(before))
+    inner.memory.momentum = unpack(pack({"w": np.array([0.25])}))
+    inner.strategy.memory.last_free, before.memory.last_free = 3, 5
+    inner.strategy.strategy.memory.alike = 2
+    inner.strategy.strategy.memory.partitions = {7: 0}
+    as_rule(after).restore(parse(dump(as_rule(before).state())))
+    assert content(as_rule(after).state()) == content(as_rule(before).state())
     other: Any = after.strategy
-    assert (after._last_free, other.strategy._last_free, other.strategy.strategy._alike) == (5, 3, 2)
+    assert (after.memory.last_free, other.strategy.memory.last_free) == (5, 3)
+    assert other.strategy.strategy.memory == inner.strategy.strategy.memory
+    assert other.memory.momentum["w"] == 0.25
 
 
 # --- whole runs ----------------------------------------------------------------
@@ -437,7 +449,8 @@ def test_the_test_of_the_tests_a_forgotten_memory_changes_the_numbers(
 ) -> None:
     session(case, tmp_path / "run", 3)
     if case in SERVERS:
-        monkeypatch.setattr("fedbn_flwr.experiment.run.restore", lambda strategy, records: None)
+        for kind in (Rule, Wrapper, type(as_rule(flower.FedAvg()))):
+            monkeypatch.setattr(kind, "restore", lambda rule, records: None)
     else:
         monkeypatch.setattr(LocalGrid, "write_state", lambda self, node, records: None)
     session(case, tmp_path / "run")

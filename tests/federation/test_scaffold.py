@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold, prepare
+from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
 from tests.conftest import Batches, Federation
 from tests.support.records import BAD_RECORDS, between
 
@@ -145,7 +145,7 @@ def test_partial_participation_counts_all_nodes_in_n(federation: Federations, ro
     own = [state.load("control") for state in states.values()]
     if rounds == 1:
         assert sum(bool(each) for each in own) == 2
-    for key, c in rule._control.items():
+    for key, c in rule.memory.control.items():
         expected = sum(each.get(key, 0.0) for each in own) / 4
         np.testing.assert_allclose(c, expected, rtol=1e-12, atol=1e-14, err_msg=key)
 
@@ -221,7 +221,7 @@ def test_a_control_record_that_cannot_be_used_leaves_its_reply_out_and_is_named(
     (expected,) = run(fed, strategy(), 1, absent(fed, 1, {1}))
     for key, value in expected.items():
         assert value.tobytes() == found[key].tobytes(), key
-    for key, c in rule._control.items():
+    for key, c in rule.memory.control.items():
         np.testing.assert_allclose(c, (good[0][key] + good[1][key]) / 3, rtol=1e-6, err_msg=key)
     lines = [r.getMessage() for r in flower_log.records if "its record 'control'" in r.getMessage()]
     assert len(lines) == 1
@@ -236,8 +236,7 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
     class Noting(Scaffold):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
             result = super().aggregate_train(server_round, replies)
-            assert self._control is not None
-            kept.append((dict(self._control), states[0].load("control")))
+            kept.append((dict(self.memory.control), states[0].load("control")))
             return result
 
     def make(context: Context) -> BNClient:
@@ -259,5 +258,5 @@ def test_a_strategy_or_a_grid_that_is_used_again_begins_anew(federation: Federat
     results = [unpack(rule.start(grid, fed.arrays(), num_rounds=2).arrays) for _ in range(2)]
     for key, value in results[0].items():
         assert value.tobytes() == results[1][key].tobytes(), key
-    prepare(rule, 1, fed.arrays())
-    assert rule._control is None
+    rule.begin(1, fed.arrays())
+    assert rule.memory.control == {}

@@ -54,10 +54,15 @@ def test_every_promised_name_can_be_imported() -> None:
     import fedbn_flwr
     from fedbn_flwr import strategies
 
-    for module in (fedbn_flwr, strategies):
-        assert sorted(set(module.__all__)) == sorted(module.__all__)
-        for name in module.__all__:
-            assert getattr(module, name) is not None
+    assert sorted(set(fedbn_flwr.__all__)) == sorted(fedbn_flwr.__all__)
+    for name in fedbn_flwr.__all__:
+        assert getattr(fedbn_flwr, name) is not None
+    assert set(strategies.STRATEGIES) == {
+        "FedAvg", "FedProx", "Scaffold", "FedBN", "SiloBN", "FedBS", "FixBN", "FedTAN", "FedTANII",
+        "FedAvgGlobalStats", "HeteroBN", "FedWon", "GlobalMomentum", "MeanStatistics", "Standalone",
+    }  # fmt: skip
+    for name, rule in strategies.STRATEGIES.items():
+        assert getattr(strategies, name) is rule
 
 
 def test_strategies_have_one_identity_whichever_way_they_are_imported() -> None:

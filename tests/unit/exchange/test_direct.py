@@ -532,7 +532,7 @@ def test_plaintext_must_be_asked_for_and_is_warned_of(
     direct = Direct.from_environment({"FEDBN_EXCHANGE_ADDRESS": "example.org:8001", "FEDBN_EXCHANGE_INSECURE": "1"})
     assert direct is not None
     assert direct.listens_on == "0.0.0.0:8001"
-    FedTAN(direct=direct).prepare(1, federation((4, 4)).arrays())
+    FedTAN(direct=direct).begin(1, federation((4, 4)).arrays())
     assert "example.org:8001 has no TLS" in flower_log.text
 
 

@@ -1,0 +1,162 @@
+"""What a reply must be, as functions of its content: they know no round, no strategy and no grid."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.norms.roles import Role, roles, split
+
+from . import protocol
+from .aggregate import Arrays, fault
+from .arrays import arrays_in, metrics_in, unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """One client's answer to a train message."""
+
+    node: int
+    partition: int | None  # None where the client does not report it
+    arrays: Arrays
+    metrics: MetricRecord
+    records: Mapping[str, Arrays]  # those that the rule asked for beside the model, by name
+    message: Message  # without these records
+
+    def number(self, key: str) -> float:
+        """A metric; NaN where the reply has none of this name, or a list."""
+        value = self.metrics.get(key)
+        return float(value) if isinstance(value, int | float) else math.nan
+
+
+def read_reply(message: Message, name: str = "arrays", records: Collection[str] = ()) -> Reply:
+    """A reply with content as a value; MessageError where it cannot be read. `name` is the model's record."""
+    more = {each: unpack(record) for each, record in arrays_in(message.content).items() if each in records}
+    if more:
+        (message,) = without_records([message], records)
+    content = message.content
+    metrics = next(iter(metrics_in(content).values()), MetricRecord())
+    try:
+        arrays = unpack(arrays_of(content, name))
+    except MessageError:
+        raise
+    except Exception as error:  # a client may send anything
+        raise MessageError(f"the reply's arrays cannot be read: {error}") from error
+    return Reply(message.metadata.src_node_id, partition_of(content), arrays, metrics, more, message)
+
+
+def partition_of(content: RecordDict) -> int | None:
+    """The partition that a client reports among its metrics."""
+    for metrics in metrics_in(content).values():
+        if isinstance(partition := metrics.get(protocol.PARTITION), int):
+            return partition
+    return None
+
+
+def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
+    """The model's arrays: the record `name`, or the only record of arrays, which may have any name."""
+    records = arrays_in(content)
+    if name in records:
+        return records[name]
+    if len(records) != 1:
+        raise MessageError(f"expected an ArrayRecord {name!r}, found {len(records)} ArrayRecords: {list(records)}")
+    return next(iter(records.values()))
+
+
+def only_metrics(content: RecordDict) -> MetricRecord:
+    found = list(metrics_in(content).values())
+    if len(found) != 1:
+        raise MessageError(f"the reply has {len(found)} MetricRecords, expected one")
+    return found[0]
+
+
+def number_problem(metrics: MetricRecord, key: str) -> str | None:
+    """Why a metric cannot be a weight, or None."""
+    value = metrics.get(key)
+    if isinstance(value, list) or value is None or not math.isfinite(value) or value < 0:
+        return f"the reply's metrics have {key!r} = {value!r}, expected a number, zero or more"
+    return None
+
+
+def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dict[int, str]:
+    """By node, why the record `name` of a reply cannot be used.
+
+    Such a record has an array for each parameter of `model` that is trained. Which parameters these are the server
+    cannot know (a buffer looks the same, and some may be frozen): it expects those that most replies have.
+    """
+    like = split(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
+    read: dict[int, Arrays] = {}
+    problems: dict[int, str] = {}
+    for reply in replies:
+        node = reply.metadata.src_node_id
+        if name not in arrays_in(reply.content):
+            problems[node] = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
+            continue
+        try:
+            read[node] = unpack(arrays_in(reply.content)[name])
+        except Exception as error:  # a client may send anything
+            problems[node] = f"cannot be read: {error}"
+    votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
+    keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
+    problems |= {node: problem for node, arrays in read.items() if (problem := fault(arrays, like, keys)) is not None}
+    return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
+
+
+def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arrays) -> list[Message]:
+    """The replies, those with a record of `names` that cannot be used as errors that say so."""
+    problems: dict[int, str] = {}
+    for name in names:
+        problems = record_problems([reply for reply in replies if reply.has_content()], name, model) | problems
+    return [
+        refused(reply, problems[reply.metadata.src_node_id])
+        if reply.has_content() and reply.metadata.src_node_id in problems
+        else reply
+        for reply in replies
+    ]
+
+
+def with_records(messages: Iterable[Message], records: Mapping[str, ArrayRecord]) -> list[Message]:
+    """Copies of the messages with more records; the originals keep their content."""
+    return [_with_content(message, RecordDict({**message.content, **records})) for message in messages]
+
+
+def without_records(messages: Iterable[Message], names: Collection[str]) -> list[Message]:
+    """Copies of the messages without the records `names`; the originals keep their content."""
+    return [
+        _with_content(message, RecordDict({key: value for key, value in message.content.items() if key not in names}))
+        for message in messages
+    ]
+
+
+def _with_content(message: Message, content: RecordDict) -> Message:
+    changed = copy.copy(message)
+    changed.content = content
+    return changed
+
+
+def refused(reply: Message, reason: str) -> Message:
+    """The reply as an error with this reason; the original keeps its content."""
+    # Not Message(error, reply_to=...): the reply's own addresses are to stay.
+    changed = copy.copy(reply)
+    changed.__dict__["_content"] = None
+    changed.__dict__["_error"] = Error(ErrorCode.MOD_FAILED_PRECONDITION, reason)
+    return changed
+
+
+def check_some_left(server_round: int, replies: Sequence[Message]) -> None:
+    """Raise RunFailed where every reply is an error: Flower's strategies would go on with the old model."""
+    if replies and not any(reply.has_content() for reply in replies):
+        reasons = sorted(f"node {r.metadata.src_node_id}: {one_line(str(r.error.reason))}" for r in replies)
+        listed = "".join(f"\n  - {reason}" for reason in reasons)
+        raise RunFailed(f"round {server_round}: 0 of {len(replies)} clients sent a usable reply:{listed}")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

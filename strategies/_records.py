@@ -1,0 +1,102 @@
+"""Attributes as Flower's records and back: how a rule's memory, and that of a foreign strategy, is saved.
+
+Each value goes by its type: None, booleans, numbers, strings, bytes, and lists, tuples, sets and dicts of these as
+Python literals; NumPy's arrays and numbers, lists, tuples and dicts of arrays; Flower's records.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
+
+Record = ArrayRecord | MetricRecord | ConfigRecord
+
+_LITERALS = (type(None), bool, int, float, str, bytes)
+
+
+class CannotSave(SettingsError):
+    """A strategy remembers a value that has no place in a RecordDict."""
+
+
+def save(values: Mapping[str, Any], owner: str) -> RecordDict:
+    """The values by name, as `load` reads them; CannotSave names the `owner`."""
+    literals: dict[str, Any] = {}
+    found: dict[str, Record] = {}
+    for name, value in values.items():
+        if isinstance(value, Record):
+            found[f"record:{name}"] = value
+        elif _is_literal(value):
+            literals[name] = repr(value)
+        elif (arrays := _arrays(value)) is not None:
+            kind, content = arrays
+            found[f"{kind}:{name}"] = pack(content)
+        else:
+            raise CannotSave(
+                f"{owner}.{name} is a {type(value).__name__}, which cannot be saved; keep numbers, texts, arrays, "
+                "records, or lists and dicts of these"
+            )
+    return RecordDict({"literals": ConfigRecord(literals), **found})
+
+
+def load(records: RecordDict) -> dict[str, Any]:
+    """The values that `save` was given."""
+    literals = records["literals"]
+    assert isinstance(literals, ConfigRecord)
+    values = {name: ast.literal_eval(str(text)) for name, text in literals.items()}
+    for key, record in records.items():
+        kind, colon, name = key.partition(":")
+        if not colon or "/" in kind:  # of a strategy inside
+            continue
+        values[name] = record if kind == "record" else _ARRAYS[kind](record)
+    return values
+
+
+def nested(name: str, records: RecordDict) -> dict[str, Record]:
+    """The records of a strategy inside, under names of their own."""
+    return {f"{name}/{key}": record for key, record in records.items()}
+
+
+def inside(name: str, records: RecordDict) -> RecordDict:
+    """The records that `nested` renamed, by their first names."""
+    prefix = f"{name}/"
+    return RecordDict({key.removeprefix(prefix): each for key, each in records.items() if key.startswith(prefix)})
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether `ast.literal_eval` makes of the value's repr the same value, types included."""
+    kind = type(value)
+    if kind in (list, tuple, set):
+        return (kind is not set or bool(value)) and all(map(_is_literal, value))
+    if kind is dict:
+        return all(_is_literal(key) and _is_literal(each) for key, each in value.items())
+    return kind in _LITERALS and not (kind is float and not math.isfinite(value))
+
+
+def _arrays(value: Any) -> tuple[str, Mapping[str, np.ndarray]] | None:
+    if isinstance(value, FlatArrays):
+        return "flat", value
+    if isinstance(value, np.ndarray | np.generic):
+        return ("array" if isinstance(value, np.ndarray) else "scalar"), {"": np.asarray(value, order="C")}
+    if type(value) in (list, tuple) and all(isinstance(each, np.ndarray) for each in value):
+        return type(value).__name__, {str(i): np.asarray(each, order="C") for i, each in enumerate(value)}
+    if type(value) is dict and all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in value.items()):
+        return "dict", {key: np.asarray(each, order="C") for key, each in value.items()}
+    return None
+
+
+_ARRAYS: dict[str, Callable[[Any], Any]] = {
+    "flat": unpack,
+    "array": lambda record: record[""].numpy(),
+    "scalar": lambda record: record[""].numpy()[()],
+    "list": lambda record: [array.numpy() for array in record.values()],
+    "tuple": lambda record: tuple(array.numpy() for array in record.values()),
+    "dict": lambda record: {key: array.numpy() for key, array in record.items()},
+}
