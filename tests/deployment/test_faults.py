@@ -1,6 +1,6 @@
 """Processes of a deployment are killed in the middle of a run, and what is left goes on.
 
-docs/deployment.md ("When something fails") tells operators what these tests found.
+docs/deployment.md ("Failures") describes for operators what these tests measure.
 """
 
 from __future__ import annotations
