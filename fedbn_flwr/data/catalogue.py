@@ -170,7 +170,7 @@ CATALOGUE: Mapping[str, Entry] = {
         layout=f"train*.parquet and test*.parquet, or {_BY_DOMAIN}",
     ),
     "cityscapes": Entry(
-        "Cityscapes, a label for each pixel",
+        "Cityscapes, segmentation",
         classes=19,
         channels=3,
         size=None,
