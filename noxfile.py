@@ -1,4 +1,4 @@
-"""One command per chore: `nox -s check`, `test`, `test-all`, `docs`, `bench`; without a name, check and test.
+"""One command per chore, `nox -s check` for instance; without a name, check and test.
 
 They run in the environment that nox is installed in (`uv pip install -e '.[dev]'`), here as in the workflows: an
 environment per chore would download PyTorch again.
@@ -30,14 +30,20 @@ def format_(session: nox.Session) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Unit and federation tests; arguments after -- go to pytest."""
+    """Unit tests and training on the local engine; arguments after -- go to pytest."""
     session.run("pytest", *session.posargs)
 
 
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
-    """All tests, those of engines and deployments included."""
-    session.run("pytest", "-m", "", *session.posargs)
+    """All tests but the nightly ones, with Ray and a local deployment, in less than ten minutes on two cores."""
+    session.run("pytest", "-n", "2", "-m", "not nightly", "--cov", "--durations=25", *session.posargs)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """The tests that wait as long as Flower does for users, or need containers or a GPU."""
+    session.run("pytest", "-m", "nightly", *session.posargs)
 
 
 @nox.session

@@ -151,7 +151,16 @@ def datasets() -> Table:
         domains = f"; domains {', '.join(f'`{domain}`' for domain in entry.domains)}" if entry.domains else ""
         hub = f"`{entry.hub}`" if entry.hub else ""
         augment = f"`[{', '.join(entry.augment)}]`" if entry.augment else ""
-        rows.append((f"`{name}`", entry.title + domains, str(entry.classes), str(entry.size or f"crops of {entry.crop}"), hub, augment))
+        rows.append(
+            (
+                f"`{name}`",
+                entry.title + domains,
+                str(entry.classes),
+                str(entry.size or f"crops of {entry.crop}"),
+                hub,
+                augment,
+            )
+        )
     return columns, rows
 
 
