@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.strategies import STRATEGIES
-from tests.federation import test_resume as resuming
 from tests.support.command import ROOT, fedbn
 from tests.support.network import Deployment, missing_tools
+from tests.support.sessions import BASE, Elsewhere, outcome, overrides, session
 
 pytestmark = pytest.mark.deployment
 
@@ -116,11 +116,9 @@ def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_
     """Begun where the server cannot read its nodes' memory, and resumed on Ray: FedAvg needs none of it, FedBN does."""
     out = tmp_path / "out"
     for rule in ("FedAvg", "FedBN"):
-        resuming.session(rule, out / rule, 2, grid=resuming.Elsewhere(rule, None))
+        session(rule, out / rule, 2, grid=Elsewhere(rule, None))
     experiment = tmp_path / "experiment.yaml"
-    experiment.write_text(
-        resuming.BASE + "runs:\n  FedAvg: {strategy: {name: FedAvg}}\n  FedBN: {strategy: {name: FedBN}}"
-    )
+    experiment.write_text(BASE + "runs:\n  FedAvg: {strategy: {name: FedAvg}}\n  FedBN: {strategy: {name: FedBN}}")
     run_config = f"experiment='{experiment}' out='{out}' resume=true"
     done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
     assert done.returncode == 1
@@ -128,22 +126,22 @@ def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_
     assert refused["status"] == "failed"
     assert "FedBN needs what its clients keep of their own (their own batch norm)" in refused["error"]
     assert "client 0 has none" in refused["error"]
-    resuming.session("FedAvg", tmp_path / "straight")
-    assert resuming.outcome(out / "FedAvg")[0] == resuming.outcome(tmp_path / "straight")[0]
+    session("FedAvg", tmp_path / "straight")
+    assert outcome(out / "FedAvg")[0] == outcome(tmp_path / "straight")[0]
 
 
 @pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
 def test_supernodes_go_on_with_what_their_folders_hold(tmp_path: Path) -> None:
     """FedBN's last round, after two in which every node and the server were other processes."""
     out, state = tmp_path / "out", tmp_path / "state"
-    resuming.session("short FedBN", out / "FedBN", 2, grid=resuming.Elsewhere("short FedBN", state))
+    session("short FedBN", out / "FedBN", 2, grid=Elsewhere("short FedBN", state))
     deployment = Deployment(tmp_path / "deployment")
     for service in deployment.services.values():
         words = service.get("command", [])
         service["command"] = [re.sub(r"state='[^']*'", f"state='{state}'", word) for word in words]
     (out / "FedBN" / "config.yaml").rename(out / "FedBN" / "kept.yaml")  # run_app looks for a new one
-    words = " ".join(f"'{word}'" for word in resuming.overrides("short FedBN"))
+    words = " ".join(f"'{word}'" for word in overrides("short FedBN"))
     with deployment:
-        folder = deployment.run_app({"experiment": resuming.BASE, "set": words, "out": str(out), "resume": True})
-    resuming.session("short FedBN", tmp_path / "straight")
-    assert resuming.outcome(folder)[0] == resuming.outcome(tmp_path / "straight")[0]
+        folder = deployment.run_app({"experiment": BASE, "set": words, "out": str(out), "resume": True})
+    session("short FedBN", tmp_path / "straight")
+    assert outcome(folder)[0] == outcome(tmp_path / "straight")[0]

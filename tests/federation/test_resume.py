@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,14 @@ from hypothesis import strategies as draw
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.client.state_folder import StateFolder, remembered, return_to
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one, serve
+from fedbn_flwr.experiment.run import serve
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results import checkpoint
 from fedbn_flwr.results.checkpoint import CheckpointFolder, Snapshot
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.progress import RunProgress
 from fedbn_flwr.strategies import (
-    STRATEGIES,
     CannotSave,
     FedBS,
     FixBN,
@@ -50,6 +45,7 @@ from fedbn_flwr.strategies import (
     as_rule,
 )
 from tests.support.command import ROOT, environment
+from tests.support.sessions import BASE, CASES, OPTIMISERS, PLAIN, Elsewhere, Stopping, outcome, overrides, session
 
 # --- records as bytes ----------------------------------------------------------
 
@@ -238,19 +234,6 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, how: str) -> N
 
 # --- what Flower's own strategies remember -----------------------------------------
 
-PLAIN: dict[str, Callable[[], Strategy]] = {
-    "FedAdam": lambda: flower.FedAdam(eta=0.01),
-    "FedYogi": lambda: flower.FedYogi(eta=0.01),
-    "FedAdagrad": lambda: flower.FedAdagrad(eta=0.01),
-    "FedAvgM": lambda: flower.FedAvgM(server_momentum=0.9, server_learning_rate=0.5),
-    "QFedAvg": lambda: flower.QFedAvg(client_learning_rate=0.1, train_loss_key="train-loss"),
-    "Krum": lambda: flower.Krum(num_malicious_nodes=0),
-    "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(beta=0.2),
-    "FedMedian": flower.FedMedian,
-    "FedXgbCyclic": flower.FedXgbCyclic,
-    "adaptive clipping": lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(flower.FedAdam(), 0.1, 3),
-}
-
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_attributes_of_flower_s_strategies_come_back(name: str) -> None:
@@ -312,84 +295,6 @@ def test_a_rule_within_rules_keeps_its_own() -> None:
 
 
 # --- whole runs ----------------------------------------------------------------
-
-BASE = """
-rounds: 5
-clients: 3
-data: {name: digits, partition: {kind: classes, classes_per_client: 4}}
-model: {name: cnn}
-train: {lr: 0.05, momentum: 0.9, batch_size: 16, steps: 2}
-evaluate: {every: 2}
-engine: {workers: 0, device: cpu, checkpoint_every: 5}
-"""
-SPECIAL: dict[str, str] = {
-    "HeteroBN": "strategy: {name: HeteroBN, statistics: query}\nmodel: {norm: sbn}",
-    "FedWon": "strategy: {name: FedWon}\nmodel: {norm: won}",
-    "FixBN": "strategy: {name: FixBN, freeze_round: 2}",
-    "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 2}",
-    "FedBS": "strategy: {name: FedBS, epsilon: 100, patience: 3}",
-}
-# What else there is to forget.
-MORE: dict[str, str] = {
-    "FixBN auto": "strategy: {name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}",
-    "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
-    "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
-    "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
-    "keep_momentum": "train: {keep_momentum: true}",
-    "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",
-}
-OPTIMISERS: dict[str, Callable[[], Strategy]] = {
-    name: lambda name=name: MeanStatistics(PLAIN[name]())  # type: ignore[misc]
-    for name in ("FedAdam", "FedYogi", "FedAdagrad", "FedAvgM")
-}
-CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
-CASES |= dict.fromkeys(OPTIMISERS, "")
-SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
-
-
-def overrides(case: str) -> list[str]:
-    return [line.replace(": ", "=", 1) for line in (CASES | SHORT)[case].splitlines()]
-
-
-class Stopping(RunProgress):
-    """Somebody presses Ctrl-C in round `last`."""
-
-    def __init__(self, last: int) -> None:
-        super().__init__(1, 5, plain=True)
-        self.last = last
-
-    def end_round(self, line: Mapping[str, Any], rounds: int) -> None:
-        self._stop_asked = line["round"] == self.last
-
-
-def session(case: str, out: Path, stop: int = 0, *, workers: int = 0, grid: Any = None, resume: bool = True) -> None:
-    """A session as a new process would have it: everything made anew, and what counts read from the folder."""
-    experiment = load_experiment(BASE, overrides(case))
-    (prepared,) = prepare(experiment)
-    if case in OPTIMISERS:
-        prepared = dataclasses.replace(prepared, strategy=OPTIMISERS[case]())
-    run = RunFolder(out)
-    run.check(prepared.run.model_dump(mode="json"), resume=resume)
-    done = run.begin(prepared.run.model_dump(mode="json"))
-    run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides(case))}
-    own = grid or LocalGrid(client_app(make_client), 3, workers=workers, run_config=run_config)
-    try:
-        run_one(prepared, own, run, Stopping(stop), done)
-    except KeyboardInterrupt:
-        assert stop
-    else:
-        assert not stop
-    finally:
-        if grid is None:
-            own.close()
-
-
-def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
-    """All that a run leaves behind and that is not a time."""
-    run = RunFolder(out)
-    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in run.history()]
-    summary = {key: value for key, value in run.summary().items() if key not in ("seconds", "began")}
-    return (out / "model.safetensors").read_bytes(), lines, summary
 
 
 @pytest.fixture(scope="module")
@@ -470,8 +375,7 @@ def test_the_second_ctrl_c_in_a_round_goes_back_to_the_last_checkpoint(
     monkeypatch.setitem(CASES, "FedBN", CASES["FedBN"] + "\nengine: {checkpoint_every: 2}")
     run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides("FedBN"))}
     monkeypatch.setattr(Stopping, "end_round", lambda *_: None)
-    with pytest.raises(AssertionError):  # of session: nobody asked to stop after a round
-        session("FedBN", tmp_path / "run", grid=LocalGrid(client_app(make), 3, run_config=run_config))
+    session("FedBN", tmp_path / "run", grid=LocalGrid(client_app(make), 3, run_config=run_config), interrupted=True)
     run = RunFolder(tmp_path / "run")
     assert (run.summary()["status"], run.checkpoint.round(), len(run.history())) == ("interrupted", 2, 2)
     session("FedBN", tmp_path / "run")
@@ -518,21 +422,6 @@ def test_a_run_that_was_killed_behind_its_last_round_finishes(straight: Callable
 
 
 # --- nodes that keep their memory on their own disks --------------------------------
-
-
-class Elsewhere(MeteredGrid):
-    """A grid whose nodes' memory the server cannot read, as Flower's own; each session's contexts are new."""
-
-    def __init__(self, case: str, folder: Path | None, nodes: Sequence[int] = (1, 2, 3), workers: int = 0) -> None:
-        run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides(case))}
-        given = None if folder is None else {"state": str(folder)}
-        self.local = LocalGrid(
-            client_app(make_client), 3, run_config=run_config, node_config=given, node_ids=nodes, workers=workers
-        )
-        super().__init__(self.local)
-
-    def node_states(self) -> None:
-        return None
 
 
 NEED_CLIENTS = ["FedBN", "SiloBN", "Standalone", "Scaffold", "keep_momentum", "brn", "FixBN of FedBN", "some clients"]

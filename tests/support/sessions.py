@@ -1,0 +1,133 @@
+"""Runs that are stopped and go on: the cases, a session of a run, and what it leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import Strategy
+
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.progress import RunProgress
+from fedbn_flwr.strategies import STRATEGIES, MeanStatistics
+
+PLAIN: dict[str, Callable[[], Strategy]] = {
+    "FedAdam": lambda: flower.FedAdam(eta=0.01),
+    "FedYogi": lambda: flower.FedYogi(eta=0.01),
+    "FedAdagrad": lambda: flower.FedAdagrad(eta=0.01),
+    "FedAvgM": lambda: flower.FedAvgM(server_momentum=0.9, server_learning_rate=0.5),
+    "QFedAvg": lambda: flower.QFedAvg(client_learning_rate=0.1, train_loss_key="train-loss"),
+    "Krum": lambda: flower.Krum(num_malicious_nodes=0),
+    "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(beta=0.2),
+    "FedMedian": flower.FedMedian,
+    "FedXgbCyclic": flower.FedXgbCyclic,
+    "adaptive clipping": lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(flower.FedAdam(), 0.1, 3),
+}
+
+
+BASE = """
+rounds: 5
+clients: 3
+data: {name: digits, partition: {kind: classes, classes_per_client: 4}}
+model: {name: cnn}
+train: {lr: 0.05, momentum: 0.9, batch_size: 16, steps: 2}
+evaluate: {every: 2}
+engine: {workers: 0, device: cpu, checkpoint_every: 5}
+"""
+SPECIAL: dict[str, str] = {
+    "HeteroBN": "strategy: {name: HeteroBN, statistics: query}\nmodel: {norm: sbn}",
+    "FedWon": "strategy: {name: FedWon}\nmodel: {norm: won}",
+    "FixBN": "strategy: {name: FixBN, freeze_round: 2}",
+    "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 2}",
+    "FedBS": "strategy: {name: FedBS, epsilon: 100, patience: 3}",
+}
+# What else there is to forget.
+MORE: dict[str, str] = {
+    "FixBN auto": "strategy: {name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}",
+    "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
+    "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
+    "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
+    "keep_momentum": "train: {keep_momentum: true}",
+    "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",
+}
+OPTIMISERS: dict[str, Callable[[], Strategy]] = {
+    name: lambda name=name: MeanStatistics(PLAIN[name]())  # type: ignore[misc]
+    for name in ("FedAdam", "FedYogi", "FedAdagrad", "FedAvgM")
+}
+CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
+CASES |= dict.fromkeys(OPTIMISERS, "")
+SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
+
+
+def overrides(case: str) -> list[str]:
+    return [line.replace(": ", "=", 1) for line in (CASES | SHORT)[case].splitlines()]
+
+
+class Stopping(RunProgress):
+    """Somebody presses Ctrl-C in round `last`."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(1, 5, plain=True)
+        self.last = last
+
+    def end_round(self, line: Mapping[str, Any], rounds: int) -> None:
+        self._stop_asked = line["round"] == self.last
+
+
+def session(
+    case: str, out: Path, stop: int = 0, *, workers: int = 0, grid: Any = None, interrupted: bool | None = None
+) -> None:
+    """A session as a new process would have it: everything made again, and what counts read from the folder.
+
+    Ctrl-C must end it where `interrupted` says so: by default where it is to stop after a round.
+    """
+    experiment = load_experiment(BASE, overrides(case))
+    (prepared,) = prepare(experiment)
+    if case in OPTIMISERS:
+        prepared = dataclasses.replace(prepared, strategy=OPTIMISERS[case]())
+    run = RunFolder(out)
+    run.check(prepared.run.model_dump(mode="json"), resume=True)
+    done = run.begin(prepared.run.model_dump(mode="json"))
+    run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides(case))}
+    own = grid or LocalGrid(client_app(make_client), 3, workers=workers, run_config=run_config)
+    try:
+        run_one(prepared, own, run, Stopping(stop), done)
+        ended = "at its end"
+    except KeyboardInterrupt:
+        ended = "by Ctrl-C"
+    finally:
+        if grid is None:
+            own.close()
+    assert ended == ("by Ctrl-C" if (bool(stop) if interrupted is None else interrupted) else "at its end")
+
+
+def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
+    """All that a run leaves behind and that is not a time."""
+    run = RunFolder(out)
+    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in run.history()]
+    summary = {key: value for key, value in run.summary().items() if key not in ("seconds", "began")}
+    return (out / "model.safetensors").read_bytes(), lines, summary
+
+
+class Elsewhere(MeteredGrid):
+    """A grid whose nodes' memory the server cannot read, as Flower's own; each session's contexts are new."""
+
+    def __init__(self, case: str, folder: Path | None, nodes: Sequence[int] = (1, 2, 3), workers: int = 0) -> None:
+        run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides(case))}
+        given = None if folder is None else {"state": str(folder)}
+        self.local = LocalGrid(
+            client_app(make_client), 3, run_config=run_config, node_config=given, node_ids=nodes, workers=workers
+        )
+        super().__init__(self.local)
+
+    def node_states(self) -> None:
+        return None
