@@ -269,16 +269,13 @@ class FedAvg(Rule, FlowerFedAvg):
     def screen(
         self, what: str, replies: Iterable[Message], asked: int, problem: Callable[[Message], str | None]
     ) -> list[Message]:
-        """The replies in which `problem` finds nothing, in the order of partitions; the others are named in the log.
-
-        Where too few of `asked` clients are left, RunFailed says why; with `asked` 0 none are needed.
-        """
-        usable, reasons = [], []
-        replies = list(replies)
+        """The replies in which `problem` finds nothing, in the order of partitions; see `admit`."""
+        usable: dict[int, Message] = {}
+        refused: list[tuple[int, str]] = []  # not by node: for lost nodes Flower replies in the name of the SuperLink
         for reply in replies:
             node = reply.metadata.src_node_id
             if reply.has_error():
-                reasons.append(f"{self._who(node)}: {reply.error.reason or f'error code {reply.error.code}'}")
+                refused.append((node, reply.error.reason or f"error code {reply.error.code}"))
                 continue
             self._note_partition(reply)
             try:
@@ -286,11 +283,23 @@ class FedAvg(Rule, FlowerFedAvg):
             except MessageError as error:
                 reason = str(error)
             if reason is None:
-                usable.append(reply)
+                usable[node] = reply
             else:
-                reasons.append(f"{self._who(node)}: {reason}")
-        reasons.sort()
-        if (silent := asked - len(replies)) > 0:
+                refused.append((node, reason))
+        return [usable[node] for node in self.admit(what, dict.fromkeys(usable), refused, asked)]
+
+    def admit(
+        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
+    ) -> list[int]:
+        """The nodes that answered (with the partition each reports) and are not refused, in the order of partitions.
+
+        The log names the others. Where too few of `asked` clients are left, RunFailed says why; with `asked` 0 none
+        are needed.
+        """
+        self.memory.partitions.update({node: number for node, number in answered.items() if number is not None})
+        reasons = sorted(f"{self._who(node)}: {reason}" for node, reason in refused)
+        usable = list(answered.keys() - {node for node, _ in refused})
+        if (silent := asked - len(usable) - len(refused)) > 0:
             reasons.append(f"{silent} of {asked} clients did not answer in time")
         self.left_out += reasons
         needed = max(1, min(self.min_train_nodes, asked)) if asked else 0
@@ -301,7 +310,7 @@ class FedAvg(Rule, FlowerFedAvg):
             )
         for reason in reasons:
             log(WARNING, "%s: left out %s", what, one_line(reason))
-        return sorted(usable, key=lambda reply: self._position(reply.metadata.src_node_id))
+        return sorted(usable, key=self._position)
 
     def _mean_metrics(self, replies: Sequence[Message], mean: MeanOfMetrics) -> MetricRecord:
         """The clients' mean metrics, of the keys that all of them sent; a partition's number has no mean."""

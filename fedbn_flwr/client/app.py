@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.errors import FedbnError, MessageError
-from fedbn_flwr.exchange.frames import Frame
-from fedbn_flwr.exchange.session import Session
-from fedbn_flwr.exchange.step import Answer, Exchange, Pending
-from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
+from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 
 from .client import BNClient, Config, Update
-from .node_state import NodeState
+from .layerwise import abandon_parked, train_by_messages, train_over_stream
 from .state_folder import remembered, return_to
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
@@ -64,9 +59,9 @@ def client_app(make_client: MakeClient) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         config = _config(message)
         if protocol.COHORT_STEP in config:
-            return answer("train", _layerwise, message, context)
-        _abandon(context)
-        return answer("train", _directly if protocol.DIRECT in config else _train, message, context)
+            return answer("train", _train_by_messages, message, context)
+        abandon_parked(context)  # the server has continued without the end of that round
+        return answer("train", _train_over_stream if protocol.DIRECT in config else _train, message, context)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -74,7 +69,7 @@ def client_app(make_client: MakeClient) -> ClientApp:
 
     @app.query(protocol.COHORT_QUERY.split(".")[1])
     def cohort(message: Message, context: Context) -> Message:
-        return answer("take part in a layer-wise step", _layerwise, message, context)
+        return answer("take part in a layer-wise step", _train_by_messages, message, context)
 
     @app.query(protocol.STATISTICS_QUERY.split(".")[1])
     def statistics(message: Message, context: Context) -> Message:
@@ -138,119 +133,25 @@ def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
 # --- layer-wise rounds -------------------------------------------------------
 
 
-@dataclass
-class _Parked:
-    """A round that waits in this process for the answer to exchange `step` + 1."""
-
-    token: tuple[str | None, int]  # run and round
-    step: int
-    client: BNClient
-    session: Session
-    extras: dict[str, Arrays]
+def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:
+    record, config = _arrays(message), _plain(_config(message))
+    outcome = train_by_messages(_bn_client(make), message.content, config, _extras(message, record), context)
+    return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
 
 
-# By run and node. Only a cache: a node's next message may come to another process, which replays the round.
-_parked: dict[tuple[int, int], _Parked] = {}
+def _train_over_stream(make: Make, message: Message, context: Context) -> RecordDict:
+    record, config = _arrays(message), _plain(_config(message))
+    return _reply(train_over_stream(_bn_client(make), unpack(record), config, _extras(message, record)))
 
 
-def _abandon(context: Context) -> None:
-    """Let go of a round that still waits here: the server has gone on without its end."""
-    if (parked := _parked.pop((context.run_id, context.node_id), None)) is not None:
-        parked.session.abandon()
+def _bn_client(make: Make) -> Callable[[], BNClient]:
+    def make_bn_client() -> BNClient:
+        client = make()
+        if not isinstance(client, BNClient):
+            raise MessageError(f"{type(client).__name__} cannot take part in a layer-wise step; a BNClient can")
+        return client
 
-
-def _layerwise(make: Make, message: Message, context: Context) -> RecordDict:
-    """Begin a round (step 0), or go on with the answer to exchange `step`, up to the next exchange or the end."""
-    record, config = _arrays(message), _config(message)
-    told = _plain(config)
-    step, run = int(told[protocol.COHORT_STEP]), protocol.run_of(told)
-    token = (run, int(told.get(protocol.ROUND, 1)))
-    state = NodeState(context.state, run)
-    # What a replay needs; the batch and all draws are functions of round and client.
-    images = int(told.get(protocol.COHORT_BATCH, 0))
-    state.save(f"cohort.{step}", {**unpack(record), "images": np.asarray(images)})
-    key = (context.run_id, context.node_id)
-    parked = _parked.pop(key, None)
-    if step and parked is not None and (parked.token, parked.step) == (token, step - 1):
-        parked.client.records = context.state
-        parked.extras.update(_extras(message, record))
-        outcome = parked.session.advance(_answer(state, step))
-    else:
-        if parked is not None:
-            parked.session.abandon()
-        parked = _begin(make, state, config, _extras(message, record), token, step)
-        outcome = parked.session.advance()
-    if isinstance(outcome, Pending):
-        parked.step = step
-        _parked[key] = parked
-        reply = _reply(_brought(outcome, parked.client))
-        reply["config"] = ConfigRecord({"what": outcome.what})
-        return reply
-    for number in range(step + 1):
-        state.forget(f"cohort.{number}")
-    return _reply(outcome)
-
-
-def _begin(
-    make: Make,
-    state: NodeState,
-    config: ConfigRecord,
-    extras: dict[str, Arrays],
-    token: tuple[str | None, int],
-    step: int,
-) -> _Parked:
-    client = _layerwise_client(make)
-    arrays = dict(state.load("cohort.0"))
-    if not arrays:
-        raise MessageError(f"message {step} of round {token[1]} came to a node that was never sent the model")
-    arrays.pop("images")
-
-    def work(exchange: Exchange) -> Update:
-        return client.train_round(arrays, config, extras, exchange)
-
-    agreed = [_answer(state, number) for number in range(1, step + 1)]
-    return _Parked(token, step, client, Session(work, agreed), extras)
-
-
-def _directly(make: Make, message: Message, context: Context) -> RecordDict:
-    """A whole round, with its exchanges on a stream of our own to the server."""
-    record, config = _arrays(message), _config(message)
-    # Connected first, so that the others soon know of whatever goes wrong here.
-    with ExchangeStream(ExchangeAddress.from_config(config)) as line:
-        client = _layerwise_client(make)
-
-        def exchange(pending: Pending) -> Answer:
-            brought = _brought(pending, client)
-            return line.exchange(Frame(pending.what, brought.arrays, brought.metrics))
-
-        update = client.train_round(unpack(record), _plain(config), _extras(message, record), exchange)
-    return _reply(update)
-
-
-def _layerwise_client(make: Make) -> BNClient:
-    client = make()
-    if not isinstance(client, BNClient):
-        raise MessageError(f"{type(client).__name__} cannot take part in a layer-wise step; a BNClient can")
-    return client
-
-
-def _brought(pending: Pending, client: BNClient) -> Update:
-    """What a client brings to an exchange, whichever way it travels."""
-    metrics = {
-        protocol.EXCHANGES_LEFT: pending.left,
-        protocol.BATCH_EXAMPLES: pending.images,
-        protocol.NUM_EXAMPLES: client.num_examples,
-    }
-    arrays = {name: tensor.cpu().numpy() for name, tensor in pending.tensors.items()}
-    return Update(arrays, metrics | client.identity, {})
-
-
-def _answer(state: NodeState, step: int) -> Answer:
-    arrays = dict(state.load(f"cohort.{step}"))
-    if not arrays:
-        raise MessageError(f"the answer to exchange {step} never came to this node")
-    images = int(arrays.pop("images"))
-    return Answer({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, images)
+    return make_bn_client
 
 
 # --- records -----------------------------------------------------------------

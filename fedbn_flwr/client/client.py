@@ -300,7 +300,13 @@ class BNClient(NumPyClient):
             return None
         if exchange is None:
             raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
-        return LayerwiseStep(exchange, fused=mode == "fused", backward=bool(config.get(protocol.COHORT_BACKWARD, True)))
+        return LayerwiseStep(
+            exchange,
+            fused=mode == "fused",
+            backward=bool(config.get(protocol.COHORT_BACKWARD, True)),
+            examples=self.num_examples,
+            partition=None if self.partition_id is None else int(self.partition_id),
+        )
 
     def _control(
         self, named: Mapping[str, nn.Parameter], config: Config, extras: Mapping[str, Arrays], run: str | None

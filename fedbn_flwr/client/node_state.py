@@ -36,5 +36,16 @@ class NodeState:
     def save(self, name: str, arrays: Arrays) -> None:
         self.records[_ARRAYS + name] = pack(arrays)
 
+    def load_records(self, name: str) -> RecordDict:
+        """The records kept under `name`; empty where there are none."""
+        prefix = f"{_ARRAYS}{name}/"
+        return RecordDict({key[len(prefix) :]: each for key, each in self.records.items() if key.startswith(prefix)})
+
+    def save_records(self, name: str, records: RecordDict) -> None:
+        for key, record in records.items():
+            self.records[f"{_ARRAYS}{name}/{key}"] = record
+
     def forget(self, name: str) -> None:
-        self.records.pop(_ARRAYS + name, None)
+        """Remove what is kept under `name`, arrays or records."""
+        for key in [key for key in self.records if key == _ARRAYS + name or key.startswith(f"{_ARRAYS}{name}/")]:
+            del self.records[key]

@@ -1,15 +1,15 @@
-"""Where clients meet without Flower's messages between them: what the operator of a deployment sets.
+"""The address of the exchange service: what the operator of a deployment sets.
 
 One exchange through Flower's messages takes seconds on real nodes. Where the operator gives the ServerApp an
 address at which its clients can reach it, each keeps a gRPC stream open for the length of a round's exchanges, and an
-exchange takes a network round trip. It is a matter of the deployment: no experiment can ask for it.
+exchange takes a network round trip. This is a property of the deployment, which no experiment can set.
 
 | variable | what |
 |---|---|
-| `FEDBN_EXCHANGE_ADDRESS` | `HOST:PORT` that clients dial; without it messages are used |
+| `FEDBN_EXCHANGE_ADDRESS` | `HOST:PORT` that clients connect to; without it messages are used |
 | `FEDBN_EXCHANGE_LISTEN` | `HOST:PORT` to listen on; by default the address if it is loopback, else all interfaces |
 | `FEDBN_EXCHANGE_CERTIFICATE`, `FEDBN_EXCHANGE_KEY` | PEM files: certificate for the address's host, and its key |
-| `FEDBN_EXCHANGE_CA` | PEM file of the authority that clients are told to trust; without it they use their own |
+| `FEDBN_EXCHANGE_CA` | PEM file of the authority that clients must trust; without it they use their own |
 | `FEDBN_EXCHANGE_INSECURE` | `1`: no TLS beyond loopback |
 """
 
@@ -23,14 +23,14 @@ from pathlib import Path
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
 PREFIX = "FEDBN_EXCHANGE_"
-METHOD = "/fedbn.Exchange/Meet"
+METHOD = "/fedbn.Exchange/Stream"
 TOKEN = "fedbn-token"  # key of the call's metadata
 
-# Pings find out within half a minute that a machine at the other end is gone without a word.
+# With pings a lost machine at the other end is noticed within half a minute.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # what a ping waits in fact: a minute by default
+    ("grpc.http2.ping_timeout_ms", 10_000),  # the timeout that applies; one minute by default
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -38,8 +38,8 @@ KEEPALIVE = (
 
 
 @dataclass(frozen=True)
-class Direct:
-    """The address of the exchange service and how it proves who it is; see the module's table."""
+class ExchangeConfig:
+    """The address of the exchange service and its certificate; see the module's table."""
 
     address: str
     listen: str = ""
@@ -49,8 +49,8 @@ class Direct:
     insecure: bool = False
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Direct | None:
-        """What the ServerApp's environment says; None where it names no address."""
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> ExchangeConfig | None:
+        """The settings in the ServerApp's environment; None where it names no address."""
         environment = os.environ if environment is None else environment
         given = {key: value.strip() for key, value in environment.items() if key.startswith(PREFIX) and value.strip()}
         known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
@@ -65,9 +65,9 @@ class Direct:
         if insecure not in ("0", "1", "false", "true"):
             raise SettingsError(f"{PREFIX}INSECURE is {insecure!r}; expected 1 or 0")
         named = {known[key]: value for key, value in given.items()}
-        direct = cls(**named, insecure=insecure in ("1", "true"))
-        direct.check()
-        return direct
+        config = cls(**named, insecure=insecure in ("1", "true"))
+        config.check()
+        return config
 
     @property
     def encrypted(self) -> bool:
@@ -77,20 +77,20 @@ class Direct:
     def listens_on(self) -> str:
         if self.listen:
             return self.listen
-        host, port = split(self.address)
+        host, port = split_address(self.address)
         return self.address if is_loopback(host) else f"0.0.0.0:{port}"
 
     def check(self) -> None:
-        """Raise SettingsError where clients could not meet safely, or not at all."""
+        """Raise SettingsError where exchanges would not be safe, or not possible."""
         for name, value in (("ADDRESS", self.address), ("LISTEN", self.listens_on)):
-            host, port = split(value)
+            host, port = split_address(value)
             if not host or not (port.isdecimal() and int(port) < 2**16):
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; expected HOST:PORT")
         if bool(self.certificate) != bool(self.key):
             raise SettingsError(f"{PREFIX}CERTIFICATE and {PREFIX}KEY belong together; found one of them")
         if self.insecure and self.encrypted:
             raise SettingsError(f"{PREFIX}INSECURE contradicts {PREFIX}CERTIFICATE; leave one of them out")
-        local = all(is_loopback(split(value)[0]) for value in (self.address, self.listens_on))
+        local = all(is_loopback(split_address(value)[0]) for value in (self.address, self.listens_on))
         if not (self.encrypted or self.insecure or local):
             raise SettingsError(
                 f"{PREFIX}ADDRESS is {self.address!r}, beyond this machine, and there is no certificate: give "
@@ -113,7 +113,7 @@ class Direct:
         return content
 
 
-def split(address: str) -> tuple[str, str]:
+def split_address(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
     return host, port
 

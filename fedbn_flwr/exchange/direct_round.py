@@ -1,6 +1,6 @@
-"""The exchanges of one FedTAN round over streams, while Flower waits for the replies to its train messages.
+"""A round's exchanges over streams, while Flower waits for the replies to the round's train messages.
 
-What an exchange means is FedTAN's; here is who carries it: a service open for this round, and a thread.
+The loop runs in a thread of its own, beside an exchange service that is open for this round.
 """
 
 from __future__ import annotations
@@ -8,78 +8,83 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.app import Message, RecordDict
 
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import pack, unpack
 
-from .config import Direct
-from .frames import Frame, WireError, decode, encode
-from .stream_client import AGREED, FAILED
+from .codec import (
+    Agreement,
+    CodecError,
+    Contribution,
+    agreement_to_bytes,
+    agreement_to_records,
+    answer_from_bytes,
+    contribution_to_records,
+)
+from .config import ExchangeConfig
+from .round import Carrier, ExchangesDone
 from .stream_server import ExchangeService, Lost
 
-# Nodes, the number of exchanges so far, and what the last one came to: the cohort's tensors and images.
-Outgoing = tuple[Sequence[int], int, ArrayRecord, int]
-Ask = Callable[[Sequence[int], int, ArrayRecord, int], list[Message]]  # tells all of that, and returns the next replies
+CountExchange = Callable[[Sequence[RecordDict], Sequence[RecordDict]], None]
 
-_JOIN_SECONDS = 60  # after the last reply came: only the streams' ends are left
+_JOIN_SECONDS = 60  # after the last reply arrived, only the ends of the streams are missing
 
 
-class Meeting:
-    """Runs `meet(ask)`, which ends with the nodes that are left and their last answer, over streams to `nodes`.
+class DirectRound:
+    """A `Carrier` over streams to `nodes`, on which it runs `loop`; observes the replies to the train messages.
 
     Parameters
     ----------
     count
-        Counts an exchange for the ledger: its messages up and down.
-    frame_limit
-        Bytes that one client's frame may have.
+        Counts an exchange for the ledger: its records up and down.
+    message_limit
+        Bytes that one message of a client may have.
     exchange_seconds, seconds
         What one exchange may take, and all of them.
     """
 
     def __init__(
         self,
-        direct: Direct,
+        settings: ExchangeConfig,
         nodes: Sequence[int],
-        meet: Callable[[Ask], Outgoing],
+        loop: Callable[[Carrier], ExchangesDone],
         *,
-        count: Callable[[Sequence[RecordDict], Sequence[RecordDict]], None],
-        frame_limit: int,
+        count: CountExchange,
+        message_limit: int,
         exchange_seconds: float,
         seconds: float,
     ) -> None:
-        self._count = count
         self.nodes = frozenset(nodes)
-        self._meet = meet
-        self._brought: list[RecordDict] = []  # to the exchange under way
+        self._settings = settings
+        self._loop = loop
+        self._count = count
+        self._contributions: list[Contribution] = []  # to the exchange under way
         self._seconds = exchange_seconds
-        self._left: frozenset[int] | None = None  # the nodes that took part to the end
+        self._done: frozenset[int] | None = None  # the nodes that took part in all exchanges
         self._error: BaseException | None = None
-        self._service = ExchangeService(direct, nodes, limit=frame_limit, seconds=seconds)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="fedbn-meeting")
+        self._service = ExchangeService(settings, nodes, limit=message_limit, seconds=seconds)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fedbn-exchanges")
         self._thread.start()
 
-    def told(self, node: int, direct: Direct) -> dict[str, str | bool | float]:
-        """What the train message of a node says about the way here."""
-        told: dict[str, str | bool | float] = {
+    def config_for(self, node: int) -> dict[str, str | bool | float]:
+        """The config keys by which a node's train message names the service."""
+        config: dict[str, str | bool | float] = {
             protocol.DIRECT: self._service.address,
             protocol.DIRECT_TOKEN: self._service.tokens[node],
             protocol.DIRECT_TIMEOUT: float(self._seconds),
         }
-        if not direct.encrypted:
-            told[protocol.DIRECT_INSECURE] = True
-        elif (ca := direct.read("ca")) is not None:
-            told[protocol.DIRECT_CA] = ca.decode()
-        return told
+        if not self._settings.encrypted:
+            config[protocol.DIRECT_INSECURE] = True
+        elif (ca := self._settings.read("ca")) is not None:
+            config[protocol.DIRECT_CA] = ca.decode()
+        return config
 
     def finish(self, replies: Sequence[Message]) -> frozenset[int]:
         """The nodes that took part in all exchanges, now that the round's replies are in; raises what ended them."""
         for reply in replies:
             self.replied(reply)
-        if self._left is None:
+        if self._done is None:
             self._thread.join(1)
             self._service.lose(
                 self.nodes, "its train message was answered, or given up, before the exchanges were over"
@@ -87,15 +92,15 @@ class Meeting:
         self._thread.join(_JOIN_SECONDS)
         if self._error is not None:
             raise self._error
-        if self._left is None:
+        if self._done is None:
             raise FedbnError("the round's exchanges did not end")
-        return self._left
+        return self._done
 
-    # --- what a grid that watches asks ---
+    # --- an engine's observer of replies ---
 
     def replied(self, reply: Message) -> None:
-        """Who has answered the round's message already takes part in no more exchanges."""
-        reason = "it trained without meeting the others; serve the client by fedbn_flwr.client_app"
+        """A client that has answered the train message takes part in no more exchanges."""
+        reason = "it trained without the exchanges; serve the client by fedbn_flwr.client_app"
         if reply.has_error():
             reason = reply.error.reason or f"error code {reply.error.code}"
         self._service.lose([reply.metadata.src_node_id], reason)
@@ -103,49 +108,35 @@ class Meeting:
     def given_up(self) -> frozenset[int]:
         return self.nodes if self._error is not None else frozenset(self._service.lost)
 
-    # --- the thread ---
+    # --- the loop's carrier, in the thread ---
+
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
+        if agreement is not None:
+            self._send(nodes, agreement, last=False)
+        received = self._service.collect(nodes, self._seconds)
+        answers = {node: _answer(content) for node, content in received.items()}
+        self._contributions = [answer for answer in answers.values() if isinstance(answer, Contribution)]
+        return answers
 
     def _run(self) -> None:
         try:
             with self._service:
-                nodes, _, agreed, images = self._meet(self._ask)
-                self._tell(nodes, agreed, images, last=True)
-                self._left = frozenset(nodes)
+                done = self._loop(self)
+                self._send(done.nodes, done.agreement, last=True)
+                self._done = frozenset(done.nodes)
         except BaseException as error:
             self._error = error
 
-    def _ask(self, nodes: Sequence[int], step: int, agreed: ArrayRecord, images: int) -> list[Message]:
-        if step:
-            self._tell(nodes, agreed, images, last=False)
-        frames = self._service.collect(nodes, self._seconds)
-        replies = [_as_reply(node, frame) for node, frame in frames.items()]
-        self._brought = [reply.content for reply in replies if reply.has_content()]
-        return replies
-
-    def _tell(self, nodes: Sequence[int], agreed: ArrayRecord, images: int, *, last: bool) -> None:
-        """Send what an exchange came to."""
-        frame = encode(Frame(AGREED, unpack(agreed), {protocol.COHORT_BATCH: images}))
-        self._count(self._brought, [RecordDict({"arrays": agreed})] * len(nodes))
-        self._service.answer(nodes, frame, last=last)
+    def _send(self, nodes: Sequence[int], agreement: Agreement, *, last: bool) -> None:
+        up = [contribution_to_records(contribution) for contribution in self._contributions]
+        self._count(up, [agreement_to_records(agreement)] * len(nodes))
+        self._service.answer(nodes, agreement_to_bytes(agreement), last=last)
 
 
-def _as_reply(node: int, frame: bytes | Lost) -> Message:
-    """A frame as the reply to a query that would have asked for it."""
-    question = Message(RecordDict(), node, protocol.COHORT_QUERY)
-    if isinstance(frame, bytes):
-        try:
-            found = decode(frame)
-        except WireError as error:
-            frame = Lost(f"what it sent cannot be read: {error}")
-        else:
-            if found.what != FAILED:
-                content = RecordDict(
-                    {
-                        "arrays": pack(found.arrays),
-                        "metrics": MetricRecord(dict(found.numbers)),
-                        "config": ConfigRecord({"what": found.what}),
-                    }
-                )
-                return Message(content, reply_to=question)
-            frame = Lost(found.text)
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, frame.reason), reply_to=question)
+def _answer(content: bytes | Lost) -> Contribution | str:
+    if isinstance(content, Lost):
+        return content.reason
+    try:
+        return answer_from_bytes(content)
+    except CodecError as error:
+        return f"what it sent cannot be read: {error}"

@@ -16,7 +16,8 @@ import torch
 
 from fedbn_flwr import seeding
 
-from .step import Answer, Exchange, Pending
+from .codec import Agreement, Contribution
+from .step import Exchange
 
 
 class _Abandoned(BaseException):
@@ -37,10 +38,10 @@ class Session:
     """
 
     def __init__(
-        self, work: Callable[[Exchange], Any], agreed: Sequence[Answer] = (), *, patience: float = 3600
+        self, work: Callable[[Exchange], Any], agreed: Sequence[Agreement] = (), *, patience: float = 3600
     ) -> None:
         self._work = work
-        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         for answer in agreed:
             self._answers.put(answer)
@@ -50,8 +51,8 @@ class Session:
         self.asked = 0  # exchanges that the round has come to
         self._thread: threading.Thread | None = None
 
-    def advance(self, answer: Answer | None = None) -> Any:
-        """Go on (with the cohort's answer, where one is due) until the next Pending, or the round's result."""
+    def advance(self, answer: Agreement | None = None) -> Any:
+        """Go on (with the cohort's answer, where one is due) until the next Contribution, or the round's result."""
         # The generator is shared by all threads: the round has its own stream, and so has our caller. Read before the
         # round goes on: at the same time it would set its own (and the two could wait for each other).
         outside = seeding.states()
@@ -87,18 +88,18 @@ class Session:
         except BaseException as error:
             self._events.put(("failed", error))
 
-    def _exchange(self, pending: Pending) -> Answer:
+    def _exchange(self, contribution: Contribution) -> Agreement:
         self.asked += 1
         if self.asked > self._given:
             state = seeding.states()
-            self._events.put(("pending", pending))
+            self._events.put(("pending", contribution))
             answer = self._wait()
             seeding.set_states(state)
         else:
             answer = self._wait()
         return answer
 
-    def _wait(self) -> Answer:
+    def _wait(self) -> Agreement:
         try:
             answer = self._answers.get(timeout=self._patience)
         except queue.Empty:

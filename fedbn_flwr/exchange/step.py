@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -39,26 +40,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.norms.roles import computes_as_batch_norm
 
+from .codec import Agreement, Contribution
 
-@dataclass(frozen=True)
-class Pending:
-    """What one client brings to an exchange."""
-
-    what: str  # "moments" (mean and var in one), "mean", "variance" (around the agreed mean), "gradients" (of both)
-    tensors: dict[str, Tensor]
-    images: int  # in this client's batch
-    left: int  # exchanges that follow this one
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the cohort agreed on."""
-
-    tensors: dict[str, Tensor]
-    images: int  # in the batches of all clients
-
-
-Exchange = Callable[[Pending], Answer]
+Exchange = Callable[[Contribution], Agreement]
 
 
 @dataclass
@@ -89,7 +73,7 @@ class LayerwiseStep:
     Parameters
     ----------
     exchange
-        Who carries tensors to the other clients and back.
+        Sends a contribution to the server, and returns what the cohort agreed on.
     fused
         Mean and variance travel together (2L exchanges), or one after the other as in the paper (3L).
     backward
@@ -97,15 +81,26 @@ class LayerwiseStep:
         "FedAvg + Algorithm 2".
     walk
         Walk the layers backwards outside of autograd; None: where the model is not on a CPU.
+    examples, partition
+        The client's, which each contribution names.
     """
 
     def __init__(
-        self, exchange: Exchange, *, fused: bool = True, backward: bool = True, walk: bool | None = None
+        self,
+        exchange: Exchange,
+        *,
+        fused: bool = True,
+        backward: bool = True,
+        walk: bool | None = None,
+        examples: int = 0,
+        partition: int | None = None,
     ) -> None:
         self.exchange = exchange
         self.fused = fused
         self.backward = backward
         self.walk = walk
+        self.examples = examples
+        self.partition = partition
         self._calls: list[_Call] = []
         self._open: list[_Moments] = []  # passes whose gradients were not exchanged yet
         self._left = 0
@@ -132,11 +127,17 @@ class LayerwiseStep:
         self._calls, self._open = [], []
         return loss.detach()
 
-    def _swap(self, what: str, tensors: dict[str, Tensor]) -> Answer:
+    def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        """The cohort's tensors in place of the client's own, and the images in all batches."""
         self._left -= 1
-        own = {key: value.detach() for key, value in tensors.items()}
-        answer = self.exchange(Pending(what, own, self._images, self._left))
-        return Answer({key: answer.tensors[key].to(value) for key, value in own.items()}, answer.images)
+        own = {key: value.detach().cpu().numpy() for key, value in tensors.items()}
+        agreed = self.exchange(
+            Contribution(kind, own, self._images, self._left, examples=self.examples, partition=self.partition)
+        )
+        # np.array: PyTorch takes no array that is read-only.
+        return {
+            k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()
+        }, agreed.images
 
     def _normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
         """Batch norm's forward, over the cohort: y [N, C, ...]."""
@@ -146,15 +147,15 @@ class LayerwiseStep:
         if self.fused:
             # Native batch norm's own sums: many times as fast as torch.var_mean over these dimensions.
             mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
-            agreed = self._swap("moments", {"mean": mean, "var": var})
-            mean, var = agreed.tensors["mean"], agreed.tensors["var"]
+            agreed, images = self._swap("moments", {"mean": mean, "var": var})
+            mean, var = agreed["mean"], agreed["var"]
         else:
-            mean = self._swap("mean", {"mean": values.mean(dims)}).tensors["mean"]
+            mean = self._swap("mean", {"mean": values.mean(dims)})[0]["mean"]
             shape = [1, -1] + [1] * (y.ndim - 2)
-            agreed = self._swap("variance", {"var": (values - mean.view(shape)).square().mean(dims)})
-            var = agreed.tensors["var"]
+            agreed, images = self._swap("variance", {"var": (values - mean.view(shape)).square().mean(dims)})
+            var = agreed["var"]
         # Running variances are unbiased over the values of all clients, as they would be over the union.
-        _update_running(layer, mean, var, count=agreed.images * (y.numel() // (y.shape[0] * y.shape[1])))
+        _update_running(layer, mean, var, count=images * (y.numel() // (y.shape[0] * y.shape[1])))
         gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
         beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
         moments = _Moments(mean, var, gamma.detach(), layer.eps)
@@ -179,8 +180,8 @@ class LayerwiseStep:
         d_mean = -moments.gamma * inverse * d_beta
         d_var = -0.5 * moments.gamma * inverse.square() * d_gamma
         if self.backward:
-            agreed = self._swap("gradients", {"mean": d_mean, "var": d_var})
-            d_mean, d_var = agreed.tensors["mean"], agreed.tensors["var"]
+            agreed, _ = self._swap("gradients", {"mean": d_mean, "var": d_var})
+            d_mean, d_var = agreed["mean"], agreed["var"]
         return d_mean, d_var
 
     def _walk(self, call: _Call, *, last: bool) -> None:

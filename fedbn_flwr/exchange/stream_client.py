@@ -1,4 +1,4 @@
-"""The client's side of the direct exchange: one stream for one round."""
+"""A client's side of the exchange over streams: one stream for one round."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from types import TracebackType
 from typing import Any
 
 import grpc
-import torch
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 
+from .codec import (
+    Agreement,
+    Contribution,
+    agreement_from_bytes,
+    contribution_to_bytes,
+    failure_to_bytes,
+)
 from .config import KEEPALIVE, METHOD, TOKEN
-from .frames import Frame, decode, encode
-from .step import Answer
 
 CONNECT_SECONDS = 30
 SLACK_SECONDS = 15  # the server keeps the time; a client gives up a little later
-FAILED = "failed"  # a frame that says why a client cannot go on
-AGREED = "agreed"
 
 
 @dataclass(frozen=True)
 class ExchangeAddress:
-    """Where and how to connect, as the server's train message says."""
+    """Where and how to connect, from the server's train message."""
 
     address: str
     token: str
@@ -55,36 +57,35 @@ class ExchangeAddress:
 class ExchangeStream:
     """A stream to the exchange service, opened at once; use as a context manager.
 
-    Leaving it by an exception tells the server what went wrong, so that nobody waits for this client.
+    An exception inside is sent to the server as the reason, so that the others do not wait for this client.
     """
 
-    def __init__(self, place: ExchangeAddress) -> None:
-        self._place = place
+    def __init__(self, address: ExchangeAddress) -> None:
+        self._address = address
         self._late = False
-        if place.insecure:
-            self._channel = grpc.insecure_channel(place.address, options=KEEPALIVE)
+        if address.insecure:
+            self._channel = grpc.insecure_channel(address.address, options=KEEPALIVE)
         else:
-            credentials = grpc.ssl_channel_credentials(None if place.ca is None else place.ca.encode())
-            self._channel = grpc.secure_channel(place.address, credentials, options=KEEPALIVE)
+            credentials = grpc.ssl_channel_credentials(None if address.ca is None else address.ca.encode())
+            self._channel = grpc.secure_channel(address.address, credentials, options=KEEPALIVE)
         try:
             self._connect()
         except BaseException:
             self._channel.close()
             raise
 
-    def exchange(self, frame: Frame) -> Answer:
-        """Send a frame and wait for what the cohort agreed on."""
-        self._requests.put(encode(frame))
-        limit = self._place.timeout + SLACK_SECONDS
-        answer = decode(self._wait(lambda: next(self._call), limit))
-        sent = {name: (array.shape, array.dtype) for name, array in frame.arrays.items()}
-        got = {name: (array.shape, array.dtype) for name, array in answer.arrays.items()}
-        images = answer.numbers.get(protocol.COHORT_BATCH)
-        if answer.what != AGREED or got != sent or images is None:
+    def exchange(self, contribution: Contribution) -> Agreement:
+        """Send a contribution and wait for what the cohort agreed on."""
+        self._requests.put(contribution_to_bytes(contribution))
+        limit = self._address.timeout + SLACK_SECONDS
+        agreement = agreement_from_bytes(self._wait(lambda: next(self._call), limit))
+        sent = {name: (array.shape, array.dtype) for name, array in contribution.tensors.items()}
+        got = {name: (array.shape, array.dtype) for name, array in agreement.tensors.items()}
+        if got != sent:
             raise MessageError(
-                f"the answer to the exchange of {frame.what} does not fit: it has {got}, expected {sent}"
+                f"the answer to the exchange of {contribution.kind} does not fit: it has {got}, expected {sent}"
             )
-        return Answer({name: torch.from_numpy(array) for name, array in answer.arrays.items()}, int(images))
+        return agreement
 
     def close(self) -> None:
         self._requests.put(None)
@@ -100,24 +101,24 @@ class ExchangeStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._requests.put(encode(Frame(FAILED, text=f"{type(error).__name__}: {error}")))
+            self._requests.put(failure_to_bytes(f"{type(error).__name__}: {error}"))
         self.close()
 
     # --- inside ---
 
     def _connect(self) -> None:
-        """Open a stream that the service has taken; try again for a while where nobody answers."""
+        """Open a stream that the service accepts; where nothing answers, try again for CONNECT_SECONDS."""
         end = time.monotonic() + CONNECT_SECONDS
         while True:
             # A queue for each try: a call that has failed may still be reading from its own.
             self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-            frames = iter(self._requests.get, None)
-            self._call = self._channel.stream_stream(METHOD)(frames, metadata=((TOKEN, self._place.token),))
+            requests = iter(self._requests.get, None)
+            self._call = self._channel.stream_stream(METHOD)(requests, metadata=((TOKEN, self._address.token),))
             try:
                 self._wait(self._call.initial_metadata, max(1.0, end - time.monotonic()))
                 if self._call.is_active():
                     return
-                # It has ended instead; taking something from it raises why.
+                # It has ended; reading from it raises the reason.
                 self._wait(lambda: next(self._call), 5)
             except _Unreachable:
                 self._requests.put(None)
@@ -125,10 +126,12 @@ class ExchangeStream:
                     raise
                 time.sleep(0.5)
             except StopIteration:
-                raise MessageError(f"the exchange service at {self._place.address} ended the stream at once") from None
+                raise MessageError(
+                    f"the exchange service at {self._address.address} ended the stream at once"
+                ) from None
 
-    def _wait(self, what: Callable[[], Any], seconds: float) -> Any:
-        """`what()`, given up after so many seconds."""
+    def _wait(self, read: Callable[[], Any], seconds: float) -> Any:
+        """`read()`, cancelled after so many seconds."""
         call = self._call
 
         def stop() -> None:
@@ -140,18 +143,18 @@ class ExchangeStream:
         timer.daemon = True
         timer.start()
         try:
-            return what()
+            return read()
         except grpc.RpcError as error:
             raise self._explained(error, seconds) from None
         finally:
             timer.cancel()
 
     def _explained(self, error: Any, seconds: float) -> MessageError:
-        where, code, details = f"the exchange service at {self._place.address}", error.code(), error.details()
+        where, code, details = f"the exchange service at {self._address.address}", error.code(), error.details()
         if self._late:
             return MessageError(f"{where} did not answer within {seconds:g} s")
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return MessageError(f"{where} does not take this node's token, which is good once and for one round")
+            return MessageError(f"{where} does not accept this node's token, which is valid once and for one round")
         if code is grpc.StatusCode.ABORTED:
             return MessageError(f"{where} ended the exchange: {details}")
         if code is grpc.StatusCode.CANCELLED:

@@ -1,8 +1,8 @@
-"""The server's side of the direct exchange: a gRPC service that is open for the exchanges of one round.
+"""The server's side of the exchange over streams: a gRPC service that is open for the exchanges of one round.
 
-Each node of the round has a place and a token for it, which opens one stream, once. Whoever comes without one is
-turned away before a thread is spent on him. Nothing here waits without a bound: a client that is late, gone or
-sends too much loses its place, and the others go on.
+Each node of the round has a token, which opens one stream, once. Connections without a valid token are rejected
+before a thread is allocated. Every wait has a bound: a client that is late, disconnects or sends too much loses its
+connection, and the others continue.
 """
 
 from __future__ import annotations
@@ -21,102 +21,102 @@ import grpc
 
 from fedbn_flwr.errors import RunFailed
 
-from .config import KEEPALIVE, METHOD, TOKEN, Direct, split
+from .config import KEEPALIVE, METHOD, TOKEN, ExchangeConfig, split_address
 
-_BIND_SECONDS = 60  # another run's round may hold the port
-_GRACE_SECONDS = 10  # for last answers on their way
+_BIND_SECONDS = 60  # another run's round may have the port open
+_GRACE_SECONDS = 10  # for the last answers
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Why a node has lost its place."""
+    """Why a node has lost its connection."""
 
     reason: str
 
 
 @dataclass
-class _Place:
-    """One node's stream, as far as it has come."""
+class _Connection:
+    """The state of one node's stream."""
 
     token: str
     claimed: bool = False
-    frame: bytes | None = None  # what the client sent and nobody has taken yet
-    answer: bytes | None = None  # what is to be sent to it
-    over: bool = False  # nothing follows the answer
+    received: bytes | None = None  # the client's message, until `collect` takes it
+    answer: bytes | None = None  # to send to it
+    over: bool = False  # the answer is the last one
     lost: str | None = None
     reading: Any = None  # the stream's context, while it waits for the client
 
 
 class ExchangeService:
-    """A service for `nodes`; frames of clients may have up to `limit` bytes, and all ends after `seconds`."""
+    """A service for `nodes`; a client's message may have up to `limit` bytes, and all streams end after `seconds`."""
 
-    def __init__(self, direct: Direct, nodes: Sequence[int], *, limit: int, seconds: float) -> None:
-        self._places = {node: _Place(secrets.token_hex(32)) for node in nodes}
+    def __init__(self, settings: ExchangeConfig, nodes: Sequence[int], *, limit: int, seconds: float) -> None:
+        self._connections = {node: _Connection(secrets.token_hex(32)) for node in nodes}
         self._changed = threading.Condition()
         self._end = time.monotonic() + seconds
         self._limit = limit
-        self._server, port = self._open(direct)
-        host, given = split(direct.address)
-        self.address = f"{host}:{port}" if given == "0" else direct.address
+        self._server, port = self._open(settings)
+        host, given = split_address(settings.address)
+        self.address = f"{host}:{port}" if given == "0" else settings.address
 
     @property
     def tokens(self) -> dict[int, str]:
-        return {node: place.token for node, place in self._places.items()}
+        return {node: connection.token for node, connection in self._connections.items()}
 
     @property
     def lost(self) -> dict[int, str]:
-        """The nodes without a place, and why."""
+        """The nodes that have lost their connection, and why."""
         with self._changed:
-            return {node: place.lost for node, place in self._places.items() if place.lost is not None}
+            return {node: each.lost for node, each in self._connections.items() if each.lost is not None}
 
     # --- the round's side ---
 
     def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | Lost]:
-        """The next frame of each node, or why there is none; a node that sends none in time loses its place."""
+        """The next message of each node, or why there is none; a node that sends none in time is lost."""
         end = min(time.monotonic() + seconds, self._end)
-        places = {node: self._places[node] for node in nodes}
+        connections = {node: self._connections[node] for node in nodes}
         with self._changed:
-            while any(place.frame is None and place.lost is None for place in places.values()):
+            while any(connection.received is None and connection.lost is None for connection in connections.values()):
                 if (left := end - time.monotonic()) <= 0:
                     break
                 self._changed.wait(left)
             found: dict[int, bytes | Lost] = {}
-            for node, place in places.items():
-                if place.lost is None and place.frame is None:
-                    what = "sent nothing" if place.claimed else "did not connect"
-                    place.lost = f"it {what} to the exchange service within {seconds:g} s"
+            for node, connection in connections.items():
+                if connection.lost is None and connection.received is None:
+                    what = "sent nothing" if connection.claimed else "did not connect"
+                    connection.lost = f"it {what} to the exchange service within {seconds:g} s"
                     self._changed.notify_all()
-                if place.lost is not None:
-                    found[node] = Lost(place.lost)
+                if connection.lost is not None:
+                    found[node] = Lost(connection.lost)
                 else:
-                    assert place.frame is not None
-                    found[node], place.frame = place.frame, None
+                    assert connection.received is not None
+                    found[node], connection.received = connection.received, None
             return found
 
-    def answer(self, nodes: Collection[int], frame: bytes, *, last: bool = False) -> None:
-        """Send `frame` to these nodes; all others lose their place."""
+    def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
+        """Send `message` to these nodes; all others are lost."""
         with self._changed:
-            for node, place in self._places.items():
+            for node, connection in self._connections.items():
                 if node in nodes:
-                    place.answer, place.over = frame, last
-                elif place.lost is None:
-                    place.lost = "left out of this round's exchanges; the server's log says why"
+                    connection.answer, connection.over = message, last
+                elif connection.lost is None:
+                    connection.lost = "left out of this round's exchanges; the server's log says why"
             self._changed.notify_all()
 
     def lose(self, nodes: Collection[int], reason: str) -> None:
-        """Take these nodes' places."""
+        """End these nodes' part in the round."""
         with self._changed:
-            for place in (self._places[node] for node in nodes if node in self._places):
-                if place.lost is None and not place.over:
-                    place.lost = reason
+            for connection in (self._connections[node] for node in nodes if node in self._connections):
+                if connection.lost is None and not connection.over:
+                    connection.lost = reason
             self._changed.notify_all()
 
     def close(self, reason: str = "the round's exchanges are over") -> None:
-        """Wait for last answers to arrive, end all streams and free the port."""
-        self.lose(list(self._places), reason)
+        """Wait until the last answers have arrived, end all streams and free the port."""
+        self.lose(list(self._connections), reason)
         with self._changed:
-            silent = [place.reading for place in self._places.values() if place.lost and place.reading is not None]
-        for context in silent:  # the others end by themselves
+            silent = [each.reading for each in self._connections.values() if each.lost and each.reading is not None]
+        for context in silent:  # the other streams end on their own
             context.cancel()
         self._server.stop(_GRACE_SECONDS).wait(2 * _GRACE_SECONDS)
 
@@ -130,10 +130,10 @@ class ExchangeService:
 
     # --- the streams' side ---
 
-    def _open(self, direct: Direct) -> tuple[grpc.Server, int]:
+    def _open(self, settings: ExchangeConfig) -> tuple[grpc.Server, int]:
         options = [
             *KEEPALIVE,
-            ("grpc.so_reuseport", 0),  # two runs must not share a port without knowing
+            ("grpc.so_reuseport", 0),  # two runs must not share a port unnoticed
             ("grpc.max_receive_message_length", self._limit),
             ("grpc.max_metadata_size", 4096),
             ("grpc.max_concurrent_streams", 4),  # of one connection; a client needs one
@@ -141,20 +141,20 @@ class ExchangeService:
             ("grpc.max_connection_idle_ms", 20_000),
         ]
         end = time.monotonic() + _BIND_SECONDS
-        key, certificate = direct.read("key"), direct.read("certificate")
+        key, certificate = settings.read("key"), settings.read("certificate")
         while True:
-            server = grpc.server(_Threads(), handlers=[_Door(self)], options=options)
+            server = grpc.server(_Threads(), handlers=[_TokenHandler(self)], options=options)
             try:
                 if key is not None and certificate is not None:
                     credentials = grpc.ssl_server_credentials([(key, certificate)])
-                    port = server.add_secure_port(direct.listens_on, credentials)
+                    port = server.add_secure_port(settings.listens_on, credentials)
                 else:
-                    port = server.add_insecure_port(direct.listens_on)
+                    port = server.add_insecure_port(settings.listens_on)
             except RuntimeError as error:
                 if time.monotonic() > end:
                     raise RunFailed(
-                        f"the exchange service cannot listen on {direct.listens_on!r} ({error}); is another run using "
-                        "it, or is its certificate wrong? Without FEDBN_EXCHANGE_ADDRESS Flower's messages are used"
+                        f"the exchange service cannot listen on {settings.listens_on!r} ({error}); is another run "
+                        "using it, or is its certificate wrong? Without FEDBN_EXCHANGE_ADDRESS messages are used"
                     ) from None
                 time.sleep(0.5)
                 continue
@@ -162,53 +162,53 @@ class ExchangeService:
             return server, port
 
     def claim(self, token: str) -> int | None:
-        """The node whose token this is, the first time it comes."""
+        """The node that the token belongs to, on its first use."""
         found = None
         with self._changed:
-            for node, place in self._places.items():  # all of them, so that time tells nothing
-                if secrets.compare_digest(place.token.encode(), token.encode()) and not place.claimed:
+            for node, connection in self._connections.items():  # all: the time must not depend on the token
+                if secrets.compare_digest(connection.token.encode(), token.encode()) and not connection.claimed:
                     found = node
             if found is not None:
-                self._places[found].claimed = True
-                if self._places[found].lost is not None:
+                self._connections[found].claimed = True
+                if self._connections[found].lost is not None:
                     return None
         return found
 
     def serve(self, node: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """One stream: frames in, an answer to each out."""
-        place = self._places[node]
+        """One stream: an answer to each of the client's messages."""
+        connection = self._connections[node]
         gone = functools.partial(self.lose, [node], "its connection to the exchange service broke")
         if not context.add_callback(gone):  # it has ended already
             gone()
             return
-        self._read(place, context)
+        self._read(connection, context)
         context.send_initial_metadata(())
-        for frame in requests:
+        for message in requests:
             with self._changed:
-                place.frame, place.reading = frame, None
+                connection.received, connection.reading = message, None
                 self._changed.notify_all()
-                while place.answer is None and place.lost is None and time.monotonic() < self._end:
+                while connection.answer is None and connection.lost is None and time.monotonic() < self._end:
                     self._changed.wait(max(0.0, self._end - time.monotonic()))
-                answer, place.answer, over = place.answer, None, place.over
+                answer, connection.answer, over = connection.answer, None, connection.over
             if answer is None:
-                context.abort(grpc.StatusCode.ABORTED, place.lost or "the round took too long")  # raises
+                context.abort(grpc.StatusCode.ABORTED, connection.lost or "the round took too long")  # raises
                 return
             yield answer
             if over:
                 return
-            self._read(place, context)
+            self._read(connection, context)
 
-    def _read(self, place: _Place, context: Any) -> None:
-        """From here on the stream waits for its client, and `close` ends it."""
+    def _read(self, connection: _Connection, context: Any) -> None:
+        """The stream waits for its client from now on, and `close` may cancel it."""
         with self._changed:
-            if place.lost is None:
-                place.reading = context
+            if connection.lost is None:
+                connection.reading = context
                 return
-        context.abort(grpc.StatusCode.ABORTED, place.lost)  # raises
+        context.abort(grpc.StatusCode.ABORTED, connection.lost)  # raises
 
 
-class _Door(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Lets in whoever has a token, and turns others away (as an unknown method) without a thread of their own."""
+class _TokenHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Accepts calls with a valid token; to others the method is unknown, which takes no thread."""
 
     def __init__(self, service: ExchangeService) -> None:
         self._service = service
@@ -224,7 +224,7 @@ class _Door(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Threads(Executor):
-    """A thread per stream, and there are no more streams than tokens; none keeps the process from ending."""
+    """One daemon thread per stream, of which there are no more than tokens."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

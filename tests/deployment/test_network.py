@@ -26,7 +26,7 @@ from urllib.request import urlopen
 import pytest
 from safetensors.numpy import load_file
 
-from fedbn_flwr.exchange.config import PREFIX, Direct
+from fedbn_flwr.exchange.config import PREFIX, ExchangeConfig
 from tests.support.command import fedbn
 from tests.support.network import (
     COMPOSE,
@@ -124,7 +124,7 @@ def test_an_app_meets_its_own_node_and_the_server_and_no_other_site(sites: int, 
         key: value for key, value in services["superexec-serverapp"]["environment"].items() if "EXCHANGE" in key
     }
     assert settings["FEDBN_EXCHANGE_ADDRESS"] == "superexec-serverapp:8001"
-    known = {f"{PREFIX}{field.name.upper()}" for field in fields(Direct)}
+    known = {f"{PREFIX}{field.name.upper()}" for field in fields(ExchangeConfig)}
     assert settings.keys() <= known
 
 

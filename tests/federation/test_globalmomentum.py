@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, build_model, client_app
+from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
@@ -201,16 +202,12 @@ def test_around_fedtan_the_record_rides_on_the_last_message_alone(federation: Fe
 
 
 def test_a_fedtan_client_whose_process_is_gone_replays_with_the_momentum(federation: Federations) -> None:
-    from fedbn_flwr.client import app as client_app_module
-
     fed = federation((8, 8), batches=1, model=with_batch_norm, **SGD)
     expected = run(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3)
     app, forgetful = fed.app(), ClientApp()
 
     def forgets(message: Any, context: Context) -> Any:
-        for parked in client_app_module._parked.values():
-            parked.session.abandon()
-        client_app_module._parked.clear()
+        parked_rounds.clear()
         return app(message, context)
 
     for register in (forgetful.train(), forgetful.query("cohort"), forgetful.query("partition")):

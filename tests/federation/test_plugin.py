@@ -13,7 +13,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message
 
-from fedbn_flwr.client import app as client_app_module
+from fedbn_flwr.client.layerwise import ParkedRounds
 from tests.support.command import ROOT, fedbn
 from tests.support.packages import CLEAN, needs_uv, run
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, RecordingGrid, copied, imported
@@ -159,10 +159,10 @@ def test_fedtan_draws_the_same_whichever_process_a_message_meets(
         project.serve()
         expected = scores(capsys.readouterr().out)
         for seed in range(5):
-            random, caches = Random(seed), ({}, {})
+            random, caches = Random(seed), (ParkedRounds(), ParkedRounds())
 
             def work(message: Message, context: Context, random: Random = random, caches: Any = caches) -> Message:
-                monkeypatch.setattr(client_app_module, "_parked", random.choice(caches))
+                monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", random.choice(caches))
                 return project.client_app(message, context)
 
             replace(project, client_app=work).serve()

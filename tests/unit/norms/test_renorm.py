@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, Role, convert_norm
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.step import Answer, LayerwiseStep
+from fedbn_flwr.exchange.codec import Agreement
+from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.norms.roles import roles
@@ -191,7 +192,7 @@ def test_a_client_counts_the_steps_of_its_own_warm_up_over_rounds() -> None:
 
 
 def test_a_layer_wise_step_refuses_batch_norms_whose_arithmetic_it_would_lose() -> None:
-    step = LayerwiseStep(lambda pending: Answer(pending.tensors, pending.images))
+    step = LayerwiseStep(lambda contribution: Agreement(contribution.tensors, contribution.images))
     x, y = torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3
     with pytest.raises(MessageError, match="'1' is a BatchRenorm, whose own arithmetic would be lost"):
         step(convert_norm(two_norms(), "brn"), x, y, F.cross_entropy)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import build_model
-from fedbn_flwr.exchange.session import Session
-from fedbn_flwr.exchange.step import Answer, LayerwiseStep, Pending, count_calls
+from fedbn_flwr.exchange.step import LayerwiseStep, count_calls
 from tests.support.cohort import run_cohort
 
 
@@ -126,7 +125,7 @@ def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(
             torch.testing.assert_close(dict(ours.named_buffers())[key], buffer, rtol=1e-10, atol=1e-12)
 
 
-def test_channels_last_changes_the_last_bits_alone() -> None:
+def test_channels_last_changes_only_the_last_bits() -> None:
     model, batches, _ = clients_of("resnet20", [4, 4])
     _, plain, _ = cohort_gradients(model, batches, [1.0, 1.0])
     model.to(memory_format=torch.channels_last)
@@ -137,7 +136,7 @@ def test_channels_last_changes_the_last_bits_alone() -> None:
 
 
 def test_plain_federated_gradient_is_far_from_the_union() -> None:
-    """The twin can tell: without the exchange the gradient is wrong by more than a tenth."""
+    """The twin would show it: without the exchange the gradient is wrong by more than a tenth."""
     model, batches, _ = clients_of("resnet20", [4, 4, 4])
     plain = []
     for x, y in batches:
@@ -213,7 +212,7 @@ def test_the_model_is_as_it_was_afterwards(walk: bool) -> None:
         assert list(m.state_dict()) == list(model.state_dict())
 
 
-def test_frozen_batch_norms_meet_nobody() -> None:
+def test_frozen_batch_norms_exchange_nothing() -> None:
     model, batches, _ = clients_of("resnet20", [4])
     assert count_calls(model, batches[0][0]) == 19
     model.bn.eval()
@@ -227,68 +226,3 @@ def test_counting_calls_leaves_no_trace() -> None:
     count_calls(model, batches[0][0])
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-class Dropping(nn.Module):
-    """Draws random numbers between two exchanges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-        self.last = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.b(F.dropout(self.a(x), 0.5)))
-        return y
-
-
-def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
-    torch.manual_seed(1)
-    model = Dropping().double()
-    x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 5
-
-    def work(m: nn.Module):
-        def run(exchange):
-            torch.manual_seed(7)
-            LayerwiseStep(exchange)(m, x, y, F.cross_entropy)
-            return gradients(m)
-
-        return run
-
-    def answer(pending: Pending, k: int) -> Answer:
-        return Answer({key: value * 1.1 + 0.01 * (k + 1) for key, value in pending.tensors.items()}, 16)
-
-    parked = Session(work(copy.deepcopy(model)))
-    state, agreed = parked.advance(), []
-    asked = []
-    while isinstance(state, Pending):
-        asked.append(state)
-        agreed.append(answer(state, len(agreed)))
-        torch.rand(3)  # somebody else draws in between
-        state = parked.advance(agreed[-1])
-    assert len(agreed) == 4
-    for known in range(len(agreed)):
-        again = Session(work(copy.deepcopy(model)), agreed[:known]).advance()
-        assert again.what == asked[known].what
-        assert all(torch.equal(again.tensors[key], asked[known].tensors[key]) for key in again.tensors)
-    final = Session(work(copy.deepcopy(model)), agreed).advance()
-    assert all(torch.equal(final[key], state[key]) for key in state)
-
-
-def test_a_failing_round_raises_where_it_is_asked() -> None:
-    def work(exchange):
-        raise RuntimeError("no data")
-
-    with pytest.raises(RuntimeError, match="no data"):
-        Session(work).advance()
-
-
-def test_an_abandoned_round_ends_its_thread() -> None:
-    model, batches, _ = clients_of("perceptron", [3])
-    x, y = batches[0]
-    session = Session(lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
-    assert isinstance(session.advance(), Pending)
-    session.abandon()
-    assert session._thread is not None
-    session._thread.join(10)
-    assert not session._thread.is_alive()

@@ -1,0 +1,149 @@
+"""What one exchange carries: values, their form as Flower's records, and as bytes.
+
+A client sends a `Contribution`, the server answers with an `Agreement`, and a client that cannot go on sends its
+reason. Flower's messages carry records; a stream carries the bytes of the same records (a safetensors file), so that
+values arrive bit for bit. The sender may be anyone: content that is not what it should be raises `CodecError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.serialization import dump, parse
+
+HEADER_LIMIT = 16384  # bytes of a stream's message beside the tensors
+TEXT_LIMIT = 1000  # characters of a reason
+_LARGEST = 2**53  # a larger float is no exact integer
+_KIND, _FAILURE = "what", "failure"  # config keys
+
+
+class CodecError(MessageError):
+    """Records or bytes that carry no value of an exchange."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one client brings to an exchange."""
+
+    kind: str  # "moments" (mean and var in one), "mean", "variance" (around the agreed mean), "gradients" (of both)
+    tensors: Arrays
+    images: int  # in this client's batch
+    remaining: int  # exchanges that follow this one
+    examples: int = 0  # in this client's data set
+    partition: int | None = None  # by which the server orders clients
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the server computes from all contributions."""
+
+    tensors: Arrays
+    images: int  # in the batches of all clients
+
+
+def contribution_to_records(contribution: Contribution) -> RecordDict:
+    numbers = {
+        protocol.EXCHANGES_LEFT: contribution.remaining,
+        protocol.BATCH_EXAMPLES: contribution.images,
+        protocol.NUM_EXAMPLES: contribution.examples,
+    }
+    if contribution.partition is not None:
+        numbers[protocol.PARTITION] = contribution.partition
+    return RecordDict(
+        {
+            "arrays": pack(contribution.tensors),
+            "metrics": MetricRecord(numbers),  # type: ignore[arg-type]
+            "config": ConfigRecord({_KIND: contribution.kind}),
+        }
+    )
+
+
+def contribution_from_records(content: RecordDict) -> Contribution:
+    metrics, configs = metrics_in(content), configs_in(content)
+    if set(arrays_in(content)) != {"arrays"} or len(metrics) != 1 or "config" not in configs:
+        raise CodecError("the reply is not that of a layer-wise step; serve the client by fedbn_flwr.client_app")
+    numbers = next(iter(metrics.values()))
+    partition = numbers.get(protocol.PARTITION)
+    return Contribution(
+        str(configs["config"].get(_KIND)),
+        _tensors(content),
+        images=_count(numbers, protocol.BATCH_EXAMPLES),
+        remaining=_count(numbers, protocol.EXCHANGES_LEFT),
+        examples=_count(numbers, protocol.NUM_EXAMPLES),
+        partition=partition if isinstance(partition, int) else None,
+    )
+
+
+def agreement_to_records(agreement: Agreement) -> RecordDict:
+    config = ConfigRecord({protocol.COHORT_BATCH: agreement.images})
+    return RecordDict({"arrays": pack(agreement.tensors), "config": config})
+
+
+def agreement_from_records(content: RecordDict) -> Agreement:
+    images = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_BATCH)
+    if "arrays" not in arrays_in(content) or not isinstance(images, int):
+        raise CodecError(f"an agreement needs the record 'arrays' and an integer {protocol.COHORT_BATCH!r}")
+    return Agreement(_tensors(content), images)
+
+
+def contribution_to_bytes(contribution: Contribution) -> bytes:
+    return _to_bytes(contribution_to_records(contribution))
+
+
+def agreement_to_bytes(agreement: Agreement) -> bytes:
+    return _to_bytes(agreement_to_records(agreement))
+
+
+def failure_to_bytes(reason: str) -> bytes:
+    return _to_bytes(RecordDict({"config": ConfigRecord({_FAILURE: reason[:TEXT_LIMIT]})}))
+
+
+def answer_from_bytes(data: bytes) -> Contribution | str:
+    """A client's contribution, or its reason to have none."""
+    content = _from_bytes(data)
+    failure = next(iter(configs_in(content).values()), ConfigRecord()).get(_FAILURE)
+    return contribution_from_records(content) if failure is None else str(failure)[:TEXT_LIMIT]
+
+
+def agreement_from_bytes(data: bytes) -> Agreement:
+    return agreement_from_records(_from_bytes(data))
+
+
+def _to_bytes(records: RecordDict) -> bytes:
+    try:
+        return dump(records)
+    except ValueError as error:
+        raise CodecError(str(error)) from None
+
+
+def _from_bytes(data: bytes) -> RecordDict:
+    # The size of the whole message is bounded by the stream, that of the header here, before it is parsed.
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > HEADER_LIMIT:
+        raise CodecError(f"it has {len(data)} bytes, with a header of {length}; expected at most {HEADER_LIMIT}")
+    try:
+        return parse(data)
+    except ValueError as error:
+        raise CodecError(str(error)) from None
+
+
+def _tensors(content: RecordDict) -> Arrays:
+    record: ArrayRecord = arrays_in(content)["arrays"]
+    try:
+        return unpack(record)
+    except Exception as error:  # the sender may have written any bytes
+        raise CodecError(f"its arrays cannot be read: {error}") from None
+
+
+def _count(numbers: MetricRecord, key: str) -> int:
+    value: Any = numbers.get(key)
+    if isinstance(value, int | float) and 0 <= value <= _LARGEST and value == int(value):
+        return int(value)
+    raise CodecError(f"its metrics have {key!r} = {value!r}, expected a whole number, zero or more")

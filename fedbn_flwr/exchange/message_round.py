@@ -1,0 +1,68 @@
+"""A round's exchanges by Flower's messages: one `query.cohort` to each client per exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import pack
+
+from .codec import Agreement, CodecError, Contribution, contribution_from_records
+from .round import ExchangesDone
+
+
+class MessageRound:
+    """A `Carrier` over `grid`.
+
+    Parameters
+    ----------
+    model
+        What the first messages carry.
+    config
+        What all messages say beside the exchange, in the ConfigRecord `config_key`.
+    timeout
+        Seconds that one exchange may take.
+    """
+
+    def __init__(
+        self, grid: Grid, model: ArrayRecord, config: Mapping[str, Any], config_key: str, timeout: float
+    ) -> None:
+        self._grid = grid
+        self._model = model
+        self._config = config
+        self._config_key = config_key
+        self._timeout = timeout
+
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
+        questions = self._messages(protocol.COHORT_QUERY, nodes, step, agreement)
+        replies = self._grid.send_and_receive(questions, timeout=self._timeout)
+        return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
+
+    def last_messages(self, done: ExchangesDone) -> list[Message]:
+        """The round's train messages, which carry the last agreement."""
+        return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
+
+    def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
+        if agreement is None:
+            arrays, images = self._model, 0
+        else:
+            arrays, images = pack(agreement.tensors), agreement.images
+        config = ConfigRecord({**self._config, protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
+        content = RecordDict({"arrays": arrays, self._config_key: config})
+        return [Message(content, node, kind) for node in nodes]
+
+
+def _answer(reply: Message) -> Contribution | str:
+    if reply.has_error():
+        reason = reply.error.reason or f"error code {reply.error.code}"
+        if "No query function registered" in reason:
+            return f"{reason} (its ClientApp knows no layer-wise step; serve it by fedbn_flwr.client_app)"
+        return reason
+    try:
+        return contribution_from_records(reply.content)
+    except CodecError as error:
+        return str(error)

@@ -1,0 +1,128 @@
+"""The server's loop over the exchanges of one round.
+
+The loop knows neither messages nor streams: a `Carrier` brings the clients' contributions and takes the agreements
+back. A client without a usable contribution is out of the rest of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from fedbn_flwr.messages.aggregate import pooled_moments, weighted_mean
+
+from .codec import Agreement, Contribution
+
+# The tensors of each kind of contribution.
+_TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "gradients": {"mean", "var"}}
+_MOST_EXCHANGES = 100_000  # in a round
+
+Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
+Weigh = Callable[[Contribution], float]  # p_i, up to scale
+
+
+class Carrier(Protocol):
+    """Brings an agreement to nodes, and their next contributions back."""
+
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
+        """The contributions to exchange `step` + 1; `agreement` is that of the one before, None at first.
+
+        A node that does not answer in time has no entry.
+        """
+
+
+class Admit(Protocol):
+    """Which clients stay in the round."""
+
+    def __call__(
+        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
+    ) -> list[int]:
+        """Those that `answered` (with the partition each reports) and are not refused, in order; logs who is left out.
+
+        Raises RunFailed where too few are left.
+        """
+
+
+@dataclass(frozen=True)
+class ExchangesDone:
+    """The end of a round's exchanges."""
+
+    nodes: list[int]  # those that took part in all of them
+    steps: int
+    agreement: Agreement  # the last one, which the nodes have not received yet
+
+
+def run_exchanges(carrier: Carrier, nodes: Sequence[int], what: str, weigh: Weigh, admit: Admit) -> ExchangesDone:
+    """All exchanges of the round; `what` names it in messages."""
+    agreement: Agreement | None = None
+    step, remaining = 0, None
+    while remaining != 0:
+        answers = carrier.ask(nodes, step, agreement)
+        found = _usable(f"{what}, exchange {step + 1}", answers, len(nodes), remaining, admit)
+        nodes, contributions = list(found), list(found.values())
+        agreement, remaining = agree(contributions, weigh), contributions[0].remaining
+        step += 1
+    assert agreement is not None
+    return ExchangesDone(list(nodes), step, agreement)
+
+
+def agree(contributions: Sequence[Contribution], weigh: Weigh) -> Agreement:
+    """Algorithm 3's means over the clients, with weights p_i."""
+    weights = [weigh(contribution) for contribution in contributions]
+    tensors = [contribution.tensors for contribution in contributions]
+    images = sum(contribution.images for contribution in contributions)
+    if contributions[0].kind == "moments":
+        mean, var = pooled_moments([each["mean"] for each in tensors], [each["var"] for each in tensors], weights)
+        return Agreement({"mean": mean, "var": var}, images)
+    return Agreement(weighted_mean(tensors, weights), images)
+
+
+def _usable(what: str, answers: Answers, asked: int, remaining: int | None, admit: Admit) -> dict[int, Contribution]:
+    """The contributions to one exchange by node, in order: of the kind, shape and step that most have."""
+    found = {node: answer for node, answer in answers.items() if isinstance(answer, Contribution)}
+    partitions = {node: contribution.partition for node, contribution in found.items()}
+    refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+    refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
+    nodes = admit(what, partitions, list(refused.items()), asked)
+    forms = {node: _form(found[node]) for node in nodes}
+    most = max(forms.values(), key=list(forms.values()).count)  # the first of them, where as many have another
+    others = [
+        (node, f"it sent {form}, others {most}; do all clients have the same model?")
+        for node, form in forms.items()
+        if form != most
+    ]
+    if others:
+        nodes = admit(what, {node: partitions[node] for node in nodes}, others, len(nodes))
+    return {node: found[node] for node in nodes}
+
+
+def problem(contribution: Contribution, remaining: int | None) -> str | None:
+    """Why a contribution cannot be used, or None.
+
+    `remaining` is how many exchanges were to follow the last one; None before the first.
+    """
+    kind, follow = contribution.kind, contribution.remaining
+    if follow > _MOST_EXCHANGES or (remaining is not None and follow != remaining - 1):
+        expected = f"at most {_MOST_EXCHANGES}" if remaining is None else remaining - 1
+        return f"it reports that {follow} exchanges follow, expected {expected}"
+    if kind not in _TENSORS:
+        return f"it sent {kind!r}, expected one of {', '.join(_TENSORS)}"
+    if set(contribution.tensors) != _TENSORS[kind]:
+        return f"{kind} has {sorted(contribution.tensors)}, expected {sorted(_TENSORS[kind])}"
+    for name, array in contribution.tensors.items():
+        if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
+            return f"{name!r} is {array.dtype} of shape {array.shape}, expected floats, one per channel"
+        if not np.isfinite(array).all():
+            return f"{name!r} has values that are not finite (the client diverged?)"
+        if name == "var" and kind != "gradients" and array.min() < 0:
+            return "a variance is negative"
+    return None
+
+
+def _form(contribution: Contribution) -> tuple[Any, ...]:
+    """What must be equal among the contributions to one exchange."""
+    shapes = tuple((name, str(array.dtype), *array.shape) for name, array in contribution.tensors.items())
+    return (contribution.kind, contribution.remaining, *shapes)

@@ -1,0 +1,245 @@
+"""FedTAN over streams: the numbers and the ledger of the exchange over messages, and clients that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import build_model, client_app
+from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.results.ledger import MeteredGrid, Traffic
+from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN, GlobalMomentum
+from tests.support.models import two_norms, two_norms_with_dropout
+from tests.support.network import make_keys, missing_tools
+
+Federations = Callable[..., Any]
+HERE = ExchangeConfig("127.0.0.1:0")  # any free port
+
+
+def train(fed: Any, strategy: Any, rounds: int, **grid: Any) -> tuple[dict[str, np.ndarray], list[Traffic]]:
+    models: list[ArrayRecord] = []
+    pages: list[Traffic] = []
+    with fed.grid(**grid) as local:
+        metered = MeteredGrid(local)
+
+        def note(_: int, arrays: ArrayRecord) -> None:
+            models.append(arrays)
+            pages.append(metered.take())
+
+        strategy.start(metered, fed.arrays(), num_rounds=rounds, evaluate_fn=note)
+    return unpack(models[-1]), pages
+
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "fused": lambda **k: FedTAN(fraction_evaluate=0.0, **k),
+    "paper, by batch": lambda **k: FedTAN(fraction_evaluate=0.0, exchange="paper", weights="batch", **k),
+    "forward only": lambda **k: FedAvgGlobalStats(fraction_evaluate=0.0, **k),
+    "FedTANII": lambda **k: FedTANII(fraction_evaluate=0.0, fedtan_rounds=2, **k),
+    "FixBN": lambda **k: FixBN(FedTAN(fraction_evaluate=0.0, **k), freeze_round=1, freeze=["statistics", "affine"]),
+    "GlobalMomentum": lambda **k: GlobalMomentum(FedTAN(fraction_evaluate=0.0, **k)),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_streams_give_the_arrays_and_the_ledger_of_messages_bit_for_bit(federation: Federations, name: str) -> None:
+    fed = federation((6, 9, 4), model=two_norms_with_dropout, lr=0.1, momentum=0.9, steps=2)
+    make = STRATEGIES[name]
+    by_messages, of_messages = train(fed, make(direct=False), 3)
+    by_streams, of_streams = train(fed, make(direct=HERE), 3, workers=3)
+    assert by_messages.keys() == by_streams.keys()
+    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+    if name == "GlobalMomentum":  # here the momentum is sent with the model, there with the last agreement
+        of_streams = [replace(page, elements_down_per_client=0) for page in of_streams]
+        of_messages = [replace(page, elements_down_per_client=0) for page in of_messages]
+    assert of_messages == of_streams
+    assert of_messages[1].communication_rounds > 1, "there was something to exchange"
+
+
+def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(federation: Federations) -> None:
+    """As over messages (test_fedtan.py): 39 rounds fused, and 4 x 1,376 floats more than FedAvg's."""
+    fed = federation((2,) * 5, batches=1, model=lambda: build_model("resnet20", 10, in_channels=2), steps=1)
+    _, (_, page) = train(fed, FedTAN(fraction_evaluate=0.0, direct=HERE), 1, workers=5)
+    assert page.communication_rounds == 39
+    assert page.bytes_down == page.bytes_up == 4 * 5 * (271_098 - 144 + 2 * 1_376)
+    assert page.messages_down == page.messages_up == 5 * 39
+
+
+def test_one_client_needs_no_worker(federation: Federations) -> None:
+    fed = federation((6,), model=two_norms, dtype=torch.float64)
+    alone = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    by_messages, _ = train(fed, FedTAN(direct=False, **alone), 2)
+    by_streams, _ = train(fed, FedTAN(direct=HERE, **alone), 2)
+    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+
+
+def test_clients_that_cannot_be_alive_at_once_are_refused(federation: Federations) -> None:
+    fed = federation((6, 6, 6), model=two_norms)
+    with pytest.raises(SettingsError, match=r"all 3 clients alive at once.*serves 2 at a time.*engine\.workers"):
+        train(fed, FedTAN(fraction_evaluate=0.0, direct=HERE), 1, workers=2)
+
+
+# --- clients that fail ---
+
+
+def spoiled(fed: Any, partition: int, spoil: Callable[[Any], None]) -> Any:
+    """The federation's ClientApp, where the model of one client calls `spoil` between its first and second exchange."""
+
+    def make(context: Any) -> Any:
+        client = fed.make_client(context)
+        if context.node_config["partition-id"] == partition:
+            client.model[2].register_forward_pre_hook(second_time(lambda: spoil(client)))
+        return client
+
+    return client_app(make)
+
+
+def second_time(act: Callable[[], None]) -> Callable[..., None]:
+    """A hook for a forward pass that is not the first one, which counts the batch norms."""
+    calls = iter([lambda: None, act])
+    return lambda *_: next(calls)()
+
+
+def killed(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failed(_: Any) -> None:
+    raise OSError("the disk is gone")
+
+
+def diverged(client: Any) -> None:
+    client.model[3].weight.data.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [(killed, "its connection to the exchange service broke"), (failed, "the disk is gone"), (diverged, "not finite")],
+)
+def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
+    federation: Federations, flower_log: pytest.LogCaptureFixture, spoil: Callable[[Any], None], says: str
+) -> None:
+    """Client 1 takes part in the first exchange and in no other: streams lose it as messages do."""
+    fed = federation((6, 8, 5), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
+    results = []
+    for direct in (False, HERE):
+        strategy = FedTAN(fraction_evaluate=0.0, direct=direct)
+        results.append(train(fed, strategy, 1, app=spoiled(fed, 1, spoil), workers=3)[0])
+        assert len(strategy.shares) == 2
+    assert "exchange 2: left out client 1" in flower_log.text
+    assert says in flower_log.text
+    by_messages, by_streams = results
+    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+
+
+def test_too_few_clients_end_the_run_with_all_reasons(federation: Federations) -> None:
+    fed = federation((6, 6, 6), model=two_norms)
+    strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=3, direct=HERE)
+    with pytest.raises(RunFailed, match=r"(?s)exchange 2: 2 of 3 .*client 1 .*the disk is gone"):
+        train(fed, strategy, 1, app=spoiled(fed, 1, failed), workers=3)
+
+
+def test_reasons_of_earlier_exchanges_are_named_as_well(federation: Federations) -> None:
+    fed = federation((6, 6, 6), model=two_norms)
+
+    def make(context: Any) -> Any:
+        client = fed.make_client(context)
+        match context.node_config["partition-id"]:
+            case 0:
+                raise OSError("no such folder")
+            case 1:
+                client.model[2].register_forward_pre_hook(second_time(lambda: failed(client)))
+        return client
+
+    strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=2, direct=HERE)
+    with pytest.raises(RunFailed, match=r"(?s)exchange 2: 1 of 2 .*no such folder"):
+        train(fed, strategy, 1, app=client_app(make), workers=3)
+
+
+def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """Later it finds that the others have continued; what it trained is not used."""
+    fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
+    strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=2)
+    train(fed, strategy, 1, app=spoiled(fed, 1, lambda _: time.sleep(4)), workers=3)
+    assert len(strategy.shares) == 2
+    assert "client 1" in flower_log.text
+    assert "sent nothing to the exchange service within 2 s" in flower_log.text
+
+
+def test_clients_that_train_without_exchanges_are_not_waited_for(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """The grid observes replies: of a client that knows nothing of the exchange, and of a process that dies early."""
+    fed = federation((6, 8, 5, 4), batches=1, model=two_norms, steps=1)
+    ours, foreign = fed.app(), ClientApp()
+
+    @foreign.train()
+    def plain(message: Message, context: Context) -> Message:
+        match context.node_config["partition-id"]:
+            case 0:
+                killed(None)
+            case 1:
+                arrays, metrics = message.content.array_records["arrays"], MetricRecord({protocol.NUM_EXAMPLES: 8})
+                return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+        return ours(message, context)
+
+    with fed.grid(foreign, workers=4) as local:
+        local.start()
+        # Were it waited for, this test would not end in time.
+        strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=3000)
+        strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1)
+    assert len(strategy.shares) == 2
+    assert "node 1: the client's process died (signal 9)" in flower_log.text
+    assert "node 2: it trained without the exchanges" in flower_log.text
+
+
+# --- the deployment's settings ---
+
+
+@pytest.mark.skipif(bool(missing_tools()), reason="openssl is not installed")
+def test_tls_with_the_deployments_certificate(federation: Federations, tmp_path: Path) -> None:
+    for name in ("ours", "other"):
+        assert make_keys(tmp_path / name).returncode == 0
+    keys = tmp_path / "ours" / "exchange"
+    files = {"certificate": str(keys / "server.pem"), "key": str(keys / "server.key")}
+    direct = ExchangeConfig("127.0.0.1:0", ca=str(keys / "ca.crt"), **files)
+    direct.check()
+    fed = federation((6, 6), model=two_norms)
+    by_messages, _ = train(fed, FedTAN(fraction_evaluate=0.0, direct=False), 2)
+    by_streams, _ = train(fed, FedTAN(fraction_evaluate=0.0, direct=direct), 2, workers=2)
+    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+
+
+def test_the_environment_of_the_serverapp_opens_it(federation: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")
+    fed = federation((6, 6), model=two_norms)
+    with pytest.raises(SettingsError, match="alive at once"):
+        train(fed, FedTAN(fraction_evaluate=0.0), 1)
+    train(fed, FedTAN(fraction_evaluate=0.0), 1, workers=2)
+    train(fed, FedTAN(fraction_evaluate=0.0, direct=False), 1)
+
+
+def test_plaintext_must_be_set_and_is_warned_of(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
+    direct = ExchangeConfig.from_environment(
+        {"FEDBN_EXCHANGE_ADDRESS": "example.org:8001", "FEDBN_EXCHANGE_INSECURE": "1"}
+    )
+    assert direct is not None
+    assert direct.listens_on == "0.0.0.0:8001"
+    FedTAN(direct=direct).begin(1, federation((4, 4)).arrays())
+    assert "example.org:8001 has no TLS" in flower_log.text

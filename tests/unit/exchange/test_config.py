@@ -1,0 +1,37 @@
+"""The exchange service's settings in the ServerApp's environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.strategies import FedTAN
+
+
+def test_without_an_address_there_is_no_service() -> None:
+    assert ExchangeConfig.from_environment({"FEDBN_OUT": "/runs"}) is None
+    assert ExchangeConfig.from_environment({"FEDBN_EXCHANGE_ADDRESS": ""}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ADDRESS": "example.org"}, r"ADDRESS is 'example\.org'; expected HOST:PORT"),
+        ({"ADDRESS": "example.org:70000"}, "expected HOST:PORT"),
+        ({"ADDRESS": "example.org:8001"}, "FEDBN_EXCHANGE_INSECURE=1"),
+        ({"ADDRESS": "127.0.0.1:8001", "LISTEN": "0.0.0.0:8001"}, "beyond this machine"),
+        ({"ADDRESS": "localhost:1", "KEY": "/key"}, "belong together"),
+        ({"ADDRESS": "localhost:1", "CA": "/not/there"}, "CA is '/not/there', which cannot be read"),
+        ({"ADDRESS": "localhost:1", "INSECURE": "maybe"}, "INSECURE is 'maybe'"),
+        ({"ADRESS": "localhost:1"}, "did you mean 'FEDBN_EXCHANGE_ADDRESS'"),
+    ],
+)
+def test_wrong_settings_are_named(given: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        ExchangeConfig.from_environment({f"FEDBN_EXCHANGE_{key}": value for key, value in given.items()})
+
+
+def test_an_experiment_cannot_name_an_address() -> None:
+    with pytest.raises(SettingsError, match="FEDBN_EXCHANGE_ADDRESS"):
+        FedTAN(direct="10.0.0.1:8001")  # type: ignore[arg-type]

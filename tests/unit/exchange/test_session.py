@@ -1,0 +1,81 @@
+"""A round that stops at every exchange: parked or replayed, the numbers are the same."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.session import Session
+from fedbn_flwr.exchange.step import LayerwiseStep
+
+
+class Dropping(nn.Module):
+    """Draws random numbers between two exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.b(F.dropout(self.a(x), 0.5)))
+        return y
+
+
+def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
+    torch.manual_seed(1)
+    model = Dropping().double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 5
+
+    def work(m: nn.Module):
+        def run(exchange):
+            torch.manual_seed(7)
+            LayerwiseStep(exchange)(m, x, y, F.cross_entropy)
+            return [p.grad for p in m.parameters()]
+
+        return run
+
+    def answer(contribution: Contribution, k: int) -> Agreement:
+        return Agreement({key: value * 1.1 + 0.01 * (k + 1) for key, value in contribution.tensors.items()}, 16)
+
+    parked = Session(work(copy.deepcopy(model)))
+    state, agreed = parked.advance(), []
+    asked = []
+    while isinstance(state, Contribution):
+        asked.append(state)
+        agreed.append(answer(state, len(agreed)))
+        torch.rand(3)  # other draws in between
+        state = parked.advance(agreed[-1])
+    assert len(agreed) == 4
+    for known in range(len(agreed)):
+        again = Session(work(copy.deepcopy(model)), agreed[:known]).advance()
+        assert again.kind == asked[known].kind
+        assert all(np.array_equal(again.tensors[key], asked[known].tensors[key]) for key in again.tensors)
+    final = Session(work(copy.deepcopy(model)), agreed).advance()
+    assert all(map(torch.equal, final, state))
+
+
+def test_a_failing_round_raises_where_it_is_asked() -> None:
+    def work(exchange):
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        Session(work).advance()
+
+
+def test_an_abandoned_round_ends_its_thread() -> None:
+    before = threading.active_count()
+    torch.manual_seed(1)
+    model, x, y = Dropping(), torch.randn(8, 4), torch.arange(8) % 5
+    session = Session(lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
+    assert isinstance(session.advance(), Contribution)
+    assert threading.active_count() == before + 1
+    session.abandon()
+    assert threading.active_count() == before

@@ -1,0 +1,214 @@
+"""The exchange service and its clients: whatever a stream brings, the others continue."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.exchange.codec import (
+    Agreement,
+    Contribution,
+    agreement_to_bytes,
+    answer_from_bytes,
+    contribution_to_bytes,
+)
+from fedbn_flwr.exchange.config import METHOD, TOKEN, ExchangeConfig
+from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
+from fedbn_flwr.exchange.stream_server import ExchangeService, Lost
+from tests.support.network import make_keys, missing_tools
+
+HERE = ExchangeConfig("127.0.0.1:0")  # any free port
+
+
+@pytest.fixture
+def service() -> Iterator[ExchangeService]:
+    with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as opened:
+        yield opened
+
+
+def address_of(service: ExchangeService, node: int, timeout: float = 20) -> ExchangeAddress:
+    return ExchangeAddress(service.address, service.tokens[node], None, True, timeout)
+
+
+def moments(value: float = 1.0) -> Contribution:
+    return Contribution("moments", {"mean": np.full(3, value, np.float32), "var": np.ones(3, np.float32)}, 4, 0)
+
+
+def agreed(value: float = 2.0) -> bytes:
+    return agreement_to_bytes(Agreement(moments(value).tensors, 12))
+
+
+@contextlib.contextmanager
+def clients(service: ExchangeService, *nodes: int) -> Iterator[list[Any]]:
+    """Each node's outcome of one exchange: a future of an Agreement or an error."""
+
+    def exchange(node: int) -> Agreement:
+        with ExchangeStream(address_of(service, node)) as stream:
+            return stream.exchange(moments(node))
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        yield [pool.submit(exchange, node) for node in nodes]
+
+
+def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> None:
+    """The rest of an exchange in which nothing else goes wrong."""
+    received = service.collect(nodes, 20)
+    for node in nodes:
+        assert isinstance(content := received[node], bytes), content
+        assert isinstance(answer := answer_from_bytes(content), Contribution)
+        assert answer.tensors["mean"][0] == node
+    service.answer(nodes, agreed(), last=True)
+    for outcome in outcomes:
+        assert outcome.result(20).images == 12
+
+
+def raw(service: ExchangeService, token: str | None, messages: list[bytes], method: str = METHOD) -> grpc.StatusCode:
+    """What becomes of a call that sends these bytes."""
+    with grpc.insecure_channel(service.address) as channel:
+        metadata = () if token is None else ((TOKEN, token),)
+        call = channel.stream_stream(method)(iter(messages), metadata=metadata, timeout=10)
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
+        return call.code()
+
+
+def test_calls_without_a_token_are_rejected_and_disturb_no_client(service: ExchangeService) -> None:
+    assert raw(service, None, [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
+    assert raw(service, "0" * 64, [b"x" * 100_000]) is grpc.StatusCode.UNIMPLEMENTED
+    assert raw(service, "", []) is grpc.StatusCode.UNIMPLEMENTED
+    assert raw(service, service.tokens[7], [b"x"], "/other/Method") is grpc.StatusCode.UNIMPLEMENTED
+    host, port = service.address.rsplit(":", 1)
+    with contextlib.ExitStack() as stack:
+        for content in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            with contextlib.suppress(OSError):
+                stranger.sendall(content)
+        before = threading.active_count()
+        for _ in range(50):
+            raw(service, "1" * 64, [b"x"])
+        assert threading.active_count() - before < 25, "a rejected call leaves no thread"
+        with clients(service, 7, 8) as outcomes:
+            finish(service, outcomes, [7, 8])
+
+
+def test_a_token_is_good_once(service: ExchangeService) -> None:
+    with clients(service, 7, 8) as outcomes:
+        finish(service, outcomes, [7, 8])
+    with pytest.raises(MessageError, match="does not accept this node's token"):
+        ExchangeStream(address_of(service, 7))
+
+
+def test_a_service_does_not_accept_the_tokens_of_another_round(service: ExchangeService) -> None:
+    with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as other:
+        assert raw(other, service.tokens[7], [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("content", [b"x" * 20_000, None], ids=["too much", "nothing, and gone"])
+def test_a_client_that_sends_too_much_or_disconnects_is_lost(service: ExchangeService, content: bytes | None) -> None:
+    with clients(service, 8) as outcomes:
+        raw(service, service.tokens[7], [] if content is None else [content])
+        received = service.collect([7, 8], 20)
+        assert isinstance(received[7], Lost)
+        assert "broke" in received[7].reason
+        assert isinstance(received[8], bytes)
+        service.answer([8], agreed(), last=True)
+        assert outcomes[0].result(20).images == 12
+
+
+def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: ExchangeService) -> None:
+    with ExchangeStream(address_of(service, 7, timeout=1)) as silent, clients(service, 8) as outcomes:
+        received = service.collect([7, 8], 1)
+        assert received[7] == Lost("it sent nothing to the exchange service within 1 s")
+        service.answer([8], agreed(), last=True)
+        assert outcomes[0].result(20).images == 12
+        with pytest.raises(MessageError, match="sent nothing"):
+            silent.exchange(moments())
+    with ExchangeService(HERE, [7], limit=1000, seconds=60) as alone:
+        assert alone.collect([7], 0.2)[7] == Lost("it did not connect to the exchange service within 0.2 s")
+
+
+def test_a_round_ends_when_its_time_is_over() -> None:
+    with ExchangeService(HERE, [7], limit=1000, seconds=1) as short:
+        with ExchangeStream(address_of(short, 7)) as stream, pytest.raises(MessageError, match="ended the exchange"):
+            stream.exchange(moments())
+        assert isinstance(short.collect([7], 60)[7], bytes | Lost)
+
+
+def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.exchange.stream_client.SLACK_SECONDS", 0.5)
+    monkeypatch.setattr("fedbn_flwr.exchange.stream_client.CONNECT_SECONDS", 1)
+    with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as service:
+        with (
+            ExchangeStream(address_of(service, 7, timeout=0.5)) as stream,
+            pytest.raises(MessageError, match="did not answer within 1 s"),
+        ):
+            stream.exchange(moments())
+        last = ExchangeStream(address_of(service, 8))
+    with pytest.raises(MessageError, match="ended the exchange: the round went on without"):
+        last.exchange(moments())
+    last.close()
+    with pytest.raises(MessageError, match=rf"{service.address} cannot be reached"):
+        ExchangeStream(address_of(service, 8))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\0" * 8,
+        contribution_to_bytes(moments()),
+        agreement_to_bytes(Agreement({"mean": np.ones(4, np.float32)}, 12)),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_an_error(service: ExchangeService, answer: bytes) -> None:
+    with ExchangeStream(address_of(service, 7)) as stream, ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(stream.exchange, moments())
+        service.collect([7], 20)
+        service.answer([7], answer)
+        with pytest.raises(MessageError):
+            outcome.result(20)
+
+
+def test_two_rounds_in_a_row_take_the_same_port(service: ExchangeService) -> None:
+    with ExchangeService(HERE, [1], limit=1000, seconds=60) as first:
+        address = first.address
+    for _ in range(3):
+        with ExchangeService(ExchangeConfig(address), [1], limit=1000, seconds=60) as again:
+            assert raw(again, None, [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_taken_port_is_an_error_with_the_setting_that_helps(
+    service: ExchangeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.exchange.stream_server._BIND_SECONDS", 0)
+    with pytest.raises(RunFailed, match=r"cannot listen on .*FEDBN_EXCHANGE_ADDRESS"):
+        ExchangeService(ExchangeConfig(service.address), [1], limit=1000, seconds=60)
+
+
+@pytest.mark.skipif(bool(missing_tools()), reason="openssl is not installed")
+def test_a_client_that_does_not_trust_the_certificate_sends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.exchange.stream_client.CONNECT_SECONDS", 0)
+    for name in ("ours", "other"):
+        assert make_keys(tmp_path / name).returncode == 0
+    keys = tmp_path / "ours" / "exchange"
+    direct = ExchangeConfig("127.0.0.1:0", certificate=str(keys / "server.pem"), key=str(keys / "server.key"))
+    with ExchangeService(direct, [7], limit=1000, seconds=60) as service:
+        for ca in ((tmp_path / "other" / "ca.crt").read_text(), None):
+            with pytest.raises(MessageError, match="cannot be reached"):
+                ExchangeStream(ExchangeAddress(service.address, service.tokens[7], ca, False, 5))
+        with pytest.raises(MessageError):
+            ExchangeStream(address_of(service, 7))  # without TLS
+        assert service.collect([7], 0) == {7: Lost("it did not connect to the exchange service within 0 s")}
