@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedbn_flwr.data.catalogue import CATALOGUE, find
 from fedbn_flwr.data.load import DataSet, load
-from fedbn_flwr.data.partition.registry import BY_CLASS, partition, share_test
+from fedbn_flwr.data.partition.indices import partition, share_test
+from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError
 
 from . import settings
@@ -49,7 +50,7 @@ def load_data(data: settings.Data, device: str) -> DataSet:
     split = data.partition
     plain = data.model_copy(
         update={
-            "partition": split if isinstance(split, settings.Natural) else settings.Iid(kind="iid"),
+            "partition": split if split.kind == "natural" else KINDS["iid"].options(),
             **PLAIN,
         }
     )
@@ -65,7 +66,7 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         label=data.label,
         domain=data.domain,
         domains=data.domains,
-        natural=data.partition.column if isinstance(data.partition, settings.Natural) else None,
+        natural=getattr(data.partition, "column", None),
         train=data.train,
         test=data.test,
         size=data.size,
@@ -85,13 +86,13 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
-    kind, column = options.pop("kind"), options.pop("column", None)
-    if dataset.dense and kind in BY_CLASS:
+    kind = options.pop("kind")
+    if dataset.dense and KINDS[kind].by_class:
         raise SettingsError(
             f"data.partition.kind is {kind!r}, which goes by the class of each image, but {data.name!r} has a label "
             "for each pixel; use iid, domain or natural"
         )
-    groups = dataset.natural if column is not None else dataset.domains
+    groups = dataset.natural if kind == "natural" else dataset.domains
     return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
 
 

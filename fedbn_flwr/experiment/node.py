@@ -17,10 +17,10 @@ from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
 from fedbn_flwr.client.training import CosineSchedule, StepSchedule
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 
-from . import settings
 from .data import check_labels, load_data, moments_of, own_test, partition_of, resolve, rows_by_domain
 from .find import from_run_config, run_names
 from .model import choose_device, make_model
@@ -49,7 +49,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
             f'clients={run.clients}; set --node-config "partition-id=... num-partitions={run.clients}"'
         )
     if "data" in node or "domain" in node:  # the site has data of its own, all of which is this client's
-        mine: dict[str, Any] = {"partition": settings.Iid(kind="iid")}
+        mine: dict[str, Any] = {"partition": KINDS["iid"].options()}
         mine["domains"] = (str(node["domain"]),) if "domain" in node else ()
         if "data" in node:
             mine |= {"name": str(node["data"]), "root": None}

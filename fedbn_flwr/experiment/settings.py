@@ -7,12 +7,15 @@ docs/experiments.md explains the keys.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from fedbn_flwr.data.partition.kinds import KINDS, Options
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
 
@@ -40,59 +43,12 @@ def _size(value: Any) -> int | tuple[int, int]:
 Size = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
 
 
-class Iid(_Section):
-    kind: Literal["iid"]
-
-
-class Dirichlet(_Section):
-    kind: Literal["dirichlet"]
-    alpha: float = Field(gt=0)
-    min_size: int = Field(default=1, ge=0)  # images every client must get
-    by: Literal["class", "client"] = "class"  # whose shares are drawn: each class's, or each client's (Hsu et al.)
-
-
-class Classes(_Section):
-    kind: Literal["classes"]
-    classes_per_client: Positive
-    # consecutive: client i begins at class i * classes / clients and wraps around
-    assignment: Literal["consecutive", "random", "first-deterministic"] = "consecutive"
-
-
-class Shards(_Section):
-    kind: Literal["shards"]
-    shards_per_client: Positive
-
-
-class UnbalancedShards(_Section):
-    kind: Literal["unbalanced_shards"]
-    shard_size: Positive  # images
-    min_shards: Positive = 1  # of a client
-    max_shards: Positive = 30
-
-
-class Domains(_Section):
-    kind: Literal["domain"]
-    clients_per_domain: Positive | None = None  # None: clients / domains
-
-
-class Natural(_Section):
-    kind: Literal["natural"]
-    column: str  # whose an image is
-
-
-_KINDS: dict[str, type[_Section]] = {
-    "iid": Iid,
-    "dirichlet": Dirichlet,
-    "classes": Classes,
-    "shards": Shards,
-    "unbalanced_shards": UnbalancedShards,
-    "domain": Domains,
-    "natural": Natural,
-}
-Partition = Annotated[
-    Iid | Dirichlet | Classes | Shards | UnbalancedShards | Domains | Natural, Field(discriminator="kind")
-]
-
+if TYPE_CHECKING:
+    Partition = Options
+else:  # one of the registered kinds, chosen by `kind`
+    Partition = Annotated[
+        functools.reduce(operator.or_, (kind.options for kind in KINDS.values())), Field(discriminator="kind")
+    ]
 
 Augment = Annotated[tuple[Literal["flip", "crop", "resized_crop", "rotate"], ...], Field(strict=False)]
 
@@ -121,7 +77,7 @@ class Data(_Section):
     stream: Literal[True, False, "auto"] = "auto"  # decode when asked for; auto: what exceeds `memory`
     memory: float = Field(default=8.0, gt=0)  # GiB that all images may take
     readers: Positive = 2  # threads of each client that decode ahead
-    partition: Partition = Iid(kind="iid")
+    partition: Partition = KINDS["iid"].options()
 
 
 class Renorm(_Section):
@@ -273,7 +229,7 @@ def _explain(details: ErrorDetails) -> str:
         case "missing":
             return f"{key!r} is missing"
         case "union_tag_invalid" | "union_tag_not_found":
-            return f"{key}.kind is not one of {', '.join(_KINDS)}: {found!r}"
+            return f"{key}.kind is not one of {', '.join(KINDS)}: {found!r}"
         case "value_error":
             return f"{key + ': ' if key else ''}{details['ctx']['error']}"
         case _:
@@ -285,8 +241,8 @@ def _section(path: Sequence[str]) -> Iterator[str]:
     """The keys that are known where `path` leads."""
     model: type[BaseModel] = Settings
     for part in path:
-        if part in _KINDS:
-            model = _KINDS[part]
+        if part in KINDS:
+            model = KINDS[part].options
         elif part in model.model_fields:
             annotation = model.model_fields[part].annotation
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):

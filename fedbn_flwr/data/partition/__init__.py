@@ -1,1 +1,1 @@
-"""Which client holds which images."""
+"""Which client has which images."""

@@ -1,83 +1,123 @@
-"""One function for each way to split: labels or groups in, the rows of each client out.
+"""The kinds of partition: one function for each, of labels or groups; it returns the rows of each client.
 
-Flower's own partitioners decide wherever they can; they see the labels alone, so a split of ImageNet costs no
-more than one of digits. What is checked of every split is in partitions.py.
+To add a kind, write its function. The keyword-only arguments are the settings of the kind, with types and defaults; the
+docstring says what a client has. Flower's own partitioners draw where they can; they see only the labels, so a
+partition of ImageNet costs no more than one of digits. indices.py checks every partition.
 """
-
-from __future__ import annotations
+# Without `from __future__ import annotations`: the types of the settings are those in the signatures.
 
 import contextlib
-import importlib.util
+import inspect
 import io
-import sys
-import types
 import warnings
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from fedbn_flwr.data.load import Groups
 from fedbn_flwr.errors import DataError
 
-Parts = list[np.ndarray]  # the rows of each client
+if TYPE_CHECKING:
+    from fedbn_flwr.data.load import Groups
+
+Positive = Annotated[int, Field(ge=1)]
+Labels = np.ndarray  # int64 [N], the class of each image
+Parts = list[np.ndarray]  # the row numbers of each client
 
 
-def _flowers() -> Any:
-    """flwr_datasets.partitioner, without the plots that its package imports: SciPy's statistics and seaborn, 2 s."""
-    package, name = "flwr_datasets", "flwr_datasets.partitioner"
-    if name in sys.modules:
-        return sys.modules[name]
-    if package in sys.modules:
-        return importlib.import_module(name)
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    stand_in = types.ModuleType(package)
-    stand_in.__path__ = list(spec.submodule_search_locations)
-    sys.modules[package] = stand_in
-    try:
-        return importlib.import_module(name)
-    finally:
-        del sys.modules[package]  # whoever imports the package gets all of it
+@dataclass(frozen=True)
+class Rows:
+    """The images to be split."""
+
+    labels: Labels
+    classes: int  # how many there are
+    groups: "Groups | None"  # their domains, or the groups of a natural partition
 
 
-def by_flower(partitioner: Any, labels: Tensor | np.ndarray, clients: int) -> Parts:
-    """Flower's partitioners hand out pieces of a data set: give them one of labels and row numbers."""
+class Options(BaseModel):
+    """`data.partition` of an experiment; each kind has a subclass with the settings of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: str = ""  # its name
+
+
+@dataclass(frozen=True)
+class Kind:
+    split: Callable[..., Parts]  # (rows, clients, seed, **options)
+    options: type[Options]
+    by_class: bool  # whether it needs a class of each image
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], Callable[..., Parts]]:
+    """Register a function of (rows, clients, seed, *, options) under its name, which is then a kind in settings."""
+
+    def register(split: Callable[..., Parts]) -> Callable[..., Parts]:
+        name = split.__name__
+        fields: dict[str, Any] = {"kind": (Literal[name], name)}
+        for option in inspect.signature(split).parameters.values():
+            if option.kind is inspect.Parameter.KEYWORD_ONLY:
+                fields[option.name] = (option.annotation, ... if option.default is option.empty else option.default)
+        options = create_model(name, __base__=Options, __doc__=split.__doc__, **fields)
+        KINDS[name] = Kind(split, options, by_class)
+        return split
+
+    return register
+
+
+# --- the kinds ---------------------------------------------------------------
+
+
+def by_flower(name: str, labels: Labels, clients: int, seed: int, **options: Any) -> Parts:
+    """The rows of each client from a partitioner of Flower, which splits a data set: here of labels and row numbers."""
     import datasets
 
-    rows = {"label": np.asarray(labels), "row": np.arange(len(labels))}
+    # Only where it is needed: flwr_datasets imports seaborn and SciPy's statistics, which takes 2 s.
+    from flwr_datasets import partitioner as partitioners
+
+    make = getattr(partitioners, name)
+    partitioner = make(num_partitions=clients, partition_by="label", seed=seed, **options)
+    rows = {"label": labels, "row": np.arange(len(labels))}
     partitioner.dataset = datasets.Dataset.from_dict(rows).with_format("numpy")
-    # What they warn of (classes that nobody holds) is checked afterwards; some draw progress bars.
+    # Its warnings (classes that no client has) repeat what indices.py checks; some partitioners draw progress bars.
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         # All rows, then the column: a column of a data set is read row by row, 0.2 ms each.
         return [np.asarray(partitioner.load_partition(i)[:]["row"], dtype=np.int64) for i in range(clients)]
 
 
-def iid(labels: Tensor, clients: int, seed: int) -> Parts:
-    # Flower cuts contiguous pieces; many data sets are sorted, so the order is drawn first.
-    order = np.random.default_rng(seed).permutation(len(labels))
-    return [order[part] for part in by_flower(_flowers().IidPartitioner(clients), labels, clients)]
+@kind()
+def iid(rows: Rows, clients: int, seed: int) -> Parts:
+    """An equal share of the images, drawn at random."""
+    return np.array_split(np.random.default_rng(seed).permutation(len(rows.labels)), clients)
 
 
-def dirichlet(labels: Tensor, clients: int, seed: int, alpha: float, min_size: int = 1, by: str = "class") -> Parts:
-    """`by` class: the clients' shares of each class are drawn, so clients differ in size (Yurochkin et al. 2019).
+@kind(by_class=True)
+def dirichlet(
+    rows: Rows,
+    clients: int,
+    seed: int,
+    *,
+    alpha: Annotated[float, Field(gt=0)],
+    min_size: Annotated[int, Field(ge=0)] = 1,  # images of a client
+    by: Literal["class", "client"] = "class",
+) -> Parts:
+    """`by: class`: each class is divided by a draw over clients (Yurochkin et al. 2019), so clients differ in size.
 
-    `by` client: each client's mix of classes is drawn, and all are of equal size (Hsu et al. 2019).
+    Each has at least `min_size` images. `by: client`: the class proportions of each client are drawn, with
+    concentration alpha times those of all images, and all have the same size (Hsu et al. 2019); `min_size` is ignored.
     """
+    labels = rows.labels
     if by == "client":
         return _dirichlet_by_client(labels, clients, seed, alpha)
-    partitioner = _flowers().DirichletPartitioner(
-        num_partitions=clients,
-        partition_by="label",
-        alpha=alpha,
-        min_partition_size=min_size,
-        self_balancing=False,
-        seed=seed,
-    )
+    options = {"alpha": alpha, "min_partition_size": min_size, "self_balancing": False}
     try:
-        return by_flower(partitioner, labels, clients)
+        return by_flower("DirichletPartitioner", labels, clients, seed, **options)
     except ValueError as error:  # it gives up after some draws
         raise DataError(
             f"data.partition (dirichlet, alpha={alpha}): no draw gives each of {clients} clients at least "
@@ -85,14 +125,14 @@ def dirichlet(labels: Tensor, clients: int, seed: int, alpha: float, min_size: i
         ) from None
 
 
-def _dirichlet_by_client(labels: Tensor, clients: int, seed: int, alpha: float) -> Parts:
+def _dirichlet_by_client(labels: Labels, clients: int, seed: int, alpha: float) -> Parts:
     # Flower's InnerDirichletPartitioner draws image by image and divides zero by zero once a client's classes
     # are all used up, which a small alpha makes likely. Then the rest comes from what is left.
     rng = np.random.default_rng(seed)
-    classes, counts = np.unique(labels.numpy(), return_counts=True)
-    rows = [rng.permutation(np.flatnonzero(labels.numpy() == label)) for label in classes]
+    classes, counts = np.unique(labels, return_counts=True)
+    rows = [rng.permutation(np.flatnonzero(labels == label)) for label in classes]
     mixes = rng.dirichlet(alpha * counts / len(labels), size=clients)  # q ~ Dir(alpha p), p the mix of all
-    sizes = [len(part) for part in np.array_split(labels.numpy(), clients)]
+    sizes = [len(part) for part in np.array_split(labels, clients)]
     left = counts.copy()
     parts = []
     for mix, size in zip(mixes, sizes, strict=True):
@@ -107,21 +147,27 @@ def _dirichlet_by_client(labels: Tensor, clients: int, seed: int, alpha: float) 
     return parts
 
 
+@kind(by_class=True)
 def classes(
-    labels: Tensor, count: int, clients: int, seed: int, classes_per_client: int, assignment: str = "consecutive"
+    rows: Rows,
+    clients: int,
+    seed: int,
+    *,
+    classes_per_client: Positive,
+    assignment: Literal["consecutive", "random", "first-deterministic"] = "consecutive",
 ) -> Parts:
+    """This many classes; the clients that have a class share it equally.
+
+    `consecutive`: client i begins at class i * classes / clients and wraps around (FedTAN); `first-deterministic` and
+    `random` as in Flower's `PathologicalPartitioner`.
+    """
+    labels, count = rows.labels, rows.classes
     if classes_per_client > count:
         raise DataError(f"data.partition.classes_per_client={classes_per_client}, but the data has {count} classes")
     if assignment != "consecutive":
-        partitioner = _flowers().PathologicalPartitioner(
-            num_partitions=clients,
-            partition_by="label",
-            num_classes_per_partition=classes_per_client,
-            class_assignment_mode=assignment,
-            seed=seed,
-        )
+        options = {"num_classes_per_partition": classes_per_client, "class_assignment_mode": assignment}
         try:
-            return by_flower(partitioner, labels, clients)
+            return by_flower("PathologicalPartitioner", labels, clients, seed, **options)
         except ValueError as error:
             raise DataError(f"data.partition (classes, {assignment}): {error}") from None
     # Flower has no such mode: client i begins at class i * classes / clients and wraps around, so that two
@@ -132,18 +178,24 @@ def classes(
         for k in range(classes_per_client):
             holders[(first + k) % count].append(client)
     order = np.random.default_rng(seed).permutation(len(labels))
-    shuffled = labels.numpy()[order]
+    shuffled = labels[order]
     pieces: list[Parts] = [[] for _ in range(clients)]
     for label, clients_of_label in enumerate(holders):
-        rows = order[shuffled == label]
+        of_label = order[shuffled == label]
         if clients_of_label:
-            for client, piece in zip(clients_of_label, np.array_split(rows, len(clients_of_label)), strict=True):
+            for client, piece in zip(clients_of_label, np.array_split(of_label, len(clients_of_label)), strict=True):
                 pieces[client].append(piece)
     return [np.concatenate(piece) for piece in pieces]
 
 
-def shards(labels: Tensor, clients: int, seed: int, shards_per_client: int) -> Parts:
-    """Images sorted by label and cut into clients * shards_per_client shards of one size, dealt at random."""
+@kind(by_class=True)
+def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) -> Parts:
+    """This many shards of images sorted by class and cut into shards of one size (McMahan et al. 2017).
+
+    Five clients with two shards of ten classes each have 20 % of them (FixBN); 100 clients with two shards of MNIST
+    each have twice 300 images (FedBS).
+    """
+    labels = rows.labels
     wanted = clients * shards_per_client
     size = -(-len(labels) // wanted)
     if -(-len(labels) // size) != wanted:
@@ -152,20 +204,25 @@ def shards(labels: Tensor, clients: int, seed: int, shards_per_client: int) -> P
             f"shards_per_client={shards_per_client}) of one size, not even with a smaller last one; use fewer shards"
         )
     # Not num_shards_per_partition: with it Flower leaves the remainder out.
-    partitioner = _flowers().ShardPartitioner(
-        num_partitions=clients, partition_by="label", shard_size=size, keep_incomplete_shard=True, seed=seed
-    )
-    return by_flower(partitioner, labels, clients)
+    return by_flower("ShardPartitioner", labels, clients, seed, shard_size=size, keep_incomplete_shard=True)
 
 
+@kind(by_class=True)
 def unbalanced_shards(
-    labels: Tensor, clients: int, seed: int, shard_size: int, min_shards: int = 1, max_shards: int = 30
+    rows: Rows,
+    clients: int,
+    seed: int,
+    *,
+    shard_size: Positive,  # images
+    min_shards: Positive = 1,  # of a client
+    max_shards: Positive = 30,
 ) -> Parts:
-    """Images sorted by label and cut into shards; each client holds between the least and the most of them.
+    """A random number of shards of images sorted by class; `shard_size: 50` makes 1,200 of MNIST (FedBS).
 
-    Their numbers are drawn uniformly and scaled to what there is. Flower deals every client as many.
+    The numbers are drawn uniformly between the bounds and scaled to the number of shards.
     """
-    order = np.argsort(labels.numpy(), kind="stable")
+    labels = rows.labels
+    order = np.argsort(labels, kind="stable")
     pieces = np.split(order, range(shard_size, len(order), shard_size))
     if not clients * min_shards <= len(pieces) <= clients * max_shards:
         raise DataError(
@@ -185,37 +242,42 @@ def unbalanced_shards(
     return [np.concatenate([pieces[shard] for shard in some]) for some in dealt]
 
 
-def domain(groups: Groups | None, clients: int, seed: int, clients_per_domain: int | None = None) -> Parts:
-    """Each domain over as many clients, IID among them: the first domain's clients come first."""
-    if groups is None:
+@kind()
+def domain(rows: Rows, clients: int, seed: int, *, clients_per_domain: Positive | None = None) -> Parts:
+    """Images of one domain, IID among its clients; the clients of the first domain come first.
+
+    `clients_per_domain` is clients / domains by default.
+    """
+    if rows.groups is None:
         raise DataError("data.partition (domain): the data has no domains; name their column by data.domain")
-    present = groups.train.unique().tolist()
-    names = ", ".join(groups.names[i] for i in present)
+    names, groups = rows.groups.names, rows.groups.train.numpy()
+    present = np.unique(groups).tolist()
     each = clients_per_domain or max(1, clients // len(present))
     if each * len(present) != clients:
         raise DataError(
-            f"data.partition (domain): {len(present)} domains ({names}) do not go over clients={clients}; for "
-            f"{each} per domain set clients={each * len(present)}"
+            f"data.partition (domain): {len(present)} domains ({', '.join(names[i] for i in present)}) do not go over "
+            f"clients={clients}; for {each} per domain set clients={each * len(present)}"
         )
     parts: Parts = []
-    for number, rows in enumerate(by_flower(_flowers().NaturalIdPartitioner("label"), groups.train, len(present))):
-        if len(rows) < each:
-            raise DataError(
-                f"data.partition (domain): {groups.names[present[number]]!r} has {len(rows)} images for {each} clients"
-            )
-        parts += [rows[part] for part in iid(groups.train[rows], each, seed + number)]
+    for number, group in enumerate(present):
+        images = np.flatnonzero(groups == group)
+        if len(images) < each:
+            raise DataError(f"data.partition (domain): {names[group]!r} has {len(images)} images for {each} clients")
+        parts += np.array_split(np.random.default_rng(seed + number).permutation(images), each)
     return parts
 
 
-def natural(groups: Groups | None, clients: int) -> Parts:
-    """Each value of a column is a client, in their order by name."""
-    if groups is None:
-        raise DataError("data.partition (natural): the data has no such column; it is data.partition.column")
-    present = groups.train.unique().tolist()
+@kind()
+def natural(rows: Rows, clients: int, seed: int, *, column: str) -> Parts:
+    """All images with one value of that column, such as a city; there must be as many clients as values."""
+    if rows.groups is None:
+        raise DataError(f"data.partition (natural): the data has no column {column!r}")
+    names, groups = rows.groups.names, rows.groups.train.numpy()
+    present = np.unique(groups).tolist()
     if len(present) != clients:
-        few = ", ".join(groups.names[i] for i in present[:5]) + (", ..." if len(present) > 5 else "")
+        few = ", ".join(names[i] for i in present[:5]) + (", ..." if len(present) > 5 else "")
         raise DataError(
-            f"data.partition (natural): the column {groups.column!r} has {len(present)} values ({few}), but clients "
-            f"is {clients}; set clients={len(present)}"
+            f"data.partition (natural): the column {column!r} has {len(present)} values ({few}), but clients is "
+            f"{clients}; set clients={len(present)}"
         )
-    return by_flower(_flowers().NaturalIdPartitioner("label"), groups.train, clients)
+    return [np.flatnonzero(groups == value) for value in present]

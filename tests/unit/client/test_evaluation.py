@@ -18,7 +18,7 @@ from fedbn_flwr import BNClient, build_model
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.registry import share_test
+from fedbn_flwr.data.partition.indices import share_test
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import make_strategy

@@ -19,7 +19,7 @@ from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import DataSet, load
-from fedbn_flwr.data.partition.registry import partition
+from fedbn_flwr.data.partition.indices import partition
 from fedbn_flwr.errors import DataError
 
 # --- the embedded digits -----------------------------------------------------
@@ -124,7 +124,7 @@ def test_drawn_classes_lose_nothing_or_say_so(name: str, clients: int, seed: int
         error = ""
         assert torch.cat(parts).sort().values.tolist() == list(range(400))
         assert [len(classes_of(part)) for part in parts] == [5] * clients
-    assert not error or "to nobody" in error
+    assert not error or "to no client" in error
 
 
 @pytest.mark.parametrize("name", KINDS | DRAWN)
@@ -197,7 +197,7 @@ def test_too_many_classes_per_client_is_an_error() -> None:
 
 
 def test_classes_that_nobody_holds_are_named() -> None:
-    with pytest.raises(DataError, match=r"160 of 400 images to nobody \(classes \[2, 5, 8, 9\]\)"):
+    with pytest.raises(DataError, match=r"160 of 400 images to no client \(classes \[2, 5, 8, 9\]\)"):
         partition(SORTED, 10, 3, 0, "classes", classes_per_client=2)
 
 

@@ -1,7 +1,4 @@
-"""Which client holds which images: lists of indices, a function of labels, clients and seed.
-
-Here is what holds for every split; the ways to split are in kinds.py.
-"""
+"""The indices of each client's training images, and of its share of the test images."""
 
 from __future__ import annotations
 
@@ -16,42 +13,21 @@ from fedbn_flwr import seeding
 from fedbn_flwr.data.load import Groups
 from fedbn_flwr.errors import DataError
 
-from . import kinds
-
-BY_CLASS = ("dirichlet", "classes", "shards", "unbalanced_shards")  # kinds that need a class of each image
-KINDS = ("iid", *BY_CLASS, "domain", "natural")
+from .kinds import KINDS, Rows
 
 
 def partition(
     labels: Tensor, classes: int, clients: int, seed: int, kind: str, *, groups: Groups | None = None, **options: Any
 ) -> list[Tensor]:
-    """Indices of each client's images, ascending.
+    """Indices of each client's images, ascending: those of a kind in kinds.py, which takes `options`.
 
-    Kinds: `iid`; `dirichlet` (`alpha`, `min_size`, `by`), the share of each class drawn per client, or the mix of
-    each client; `classes` (`classes_per_client`, `assignment`), where a client holds so many classes and those who
-    hold a class share it equally; `shards` (`shards_per_client`) and `unbalanced_shards` (`shard_size`,
-    `min_shards`, `max_shards`) of images sorted by label; `domain` (`clients_per_domain`) and `natural`, by what
-    `groups` says of each image. Nothing is lost and nothing is given twice, or it is an error.
+    Each image belongs to exactly one client and each client has images, or it is an error.
     """
     if clients > len(labels):
         raise DataError(f"clients is {clients}, but the data has {len(labels)} training images")
-    match kind:
-        case "iid":
-            parts = kinds.iid(labels, clients, seed)
-        case "dirichlet":
-            parts = kinds.dirichlet(labels, clients, seed, **options)
-        case "classes":
-            parts = kinds.classes(labels, classes, clients, seed, **options)
-        case "shards":
-            parts = kinds.shards(labels, clients, seed, **options)
-        case "unbalanced_shards":
-            parts = kinds.unbalanced_shards(labels, clients, seed, **options)
-        case "domain":
-            parts = kinds.domain(groups, clients, seed, **options)
-        case "natural":
-            parts = kinds.natural(groups, clients)
-        case _:
-            raise DataError(f"data.partition.kind={kind!r} is not one of {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise DataError(f"data.partition.kind={kind!r} is not one of {', '.join(KINDS)}")
+    parts = KINDS[kind].split(Rows(labels.numpy(), classes, groups), clients, seed, **options)
     empty = [i for i, part in enumerate(parts) if len(part) == 0]
     if empty:
         shown = ", ".join(str(i) for i in empty[:8]) + (", ..." if len(empty) > 8 else "")
@@ -63,7 +39,7 @@ def partition(
     if lost := int((counts == 0).sum()):
         gone = sorted(set(labels[torch.from_numpy(counts == 0)].tolist()))
         raise DataError(
-            f"data.partition ({kind}) gives {lost} of {len(labels)} images to nobody (classes {gone[:10]}); "
+            f"data.partition ({kind}) gives {lost} of {len(labels)} images to no client (classes {gone[:10]}); "
             "use more clients, more classes per client, or assignment: consecutive"
         )
     assert counts.max() == 1, "a partitioner gave an image to two clients"
@@ -71,10 +47,10 @@ def partition(
 
 
 def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, seed: int) -> list[Tensor]:
-    """Indices of each client's own test images, ascending, where it holds the training images `parts` of `labels`.
+    """Indices of each client's own test images, ascending; its training images are `parts` of `labels`.
 
-    The test images of each class are shared in proportion to how its training images were, largest remainder
-    first, and those of a class that nobody holds are nobody's. Where there are few, a client may get none.
+    The test images of each class are divided in proportion to its training images, largest remainder first. Those of
+    a class without training images belong to no client. Where a class has few, a client may get none.
     """
     classes = 1 + int(max(labels.max(), test_labels.max()))
     held = np.stack([np.bincount(labels[part].numpy(), minlength=classes) for part in parts])  # [clients, classes]
