@@ -6,10 +6,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from . import __version__
 from .errors import FedbnError, SettingsError, did_you_mean
@@ -77,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     splitting.set_defaults(command=_partition)
 
     listing = commands.add_parser("list", help="what there is: strategies, models, data sets, experiments")
-    listing.add_argument("what", choices=("strategies", "models", "norms", "datasets", "experiments"))
+    listing.add_argument("what", choices=("strategies", "models", "norms", "datasets", "partitions", "experiments"))
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=_list)
 
@@ -170,29 +169,28 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    lines: dict[str, Any]
+    lines: Mapping[str, str]
     match arguments.what:
         case "strategies":
             from .strategies import describe_strategies
 
-            lines = dict(describe_strategies())
+            lines = describe_strategies()
         case "models":
-            from .models.build import describe
+            from .models.build import describe_models
 
-            lines = dict(describe())
+            lines = describe_models()
         case "norms":
-            from .models.build import describe_norms
+            from .norms.convert import NORMS
 
-            lines = dict(describe_norms())
+            lines = {name: line for name, (line, _) in NORMS.items()}
         case "datasets":
-            from .data.catalogue import describe as describe_data
+            from .data.catalogue import describe_datasets
 
-            lines = {
-                "digits": "1,797 handwritten digits of 8x8 pixels, embedded",
-                **describe_data(),
-                "FOLDER": "a folder with train*.parquet and test*.parquet, or with train/CLASS/* and test/CLASS/*",
-                "OWNER/NAME": "any image classification data set on the Hugging Face hub",
-            }
+            lines = describe_datasets()
+        case "partitions":
+            from .data.partition.kinds import describe_partitions
+
+            lines = describe_partitions()
         case _:
             from .experiment.find import load_experiment, shipped_experiments
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 
+from . import Moments
 from .augment import Window, random_crop, random_flip, random_rotate
-from .images import Asked, Source
-
-Moments = tuple[Sequence[float], Sequence[float]]
+from .images import BatchRequest, Source
 
 
 class _Normaliser:
@@ -52,7 +51,7 @@ class TestBatches:
         self._normalise = _Normaliser.of(moments, data.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        plan = (Asked(rows, None) for rows in self.indices.split(self.batch_size))
+        plan = (BatchRequest(rows, None) for rows in self.indices.split(self.batch_size))
         for images, targets, _ in self.data.batches(plan):
             yield self._normalise(images), targets
 
@@ -98,7 +97,7 @@ class ClientBatches:
             images, targets = self._augment(images, targets, generator)
             yield self._normalise(images), targets
 
-    def _plan(self, chosen: Tensor, server_round: int, epoch: int) -> Iterator[Asked[torch.Generator]]:
+    def _plan(self, chosen: Tensor, server_round: int, epoch: int) -> Iterator[BatchRequest[torch.Generator]]:
         for number, rows in enumerate(chosen.split(self.batch_size)):
             if len(rows) == 1 < self.batch_size and number:
                 # Batch norm has no variance of one image. It is among those of another epoch's larger batches.
@@ -110,7 +109,7 @@ class ClientBatches:
                 window = Window.resized(len(rows), generator)
             elif self.cut is not None:
                 window = Window.square(len(rows), self.cut, generator)
-            yield Asked(rows, generator, window)
+            yield BatchRequest(rows, generator, window)
 
     def _augment(self, images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if "crop" in self.augment:

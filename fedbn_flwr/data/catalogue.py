@@ -1,6 +1,6 @@
-"""The data sets of the papers by name: where they lie, and what the papers do with them.
+"""The data sets of the papers by name: where they are stored, and how the papers prepare them.
 
-`find(name)` is all that the rest asks. A new data set is a row in the table below.
+A new data set is an entry in `CATALOGUE`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Moments = tuple[tuple[float, ...], tuple[float, ...]]
+from . import Moments
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set. What is None is not known, or left to the data."""
+    """One data set. None: not known, or as in the data."""
 
     title: str
     classes: int
@@ -33,7 +33,7 @@ class Entry:
     crop: int | None = None  # of each pixel's label: the side of the boxes to train on
     ids: tuple[int, ...] | None = None  # of each pixel's label: what stands in a mask for each class
     names: tuple[str, ...] = ()  # of the classes, where the data does not say
-    layout: str = "train*.parquet and test*.parquet"  # of a local copy
+    files: str = "train*.parquet and test*.parquet"  # of a local copy
 
 
 _CROP = ("crop", "flip")
@@ -155,7 +155,7 @@ CATALOGUE: Mapping[str, Entry] = {
         domain="domain",
         domains=("amazon", "caltech", "dslr", "webcam"),
         augment=_TURNED,
-        layout=f"train*.parquet and test*.parquet, or {_BY_DOMAIN}",
+        files=f"train*.parquet and test*.parquet, or {_BY_DOMAIN}",
     ),
     "domainnet10": Entry(
         "DomainNet, its ten most common classes",
@@ -167,7 +167,7 @@ CATALOGUE: Mapping[str, Entry] = {
         domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
         keep=_DOMAINNET10,
         augment=_TURNED,
-        layout=f"train*.parquet and test*.parquet, or {_BY_DOMAIN}",
+        files=f"train*.parquet and test*.parquet, or {_BY_DOMAIN}",
     ),
     "cityscapes": Entry(
         "Cityscapes, segmentation",
@@ -180,21 +180,23 @@ CATALOGUE: Mapping[str, Entry] = {
         crop=768,
         ids=tuple(_CITYSCAPES.values()),
         names=tuple(_CITYSCAPES),
-        layout="leftImg8bit/ and gtFine/",
+        files="leftImg8bit/ and gtFine/",
     ),
 }
 
 
-def find(name: str) -> Entry | None:
-    return CATALOGUE.get(name)
-
-
-def describe() -> dict[str, str]:
-    """A line for each data set that has a name here."""
-    return {
+def describe_datasets() -> dict[str, str]:
+    """One line for each value of `data.name`."""
+    lines = {
         name: f"{entry.title}: {entry.classes} classes"
         + (f", {entry.size}x{entry.size}" if entry.size else f", cut to {entry.crop}x{entry.crop}")
         + (f", domains {', '.join(entry.domains)}" if entry.domains else "")
         + (f" ({entry.hub} on the hub)" if entry.hub else " (a local copy by data.root)")
         for name, entry in CATALOGUE.items()
+    }
+    return {
+        "digits": "1,797 handwritten digits of 8x8 pixels, embedded",
+        **lines,
+        "FOLDER": "a folder with train*.parquet and test*.parquet, or with train/CLASS/* and test/CLASS/*",
+        "OWNER/NAME": "any image classification data set on the Hugging Face hub",
     }

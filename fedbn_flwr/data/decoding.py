@@ -22,12 +22,10 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 
-from . import IGNORED
+from . import IGNORED, Size
 from .augment import Window, crop_and_resize
 
 _MARGIN = 224 / 256  # what a centre crop keeps of the side, as everybody does who tests on ImageNet
-
-Size = tuple[int, int]  # height and width
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def open_splits(
     if entry.hub is None:
         raise DataError(
             f"data.name={name!r} ({entry.title}) is not on the Hugging Face hub; give data.root (or FEDBN_DATA), a "
-            f"folder that holds {name}/ with {entry.layout}"
+            f"folder that holds {name}/ with {entry.files}"
         )
     return _hub(name, entry.hub, train or "train", test or entry.test), entry
 

@@ -1,6 +1,6 @@
-"""The images of a split, in two kinds: `Images` holds them all in memory, `Stream` decodes them as they are asked for.
+"""The images of a split: `Images` keeps them in memory, `Stream` decodes them on request.
 
-Both answer a plan, row numbers batch by batch, with the same bytes.
+Both return the same bytes for the same requests.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fedbn_flwr.errors import DataError
 from .augment import Window, crop, crop_and_resize
 from .decoding import Files, coloured
 
-Note = TypeVar("Note")
+Tag = TypeVar("Tag")
 
 
 @dataclass(frozen=True)
-class Asked(Generic[Note]):
-    """A batch that somebody wants: its rows, what is seen of each image, and the asker's note to himself."""
+class BatchRequest(Generic[Tag]):
+    """A requested batch: row indices, crop, and an opaque tag."""
 
     rows: Tensor  # int64 [n], on the CPU
-    note: Note
+    tag: Tag
     window: Window | None = None  # None: the whole image
 
 
@@ -50,8 +50,8 @@ class Source(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def batches(self, plan: Iterable[Asked[Note]]) -> Iterator[tuple[Tensor, Tensor, Note]]:
-        """Images uint8 [n, C, h, w], labels int64 [n] (or [n, h, w]), and the note, on the device."""
+    def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
+        """Images uint8 [n, C, h, w], labels int64 [n] (or [n, h, w]), and the tag; tensors are on the device."""
 
     def to(self, device: torch.device) -> Source: ...
 
@@ -77,19 +77,19 @@ class Images:
     def device(self) -> torch.device:
         return self.images.device
 
-    def batches(self, plan: Iterable[Asked[Note]]) -> Iterator[tuple[Tensor, Tensor, Note]]:
-        for asked in plan:
-            rows = asked.rows.to(self.device, non_blocking=True)  # or the host would wait for the step before
+    def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
+        for request in plan:
+            rows = request.rows.to(self.device, non_blocking=True)  # or the host would wait for the step before
             images = self.images[rows]
             targets = self.labels[rows] if self.masks is None else self.masks[rows]
-            if asked.window is not None:
-                boxes = asked.window.boxes(*self.shape[1:])
-                if asked.window.cut is None:
+            if request.window is not None:
+                boxes = request.window.boxes(*self.shape[1:])
+                if request.window.cut is None:
                     images = crop_and_resize(images, boxes, self.shape[1:])
                 else:
                     images = crop(images, boxes)
                     targets = targets if self.masks is None else crop(targets, boxes)
-            yield images, targets.long(), asked.note
+            yield images, targets.long(), request.tag
 
     def to(self, device: torch.device) -> Images:
         masks = None if self.masks is None else self.masks.to(device)
@@ -98,11 +98,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Stream:
-    """Images on disk, decoded by a few threads ahead of whoever trains on them.
+    """Images on disk, decoded by a few threads ahead of the training.
 
-    Decoding runs outside the interpreter lock. The threads live as long as one pass over a plan, so they are never
-    carried over a fork. What is decoded and not yet asked for is at most two batches (or two images a reader), whatever
-    the size of the set.
+    Decoding runs outside the interpreter lock. The threads end with each pass over a plan, so no fork inherits them.
+    At most two batches (or two images for each thread) are decoded ahead.
     """
 
     files: Files
@@ -115,29 +114,29 @@ class Stream:
     def dense(self) -> bool:
         return self.files.masks is not None
 
-    def batches(self, plan: Iterable[Asked[Note]]) -> Iterator[tuple[Tensor, Tensor, Note]]:
-        waiting: deque[tuple[Asked[Note], list[Future[tuple[np.ndarray, np.ndarray | None]]]]] = deque()
+    def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
+        waiting: deque[tuple[BatchRequest[Tag], list[Future[tuple[np.ndarray, np.ndarray | None]]]]] = deque()
         todo = iter(plan)
         # One thread of arithmetic in each: a forked process has no others, and would wait for them.
         pool = ThreadPoolExecutor(self.readers, "reader", initializer=torch.set_num_threads, initargs=(1,))
         try:
             while True:
                 while sum(len(each) for _, each in waiting) < 2 * self.readers or len(waiting) < 2:
-                    asked = next(todo, None)
-                    if asked is None:
+                    request = next(todo, None)
+                    if request is None:
                         break
-                    rows = enumerate(asked.rows.tolist())
-                    waiting.append((asked, [pool.submit(self._read, row, i, asked.window) for i, row in rows]))
+                    rows = enumerate(request.rows.tolist())
+                    waiting.append((request, [pool.submit(self._read, row, i, request.window) for i, row in rows]))
                 if not waiting:
                     return
-                asked, futures = waiting.popleft()
+                request, futures = waiting.popleft()
                 read = [future.result() for future in futures]
                 images = torch.from_numpy(np.stack([pixels for pixels, _ in read]))
                 if self.dense:
                     targets = torch.from_numpy(np.stack([mask for _, mask in read if mask is not None])).long()
                 else:
-                    targets = self.labels[asked.rows]
-                yield self._sent(images), self._sent(targets), asked.note
+                    targets = self.labels[request.rows]
+                yield self._sent(images), self._sent(targets), request.tag
         finally:  # also where a round ends before the plan does
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.catalogue import CATALOGUE, find
-from fedbn_flwr.data.load import DataSet, load
+from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError
@@ -23,7 +24,7 @@ from .settings import Settings
 
 def resolve(run: Settings) -> Settings:
     """The run with what the catalogue says of its data filled in; what the file says stays."""
-    data, entry = run.data, find(run.data.name)
+    data, entry = run.data, CATALOGUE.get(run.data.name)
     moments = entry is not None and entry.moments is not None
     if data.normalise == "official" and not moments:
         known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
@@ -120,7 +121,7 @@ def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tupl
     """Mean and deviation by which images are normalised."""
     if run.data.normalise == "unit":
         return (0.0,) * dataset.channels, (1.0,) * dataset.channels
-    entry = find(run.data.name)
+    entry = CATALOGUE.get(run.data.name)
     if run.data.normalise == "official" and entry is not None and entry.moments is not None:
         if len(entry.moments[0]) != dataset.channels:
             raise SettingsError(

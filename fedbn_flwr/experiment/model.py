@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 

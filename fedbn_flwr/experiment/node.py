@@ -16,7 +16,7 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
 from fedbn_flwr.client.training import CosineSchedule, StepSchedule
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
-from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.results.partition import PartitionCounts
 
 from . import settings

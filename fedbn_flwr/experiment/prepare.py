@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.data.load import DataSet
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import computes_as_batch_norm
 from fedbn_flwr.strategies import as_rule, build_strategy

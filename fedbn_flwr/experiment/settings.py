@@ -40,7 +40,7 @@ def _size(value: Any) -> int | tuple[int, int]:
 
 
 # Written as it stands: a list in JSON is none of the two types, of which Pydantic would warn.
-Size = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
+Pixels = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
 
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Data(_Section):
     test: str | None = None
     classes: Positive | None = None  # checked against the data where given
     channels: Positive | None = None  # likewise
-    size: Size | None = None  # resize to size x size, or to a height and a width
+    size: Pixels | None = None  # resize to size x size, or to a height and a width
     # How an image of another shape gets there, the catalogue's where not given: stretch; crop: the middle is cut out
     fit: Literal["stretch", "crop"] | None = None
     crop: Positive | None = None  # where each pixel has a label: the side of the boxes to train on

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.norms.convert import NORMS, convert_norm
+from fedbn_flwr.norms.convert import convert_norm
 
 from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
 from .custom import custom
@@ -82,11 +82,7 @@ def build_model(
     return convert_norm(make(num_classes, **given), norm, **norm_options)
 
 
-def describe() -> dict[str, str]:
+def describe_models() -> dict[str, str]:
     """Each model and the first line of its docstring."""
     lines = {name: (inspect.getdoc(make) or "").split("\n")[0] for name, make in MODELS.items()}
     return lines | {"MODULE:CALLABLE": "a network of your own: a function of num_classes that returns a torch module"}
-
-
-def describe_norms() -> dict[str, str]:
-    return {name: line for name, (line, _) in NORMS.items()}

@@ -9,9 +9,8 @@ from collections import OrderedDict
 
 from torch import nn
 
+from fedbn_flwr.data import Size
 from fedbn_flwr.errors import SettingsError
-
-Size = tuple[int, int]
 
 
 def lenet(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:

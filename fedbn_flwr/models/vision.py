@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from fedbn_flwr.data import Size
 from fedbn_flwr.errors import SettingsError, did_you_mean
-
-from .convnets import Size
 
 STEMS = ("auto", "small", "large")
 SMALL = 64  # pixels; larger images have torchvision's own stem

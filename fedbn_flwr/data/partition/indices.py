@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import seeding
-from fedbn_flwr.data.load import Groups
+from fedbn_flwr.data.dataset import Groups
 from fedbn_flwr.errors import DataError
 
 from .kinds import KINDS, Rows

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from fedbn_flwr.errors import DataError
 
 if TYPE_CHECKING:
-    from fedbn_flwr.data.load import Groups
+    from fedbn_flwr.data.dataset import Groups
 
 Positive = Annotated[int, Field(ge=1)]
 Labels = np.ndarray  # int64 [N], the class of each image
@@ -68,6 +68,11 @@ def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], Callable
         return split
 
     return register
+
+
+def describe_partitions() -> dict[str, str]:
+    """The first line of each kind's docstring."""
+    return {name: (inspect.getdoc(kind.options) or "").split("\n")[0] for name, kind in KINDS.items()}
 
 
 # --- the kinds ---------------------------------------------------------------

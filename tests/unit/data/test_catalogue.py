@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbn_flwr.data.catalogue import CATALOGUE, describe, find
+from fedbn_flwr.data.catalogue import CATALOGUE, describe_datasets
 from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import moments_of, resolve
@@ -65,12 +65,12 @@ def test_an_entry_is_complete_in_itself(name: str) -> None:
         assert all(0 < value < 1 for value in (*mean, *deviation))
     assert bool(entry.domain) == bool(entry.domains)
     assert not entry.keep or len(entry.keep) == entry.classes
-    assert entry.title in describe()[name]
+    assert entry.title in describe_datasets()[name]
 
 
 def test_what_has_no_name_is_not_found() -> None:
-    assert find("./cifar10") is None
-    assert find("uoft-cs/cifar10") is None
+    assert CATALOGUE.get("./cifar10") is None
+    assert CATALOGUE.get("uoft-cs/cifar10") is None
 
 
 # --- true layouts ------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
 
 
 def write_domainnet(root: Path) -> list[str]:
-    kept = list(find("domainnet10").keep)  # type: ignore[union-attr]
+    kept = list(CATALOGUE.get("domainnet10").keep)  # type: ignore[union-attr]
     classes = sorted([*kept, "airplane", "zigzag"])
     domains = ["clipart", "infograph", "painting", "quickdraw", "real", "sketch"]
     rows = {

@@ -14,8 +14,9 @@ from PIL import Image
 
 from fedbn_flwr import cli
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.images import Images, Stream
-from fedbn_flwr.data.load import DataSet, load
+from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of, resolve
 from fedbn_flwr.experiment.find import load_experiment, read_experiment

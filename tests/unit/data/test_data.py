@@ -17,8 +17,9 @@ from torch import Tensor
 from fedbn_flwr import seeding
 from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.images import Images
-from fedbn_flwr.data.load import DataSet, load
+from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition
 from fedbn_flwr.errors import DataError
 
@@ -264,7 +265,7 @@ def test_an_only_batch_of_one_image_is_kept() -> None:
 
 
 def test_batches_of_one_image_are_all_kept() -> None:
-    """Asked for batch_size 1, a client trains on all its images, not on the first alone."""
+    """BatchRequest for batch_size 1, a client trains on all its images, not on the first alone."""
     assert sorted(order_of(client_batches(list(range(6)), batch_size=1))) == list(range(6))
 
 

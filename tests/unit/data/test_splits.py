@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedbn_flwr.data.load import Groups
+from fedbn_flwr.data.dataset import Groups
 from fedbn_flwr.data.partition.indices import partition
 from fedbn_flwr.errors import DataError
 

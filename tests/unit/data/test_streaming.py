@@ -17,9 +17,10 @@ from torchvision.transforms import functional as tv
 from fedbn_flwr import cli
 from fedbn_flwr.data.augment import Window
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.decoding import Files
 from fedbn_flwr.data.images import Images, Stream
-from fedbn_flwr.data.load import DataSet, load
+from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.find import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare

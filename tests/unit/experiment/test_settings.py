@@ -10,9 +10,9 @@ import torch
 
 import fedbn_flwr.experiment.data as experiment_data
 import fedbn_flwr.experiment.prepare as experiment_prepare
-from fedbn_flwr.data.catalogue import find
+from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.data.dataset import DataSet, Groups
 from fedbn_flwr.data.images import Images
-from fedbn_flwr.data.load import DataSet, Groups
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import (
     load_experiment,
@@ -48,7 +48,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     """Random images in place of a data set that is not shipped: a file's settings can be checked without it."""
     if data.name == "digits":
         return load_data(data, device)
-    entry = find(data.name)
+    entry = CATALOGUE.get(data.name)
     if entry is None:
         shape: tuple[int, ...] = (3, data.size or 32, data.size or 32)  # type: ignore[arg-type]
     else:  # one that stays as it is has the size of its boxes

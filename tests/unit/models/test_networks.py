@@ -16,7 +16,7 @@ from fedbn_flwr import build_model
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.models.build import MODELS, describe
+from fedbn_flwr.models.build import MODELS, describe_models
 
 
 @pytest.fixture(autouse=True)
@@ -339,7 +339,7 @@ def test_a_stem_is_no_affair_of_a_network_of_the_user_s_own(own: str) -> None:
 
 
 def test_every_model_is_described_in_a_line() -> None:
-    lines = describe()
+    lines = describe_models()
     assert set(lines) == {*MODELS, "MODULE:CALLABLE"}
     assert all(10 < len(line) < 110 for line in lines.values())
 

@@ -1,0 +1,159 @@
+"""The columns of a split: images, labels and groups, found by type or by the name given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import DataError, did_you_mean
+
+from . import IGNORED
+from .catalogue import Entry
+from .dataset import Groups
+from .folders import Splits
+
+
+def _kinds(split: Any) -> str:
+    return ", ".join(f"{key} ({type(feature).__name__})" for key, feature in split.features.items())
+
+
+def image_and_label(split: Any, name: str, image: str | None, label: str | None, domain: str) -> tuple[str, str]:
+    import datasets
+
+    features, kinds = split.features, _kinds(split)
+    chosen = []
+    for key, given, wanted in (("image", image, datasets.Image), ("label", label, datasets.ClassLabel)):
+        if given is not None and given not in features:
+            raise DataError(f"data.{key}={given!r} is not a column of {name!r}; its columns: {kinds}")
+        candidates = [c for c, feature in features.items() if isinstance(feature, wanted) and c != domain]
+        if key == "image":  # labels of pixels are images too
+            candidates = [c for c in candidates if c != label]
+        if given is None and len(candidates) != 1:
+            raise DataError(
+                f"{name!r} has {len(candidates) or 'no'} columns of type {wanted.__name__}; name one by data.{key}. "
+                f"Its columns: {kinds}"
+            )
+        chosen.append(given if given is not None else candidates[0])
+    if not isinstance(features[chosen[0]], datasets.Image):
+        raise DataError(f"data.image={chosen[0]!r} of {name!r} holds no images; its columns: {kinds}")
+    return chosen[0], chosen[1]
+
+
+def is_image(split: Any, column: str) -> bool:
+    import datasets
+
+    return isinstance(split.features[column], datasets.Image)
+
+
+def pixel_classes(name: str, entry: Entry | None, classes: int | None) -> tuple[str, ...]:
+    """The names of the classes that pixels have."""
+    if entry is not None and entry.names:
+        return entry.names
+    if classes is None:
+        raise DataError(
+            f"{name!r} has a label for each pixel; say how many classes there are by data.classes (pixels hold 0 to "
+            f"classes - 1, or {IGNORED} where they do not count)"
+        )
+    return tuple(str(number) for number in range(classes))
+
+
+def check_classes(
+    splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None
+) -> tuple[str, ...]:
+    """The names of the classes, which must be those of both splits and as many as the catalogue says."""
+    names = {part: _class_names(split, columns[part][1]) for part, split in splits.items()}
+    if names["train"] != names["test"]:
+        raise DataError(
+            f"data.name={name!r}: the training split has {len(names['train'])} classes in {columns['train'][1]!r}, "
+            f"the test split {len(names['test'])}; they must be the same"
+        )
+    found = names["train"]
+    if entry is None:
+        return found
+    if entry.keep:
+        if absent := [label for label in entry.keep if label not in found]:
+            raise DataError(f"data.name={name!r} ({entry.title}): the data has no class {', '.join(absent)}")
+        return entry.keep
+    if len(found) != entry.classes:
+        raise DataError(
+            f"data.name={name!r} ({entry.title}) has {entry.classes} classes, the data {len(found)} in "
+            f"{columns['train'][1]!r}; another column is named by data.label, other data by a folder or hub name"
+        )
+    return found
+
+
+def _class_names(split: Any, column: str) -> tuple[str, ...]:
+    feature = split.features[column]
+    if hasattr(feature, "names"):
+        return tuple(feature.names)
+    return tuple(str(value) for value in sorted(split.unique(column)))
+
+
+def labels_of(split: Any, name: str, column: str, class_names: tuple[str, ...]) -> Tensor:
+    """Numbers of classes; -1 for a class that is not to be kept."""
+    values = split[column][:]  # at once: row by row it takes 0.2 ms each
+    own = _class_names(split, column)
+    if hasattr(split.features[column], "names"):
+        labels = torch.tensor([int(value) for value in values], dtype=torch.int64)
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(own):
+            raise DataError(
+                f"{name!r} has labels from {int(labels.min())} to {int(labels.max())} in {column!r}, "
+                f"but names {len(own)} classes"
+            )
+    else:
+        order = {value: i for i, value in enumerate(own)}
+        labels = torch.tensor([order[str(value)] for value in values], dtype=torch.int64)
+    if own == class_names:
+        return labels
+    number = {label: i for i, label in enumerate(class_names)}
+    return torch.tensor([number.get(label, -1) for label in own])[labels]
+
+
+def domain_column(split: Any, name: str, domain: str | None, domains: Sequence[str]) -> str | None:
+    if domain is not None:
+        if domain not in split.features:
+            raise DataError(f"data.domain={domain!r} is not a column of {name!r}; its columns: {_kinds(split)}")
+        return domain
+    if "domain" in split.features:
+        return "domain"
+    if domains:
+        raise DataError(
+            f"data.domains is {list(domains)}, but {name!r} has no column 'domain'; name one by data.domain. "
+            f"Its columns: {_kinds(split)}"
+        )
+    return None
+
+
+def _values(split: Any, name: str, column: str) -> list[str]:
+    feature = split.features[column]
+    values = split[column][:]
+    if hasattr(feature, "names"):
+        return [feature.names[value] for value in values]
+    for row, value in enumerate(values):
+        if value is None:
+            raise DataError(f"{name!r}: row {row} has nothing in {column!r}")
+    return [str(value) for value in values]
+
+
+def rows_of_domains(splits: Splits, name: str, column: str, domains: Sequence[str]) -> dict[str, Tensor]:
+    values = {part: _values(split, name, column) for part, split in splits.items() if column in split.features}
+    known = {value for some in values.values() for value in some}
+    for domain in domains:
+        if domain not in known:
+            raise DataError(f"data.domains: {domain!r} is not a domain of {name!r}; {did_you_mean(domain, known)}")
+    return {part: torch.tensor([value in domains for value in some]) for part, some in values.items()}
+
+
+def groups_of(splits: Splits, name: str, column: str, order: Sequence[str]) -> Groups:
+    if column not in splits["train"].features:
+        raise DataError(
+            f"data.partition.column={column!r} is not a column of {name!r}; its columns: {_kinds(splits['train'])}"
+        )
+    values = {part: _values(split, name, column) for part, split in splits.items() if column in split.features}
+    names = tuple(order) or tuple(sorted({value for some in values.values() for value in some}))
+    number = {value: i for i, value in enumerate(names)}
+    found = {part: torch.tensor([number[value] for value in some]) for part, some in values.items()}
+    return Groups(column, names, found["train"], found.get("test"))

@@ -1,0 +1,83 @@
+"""A data set: its training and test images, its classes, and the groups that its images belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import Moments, Size
+from .images import BatchRequest, Source, Stream
+
+_MEASURED = 512  # images of a streamed set that its mean and deviation are measured on
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The values of a column that groups the images: by domain, or by client."""
+
+    column: str
+    names: tuple[str, ...]
+    train: Tensor  # int64 [N], an index into names; on the CPU, wherever the images are
+    test: Tensor | None  # None where the test images lack the column
+
+
+@dataclass(frozen=True)
+class DataSet:
+    name: str
+    train: Source
+    test: Source
+    class_names: tuple[str, ...]
+    domains: Groups | None = None
+    natural: Groups | None = None  # of the column that a natural partition names
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def dense(self) -> bool:
+        """Whether each pixel has a label, rather than each image."""
+        return self.train.dense
+
+    @property
+    def channels(self) -> int:
+        return self.train.shape[0]
+
+    @property
+    def size(self) -> Size:
+        return self.train.shape[1:]
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Mean and deviation of each channel over the training images, in units of 0 to 1.
+
+        Of a streamed set, over 512 of them, evenly spread.
+        """
+        rows = torch.arange(len(self.train.labels))
+        if isinstance(self.train, Stream):
+            rows = spread(len(rows), _MEASURED)
+        # Through histograms: exact, and no float copy of the data.
+        counts = torch.zeros(self.channels, 256, dtype=torch.int64, device=self.train.device)
+        for images, _, _ in self.train.batches(BatchRequest(some, None) for some in rows.split(1_024)):
+            for count, channel in zip(counts, images.unbind(1), strict=True):
+                count += torch.bincount(channel.reshape(-1), minlength=256)
+        values = torch.arange(256, dtype=torch.float64) / 255
+        means, deviations = [], []
+        for count in counts.cpu():
+            share = count.double() / count.sum()
+            mean = float(share @ values)
+            means.append(mean)
+            deviations.append(max(float(share @ (values - mean) ** 2) ** 0.5, 1e-6))
+        return tuple(means), tuple(deviations)
+
+    def to(self, device: torch.device) -> DataSet:
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+
+def spread(count: int, most: int) -> Tensor:
+    """Up to `most` row numbers of `count`, the first and the last among them."""
+    return torch.from_numpy(np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)))
