@@ -187,7 +187,7 @@ def test_sets_larger_than_the_budget_stay_on_disk(folder: Path) -> None:
 
 def test_moments_of_a_stream_are_of_a_bounded_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(folder, [(5, 5, 3)] * 60)
-    monkeypatch.setattr("fedbn_flwr.data.load._MEASURED", 7)
+    monkeypatch.setattr("fedbn_flwr.data.dataset._MEASURED", 7)
     memory, stream = load(str(folder), stream=False), load(str(folder), stream=True)
     assert isinstance(memory.train, Images)
     rows = [0, 10, 20, 30, 39, 49, 59]
