@@ -13,12 +13,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
@@ -90,15 +91,14 @@ def keys_of(name: str) -> Callable[[], Table]:
 
 def partitions() -> Table:
     rows: list[Row] = []
-    for model in get_args(get_args(settings.Partition)[0]):
+    for kind, registered in KINDS.items():
         keys = []
-        for name, field in model.model_fields.items():
+        for name, field in registered.options.model_fields.items():
             if name != "kind":
                 default = default_of(field)
                 keys.append(f"`{name}`" + (f" ({default})" if default not in (None, "required") else ""))
-        kind = get_args(model.model_fields["kind"].annotation)[0]
-        rows.append((f"`{kind}`", ", ".join(keys), None))
-    return ("kind", "keys (defaults)", "what a client holds"), rows
+        rows.append((f"`{kind}`", ", ".join(keys), " ".join(str(registered.options.__doc__).split())))
+    return ("kind", "keys (defaults)", "what a client has"), rows
 
 
 def documented(cls: type) -> dict[str, str]:

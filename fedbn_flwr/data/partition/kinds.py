@@ -98,7 +98,7 @@ def by_flower(name: str, labels: Labels, clients: int, seed: int, **options: Any
 
 @kind()
 def iid(rows: Rows, clients: int, seed: int) -> Parts:
-    """An equal share of the images, drawn at random."""
+    """An equal-sized random share; the default."""
     return np.array_split(np.random.default_rng(seed).permutation(len(rows.labels)), clients)
 
 
@@ -112,10 +112,11 @@ def dirichlet(
     min_size: Annotated[int, Field(ge=0)] = 1,  # images of a client
     by: Literal["class", "client"] = "class",
 ) -> Parts:
-    """`by: class`: each class is divided by a draw over clients (Yurochkin et al. 2019), so clients differ in size.
+    """Images of all classes in random proportions, more alike with a larger `alpha`.
 
-    Each has at least `min_size` images. `by: client`: the class proportions of each client are drawn, with
-    concentration alpha times those of all images, and all have the same size (Hsu et al. 2019); `min_size` is ignored.
+    `by: class`, as in Flower's `DirichletPartitioner`: for each class, the clients' shares are drawn (Yurochkin et al.
+    2019), so sizes differ too. `by: client`, as in Hsu et al. 2019: each client's class proportions are drawn, with
+    concentration alpha times the overall proportions, and all clients have the same size; `min_size` is ignored.
     """
     labels = rows.labels
     if by == "client":
@@ -163,8 +164,8 @@ def classes(
 ) -> Parts:
     """This many classes; the clients that have a class share it equally.
 
-    `consecutive`: client i begins at class i * classes / clients and wraps around (FedTAN); `first-deterministic` and
-    `random` as in Flower's `PathologicalPartitioner`.
+    `consecutive`: client i starts at class i * classes / clients and wraps around (FedTAN's setting);
+    `first-deterministic` and `random` as in Flower's `PathologicalPartitioner`.
     """
     labels, count = rows.labels, rows.classes
     if classes_per_client > count:
@@ -195,10 +196,10 @@ def classes(
 
 @kind(by_class=True)
 def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) -> Parts:
-    """This many shards of images sorted by class and cut into shards of one size (McMahan et al. 2017).
+    """This many equal-sized shards of the images sorted by class (McMahan et al. 2017).
 
-    Five clients with two shards of ten classes each have 20 % of them (FixBN); 100 clients with two shards of MNIST
-    each have twice 300 images (FedBS).
+    With ten classes, five clients with two shards each have 20 % of the classes (FixBN); with MNIST, 100 clients have
+    two shards of 300 images (FedBS).
     """
     labels = rows.labels
     wanted = clients * shards_per_client
@@ -222,7 +223,7 @@ def unbalanced_shards(
     min_shards: Positive = 1,  # of a client
     max_shards: Positive = 30,
 ) -> Parts:
-    """A random number of shards of images sorted by class; `shard_size: 50` makes 1,200 of MNIST (FedBS).
+    """A random number of shards of the images sorted by class; `shard_size: 50` gives 1,200 shards of MNIST (FedBS).
 
     The numbers are drawn uniformly between the bounds and scaled to the number of shards.
     """
@@ -249,9 +250,9 @@ def unbalanced_shards(
 
 @kind()
 def domain(rows: Rows, clients: int, seed: int, *, clients_per_domain: Positive | None = None) -> Parts:
-    """Images of one domain, IID among its clients; the clients of the first domain come first.
+    """Images of one domain; the clients of the first domain have the lowest numbers.
 
-    `clients_per_domain` is clients / domains by default.
+    The clients of a domain have equal-sized random shares of it. Default: clients / domains.
     """
     if rows.groups is None:
         raise DataError("data.partition (domain): the data has no domains; name their column by data.domain")
@@ -274,7 +275,7 @@ def domain(rows: Rows, clients: int, seed: int, *, clients_per_domain: Positive 
 
 @kind()
 def natural(rows: Rows, clients: int, seed: int, *, column: str) -> Parts:
-    """All images with one value of that column, such as a city; there must be as many clients as values."""
+    """All images with one value in this column, for instance a city; one client for each value."""
     if rows.groups is None:
         raise DataError(f"data.partition (natural): the data has no column {column!r}")
     names, groups = rows.groups.names, rows.groups.train.numpy()
