@@ -14,21 +14,20 @@ Exchanges use Flower's messages, or streams where the deployment has an exchange
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import Any, Literal, Unpack
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.codec import HEADER_LIMIT, Contribution
-from fedbn_flwr.exchange.config import ExchangeConfig, is_loopback, split_address
+from fedbn_flwr.exchange.codec import Contribution
+from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.exchange.direct_round import DirectRound
-from fedbn_flwr.exchange.message_round import MessageRound
+from fedbn_flwr.exchange.message_round import MessageRound, RoundMessages
 from fedbn_flwr.exchange.round import Carrier, ExchangesDone, run_exchanges
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, configs_in
@@ -37,8 +36,6 @@ from fedbn_flwr.norms.roles import Role, roles
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
 from .fixbn import FixBN
-
-_ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round; the round's own timeout is shorter, as a rule
 
 
 class FedTAN(FedAvg):
@@ -97,7 +94,7 @@ class FedTAN(FedAvg):
         super().begin(num_rounds, arrays)
         if (service := self._service()) is not None:  # a wrong setting is an error before the first round
             service.check()
-            if not (service.encrypted or is_loopback(split_address(service.address)[0])):
+            if service.open_to_others:
                 log(
                     WARNING,
                     "the exchange service at %s has no TLS: others can read and change exchanges",
@@ -124,15 +121,26 @@ class FedTAN(FedAvg):
         model = arrays_in(messages[0].content)[self.arrayrecord_key]
         nodes = [message.metadata.dst_node_id for message in messages]
 
-        def loop(carrier: Carrier) -> ExchangesDone:
+        def exchanges(carrier: Carrier) -> ExchangesDone:
             return run_exchanges(carrier, nodes, f"round {server_round}", self._weigh, self.admit)
 
-        if (service := self._service()) is not None:
-            return self._open(service, grid, nodes, model, shared, loop)
-        carrier = MessageRound(grid, model, shared, self.configrecord_key, self.exchange_timeout)
-        done = loop(carrier)
-        self.asked = len(done.nodes)
-        return carrier.last_messages(done)
+        about = RoundMessages(model, shared, self.configrecord_key)
+        if (service := self._service()) is None:
+            carrier = MessageRound(grid, about, self.exchange_timeout)
+            done = exchanges(carrier)
+            self.asked = len(done.nodes)
+            return carrier.last_messages(done)
+        engine = capabilities(grid)
+        if (served := engine.start()) is not None and served < (count := len(list(grid.get_node_ids()))):
+            raise SettingsError(
+                f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
+                "at a time; set engine.workers to the number of clients, or strategy.direct to false"
+            )
+        self._direct_round = DirectRound(
+            service, about, nodes, exchanges, count=engine.count_exchange, exchange_seconds=self.exchange_timeout
+        )
+        engine.observe(self._direct_round)
+        return self._direct_round.messages()
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -154,38 +162,6 @@ class FedTAN(FedAvg):
         if isinstance(self.direct, ExchangeConfig):
             return self.direct
         return ExchangeConfig.from_environment() if self.direct else None
-
-    def _open(
-        self,
-        service: ExchangeConfig,
-        grid: Grid,
-        nodes: Sequence[int],
-        model: ArrayRecord,
-        shared: Mapping[str, Any],
-        loop: Callable[[Carrier], ExchangesDone],
-    ) -> list[Message]:
-        """Run the exchanges over streams, beside the round's one message to each client."""
-        engine = capabilities(grid)
-        if (served := engine.start()) is not None and served < (count := len(list(grid.get_node_ids()))):
-            raise SettingsError(
-                f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
-                "at a time; set engine.workers to the number of clients, or strategy.direct to false"
-            )
-        self._direct_round = direct = DirectRound(
-            service,
-            nodes,
-            loop,
-            count=engine.count_exchange,
-            message_limit=_message_limit(model),
-            exchange_seconds=self.exchange_timeout,
-            seconds=_ROUND_SECONDS,
-        )
-        engine.observe(direct)
-        contents = (
-            RecordDict({"arrays": model, self.configrecord_key: ConfigRecord({**shared, **direct.config_for(node)})})
-            for node in nodes
-        )
-        return [Message(content, node, MessageType.TRAIN) for content, node in zip(contents, nodes, strict=True)]
 
 
 class FedAvgGlobalStats(FedTAN):
@@ -219,9 +195,3 @@ class FedTANII(FixBN):
 
 def _frozen(config: Mapping[str, Any]) -> bool:
     return Role.STATISTICS in protocol.frozen_roles(config)
-
-
-def _message_limit(model: ArrayRecord) -> int:
-    """The bytes of one client's largest message: both tensors of the widest batch norm, in float64, and a header."""
-    widest = max(math.prod(model[key].shape) for key, role in roles(model).items() if role is Role.STATISTICS)
-    return 2 * 8 * widest + HEADER_LIMIT

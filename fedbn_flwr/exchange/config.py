@@ -74,6 +74,11 @@ class ExchangeConfig:
         return bool(self.certificate)
 
     @property
+    def open_to_others(self) -> bool:
+        """Exchanges travel beyond this machine without TLS."""
+        return not (self.encrypted or is_loopback(split_address(self.address)[0]))
+
+    @property
     def listens_on(self) -> str:
         if self.listen:
             return self.listen

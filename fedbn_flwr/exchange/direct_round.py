@@ -5,15 +5,18 @@ The loop runs in a thread of its own, beside an exchange service that is open fo
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.norms.roles import Role, roles
 
 from .codec import (
+    HEADER_LIMIT,
     Agreement,
     CodecError,
     Contribution,
@@ -23,51 +26,58 @@ from .codec import (
     contribution_to_records,
 )
 from .config import ExchangeConfig
+from .message_round import RoundMessages
 from .round import Carrier, ExchangesDone
 from .stream_server import ExchangeService, Lost
 
 CountExchange = Callable[[Sequence[RecordDict], Sequence[RecordDict]], None]
 
+_ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round, whose own timeout is usually shorter
 _JOIN_SECONDS = 60  # after the last reply arrived, only the ends of the streams are missing
 
 
 class DirectRound:
-    """A `Carrier` over streams to `nodes`, on which it runs `loop`; observes the replies to the train messages.
+    """A `Carrier` over streams to `nodes`, with which it runs `exchanges`; observes the replies to the train messages.
 
     Parameters
     ----------
     count
         Counts an exchange for the ledger: its records up and down.
-    message_limit
-        Bytes that one message of a client may have.
-    exchange_seconds, seconds
-        What one exchange may take, and all of them.
+    exchange_seconds
+        Seconds that one exchange may take.
     """
 
     def __init__(
         self,
         settings: ExchangeConfig,
+        about: RoundMessages,
         nodes: Sequence[int],
-        loop: Callable[[Carrier], ExchangesDone],
+        exchanges: Callable[[Carrier], ExchangesDone],
         *,
         count: CountExchange,
-        message_limit: int,
         exchange_seconds: float,
-        seconds: float,
     ) -> None:
         self.nodes = frozenset(nodes)
         self._settings = settings
-        self._loop = loop
+        self._about = about
+        self._exchanges = exchanges
         self._count = count
         self._contributions: list[Contribution] = []  # to the exchange under way
         self._seconds = exchange_seconds
         self._done: frozenset[int] | None = None  # the nodes that took part in all exchanges
         self._error: BaseException | None = None
-        self._service = ExchangeService(settings, nodes, limit=message_limit, seconds=seconds)
+        self._service = ExchangeService(settings, nodes, limit=_message_limit(about.model), seconds=_ROUND_SECONDS)
         self._thread = threading.Thread(target=self._run, daemon=True, name="fedbn-exchanges")
         self._thread.start()
 
-    def config_for(self, node: int) -> dict[str, str | bool | float]:
+    def messages(self) -> list[Message]:
+        """The round's one message to each node."""
+        return [
+            Message(self._about.content(self._about.model, self._config_for(node)), node, MessageType.TRAIN)
+            for node in self._service.tokens
+        ]
+
+    def _config_for(self, node: int) -> dict[str, str | bool | float]:
         """The config keys by which a node's train message names the service."""
         config: dict[str, str | bool | float] = {
             protocol.DIRECT: self._service.address,
@@ -121,7 +131,7 @@ class DirectRound:
     def _run(self) -> None:
         try:
             with self._service:
-                done = self._loop(self)
+                done = self._exchanges(self)
                 self._send(done.nodes, done.agreement, last=True)
                 self._done = frozenset(done.nodes)
         except BaseException as error:
@@ -140,3 +150,9 @@ def _answer(content: bytes | Lost) -> Contribution | str:
         return answer_from_bytes(content)
     except CodecError as error:
         return f"what it sent cannot be read: {error}"
+
+
+def _message_limit(model: ArrayRecord) -> int:
+    """The bytes of one client's largest message: both tensors of the widest batch norm, in float64, and a header."""
+    widest = max(math.prod(model[key].shape) for key, role in roles(model).items() if role is Role.STATISTICS)
+    return 2 * 8 * widest + HEADER_LIMIT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -15,26 +16,25 @@ from .codec import Agreement, CodecError, Contribution, contribution_from_record
 from .round import ExchangesDone
 
 
+@dataclass(frozen=True)
+class RoundMessages:
+    """What the messages of a round have in common."""
+
+    model: ArrayRecord
+    config: Mapping[str, Any]
+    config_key: str  # name of the ConfigRecord
+
+    def content(self, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
+        """A message's content, with `more` config."""
+        return RecordDict({"arrays": arrays, self.config_key: ConfigRecord({**self.config, **more})})
+
+
 class MessageRound:
-    """A `Carrier` over `grid`.
+    """A `Carrier` over `grid`; one exchange may take `timeout` seconds."""
 
-    Parameters
-    ----------
-    model
-        What the first messages carry.
-    config
-        What all messages say beside the exchange, in the ConfigRecord `config_key`.
-    timeout
-        Seconds that one exchange may take.
-    """
-
-    def __init__(
-        self, grid: Grid, model: ArrayRecord, config: Mapping[str, Any], config_key: str, timeout: float
-    ) -> None:
+    def __init__(self, grid: Grid, about: RoundMessages, timeout: float) -> None:
         self._grid = grid
-        self._model = model
-        self._config = config
-        self._config_key = config_key
+        self._about = about
         self._timeout = timeout
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
@@ -48,11 +48,10 @@ class MessageRound:
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
         if agreement is None:
-            arrays, images = self._model, 0
+            arrays, images = self._about.model, 0
         else:
             arrays, images = pack(agreement.tensors), agreement.images
-        config = ConfigRecord({**self._config, protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
-        content = RecordDict({"arrays": arrays, self._config_key: config})
+        content = self._about.content(arrays, {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
         return [Message(content, node, kind) for node in nodes]
 
 

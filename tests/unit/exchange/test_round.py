@@ -1,0 +1,121 @@
+"""The server's loop with a carrier in memory: which contributions count, and for how long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.round import ExchangesDone, agree, problem, run_exchanges
+
+
+class Scripted:
+    """A carrier whose nodes answer from a script, one entry per exchange; None: no answer."""
+
+    def __init__(self, script: Mapping[int, Sequence[Contribution | str | None]]) -> None:
+        self.script = script
+        self.asked: list[tuple[list[int], Agreement | None]] = []
+
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
+        self.asked.append((list(nodes), agreement))
+        return {node: answer for node in nodes if (answer := self.script[node][step]) is not None}
+
+
+class Admission:
+    """Admits every usable client in the order of partitions, and keeps the reasons of the others."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+
+    def __call__(
+        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
+    ) -> list[int]:
+        self.reasons |= {node: f"{what}: {reason}" for node, reason in refused}
+        return sorted(answered.keys() - dict(refused).keys(), key=lambda node: answered[node] or 0)
+
+
+def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Contribution:
+    tensors = {"mean": np.full(2, value)}
+    return replace(Contribution("mean", tensors, 4, remaining, examples=10, partition=partition), **changes)
+
+
+def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, dict[int, str]]:
+    carrier, admission = Scripted(script), Admission()
+    done = run_exchanges(carrier, list(script), "round 3", lambda contribution: contribution.examples, admission)
+    return done, carrier, admission.reasons
+
+
+def two(first: float, partition: int) -> list[Contribution]:
+    return [mean(first, remaining=1, partition=partition), mean(first + 1, remaining=0, partition=partition)]
+
+
+def test_each_agreement_goes_to_the_nodes_with_the_next_question_and_the_last_is_left_to_the_caller() -> None:
+    done, carrier, reasons = run({7: two(1.0, 1), 9: two(3.0, 0)})
+    assert (done.nodes, done.steps, done.agreement.images) == ([9, 7], 2, 8)
+    assert [nodes for nodes, _ in carrier.asked] == [[7, 9], [9, 7]], "in the order of partitions, once they are known"
+    first, second = (agreement for _, agreement in carrier.asked)
+    assert first is None
+    assert second is not None
+    assert second.tensors["mean"].tolist() == [2.0, 2.0]
+    assert done.agreement.tensors["mean"].tolist() == [3.0, 3.0]
+    assert not reasons
+
+
+@pytest.mark.parametrize("answer", [None, "its disk is full"])
+def test_a_client_without_an_answer_is_out_of_the_rest_of_the_round(answer: str | None) -> None:
+    done, carrier, reasons = run({7: two(1.0, 0), 8: [two(5.0, 1)[0], answer], 9: two(3.0, 2)})
+    assert done.nodes == [7, 9]
+    assert [nodes for nodes, _ in carrier.asked] == [[7, 8, 9], [7, 8, 9]]
+    assert done.agreement.tensors["mean"].tolist() == [3.0, 3.0]
+    assert reasons == ({} if answer is None else {8: "round 3, exchange 2: its disk is full"})
+
+
+def test_a_contribution_unlike_most_others_is_refused() -> None:
+    other = [mean(9.0, remaining=1, partition=0, tensors={"mean": np.ones(3)})]
+    done, _, reasons = run({7: other, 8: two(1.0, 1), 9: two(1.0, 2)})
+    assert done.nodes == [8, 9]
+    assert "do all clients have the same model?" in reasons[7]
+
+
+def test_where_as_many_have_another_form_that_of_the_first_partition_counts() -> None:
+    other = [mean(9.0, remaining=0, partition=1, tensors={"mean": np.ones(3)})]
+    done, _, _ = run({7: other, 8: [mean(1.0, remaining=0, partition=0)]})
+    assert done.nodes == [8]
+
+
+MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 5, examples=10)
+
+
+@pytest.mark.parametrize(
+    ("contribution", "remaining", "says"),
+    [
+        (MOMENTS, 5, "reports that 5 exchanges follow, expected 4"),
+        (replace(MOMENTS, remaining=100_001), None, "expected at most 100000"),
+        (replace(MOMENTS, kind="median"), None, "sent 'median', expected one of moments"),
+        (replace(MOMENTS, tensors={"mean": np.zeros(2)}), None, r"moments has \['mean'\], expected \['mean', 'var'\]"),
+        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), None, "expected floats"),
+        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros((2, 2))}), None, "one per channel"),
+        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(0)}), None, "one per channel"),
+        (replace(MOMENTS, tensors={"mean": np.array([np.inf]), "var": np.ones(1)}), None, "not finite"),
+        (replace(MOMENTS, tensors={"mean": np.zeros(1), "var": -np.ones(1)}), None, "a variance is negative"),
+    ],
+)
+def test_what_cannot_be_used_is_named(contribution: Contribution, remaining: int | None, says: str) -> None:
+    assert re.search(says, str(problem(contribution, remaining)))
+
+
+def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
+    assert problem(replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)}), 6) is None
+
+
+def test_moments_agree_to_those_of_the_union() -> None:
+    """Two clients of means 0 and 2, variances 1 and 3, equal weights: mean 1, variance 2 + 1."""
+    one = replace(MOMENTS, tensors={"mean": np.zeros(1), "var": np.ones(1)}, images=4)
+    two = replace(MOMENTS, tensors={"mean": np.full(1, 2.0), "var": np.full(1, 3.0)}, images=6)
+    agreement = agree([one, two], lambda contribution: 1.0)
+    assert (agreement.tensors["mean"][0], agreement.tensors["var"][0], agreement.images) == (1.0, 3.0, 10)
