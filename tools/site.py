@@ -20,6 +20,10 @@ def title(module: Path) -> str:
     return ", ".join(name for name in classes if not name.startswith("_"))
 
 
+def directive(module: str) -> str:
+    return f"::: {module}\n    options:\n      show_root_heading: false\n      heading_level: 3\n"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     pages = [{title(module): f"strategies/{module.stem}.md"} for module in MODULES]
     assert config.nav is not None
@@ -29,7 +33,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for module in MODULES:
-        content = f"# {title(module)}\n\n::: strategies.{module.stem}\n    options:\n      show_root_heading: false\n"
+        content = f"# {title(module)}\n\n{directive(f'strategies.{module.stem}')}"
+        if (ROOT / "fedbn_flwr" / "client" / "rules" / module.name).is_file():
+            content += f"\n## On the client\n\n{directive(f'fedbn_flwr.client.rules.{module.stem}')}"
         files.append(File.generated(config, f"strategies/{module.stem}.md", content=content))
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(
