@@ -5,6 +5,7 @@ FedbnError                 anything below; one message, no traceback needed
 │   ├── SettingsError      an experiment's key, or a strategy's argument
 │   └── DataError          data set, columns, partition
 ├── MessageError           a message or its arrays do not fit the model or the protocol
+├── StorageError           a file of our own cannot be written or is damaged
 └── RunFailed              training began and could not go on (exit code 1)
 """
 
@@ -33,6 +34,10 @@ class DataError(UserError):
 
 
 class MessageError(FedbnError, ValueError):
+    pass
+
+
+class StorageError(FedbnError, ValueError):
     pass
 
 

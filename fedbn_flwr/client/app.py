@@ -22,7 +22,7 @@ from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 
 from .client import BNClient, Config, Update
 from .layerwise import abandon_parked, train_by_messages, train_over_stream
-from .state_folder import remembered, return_to
+from .node_state import return_to_round, stored_state
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
 Make = Callable[[], NumPyClient]
@@ -49,7 +49,7 @@ def client_app(make_client: MakeClient) -> ClientApp:
             return make_client(context, _config(message))  # type: ignore[call-arg]
 
         try:
-            with remembered(message, _config(message), context):
+            with stored_state(message, _config(message), context):
                 return Message(handle(make, message, context), reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would take Flower's process along
             who = context.node_config.get("partition-id", f"node {context.node_id}")
@@ -114,7 +114,7 @@ def _partition(make: Make, message: Message, context: Context) -> RecordDict:
     config = _config(message)
     if config.get(protocol.READY):
         make()  # what is wrong with a site shows before anybody trains
-    return RecordDict({"metrics": _numbers(_place(context) | return_to(config, context))})
+    return RecordDict({"metrics": _numbers(_place(context) | return_to_round(config, context))})
 
 
 def _place(context: Context) -> dict[str, Any]:

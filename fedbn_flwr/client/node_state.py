@@ -1,22 +1,43 @@
-"""What a node remembers between messages, in the one place where Flower keeps it: `Context.state`.
+"""A node's state: what it keeps between messages.
 
-Flower's state lasts for one Flower run; an experiment may train several models in it. So a node's memory
-carries the name of the training run it belongs to, and another run starts empty.
+It is in `Context.state`, which Flower keeps for one Flower run and one life of the node. An experiment may train
+several models in that time, so the state carries the name of its training run, and another run starts with an empty
+one.
+
+With a folder in the node config, `--node-config "state='/srv/fedbn-state'"`, the node also stores its state there after
+each round in which it trained:
+
+    FOLDER/RUN-TOKEN/client-2/round-17
+
+The server draws the token when a training run begins and keeps it in its checkpoint, so two runs never mix. A client
+asked to train in round r starts with the state of the latest round before r; asked to evaluate in round r, with that of
+the latest round up to r. So a server that resumes from an older checkpoint gets the same numbers.
 """
 
 from __future__ import annotations
 
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+
+from fedbn_flwr.errors import MessageError, StorageError
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.storage import Store, write_store
 
-_RUN = "fedbn.run"
+_RUN = "fedbn.run"  # the record that names the training run, and in a folder the round
 _ARRAYS = "fedbn.arrays."
 
 
 class NodeState:
-    """Named sets of arrays in a node's `Context.state`, of the training run `run`; None: whose they are."""
+    """Named sets of arrays in a node's `Context.state`. A state of another training run than `run` is dropped;
+    with None its owner is not checked."""
 
     def __init__(self, records: RecordDict, run: str | None = None) -> None:
         self.records = records
@@ -29,7 +50,7 @@ class NodeState:
             records[_RUN] = ConfigRecord({"name": run})
 
     def load(self, name: str) -> Arrays:
-        """The arrays kept under `name`; empty where there are none."""
+        """The arrays saved under `name`; empty where there are none."""
         record = self.records.get(_ARRAYS + name)
         return unpack(record) if isinstance(record, ArrayRecord) else {}
 
@@ -49,3 +70,114 @@ class NodeState:
         """Remove what is kept under `name`, arrays or records."""
         for key in [key for key in self.records if key == _ARRAYS + name or key.startswith(f"{_ARRAYS}{name}/")]:
             del self.records[key]
+
+
+@contextmanager
+def stored_state(message: Message, config: Mapping[str, Any], context: Context) -> Iterator[None]:
+    """Restores the node's state from its folder before a message is handled, and saves it there after training."""
+    folder = StateFolder.of(config, context)
+    kind = message.metadata.message_type
+    if folder is None or protocol.ROUND not in config:
+        yield
+        return
+    server_round = int(config[protocol.ROUND])
+    is_after = kind.startswith(MessageType.EVALUATE) or kind == protocol.STATISTICS_QUERY
+    folder.restore(context, server_round if is_after else server_round - 1)
+    yield
+    if kind.startswith(MessageType.TRAIN):
+        folder.save(context, server_round, int(config.get(protocol.KEPT_ROUND, server_round - 1)))
+
+
+def return_to_round(config: Mapping[str, Any], context: Context) -> dict[str, int]:
+    """The run continues after `server-round`: forget later rounds, and report the latest one left in the folder."""
+    folder = StateFolder.of(config, context)
+    if folder is None or protocol.ROUND not in config:  # the query is for the partition only
+        return {}
+    folder.check()
+    return {protocol.STATE_ROUND: folder.forget_after(int(config[protocol.ROUND]))}
+
+
+class StateFolder:
+    """The states of one client in one training run, a store for each round."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.run = run
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], context: Context) -> StateFolder | None:
+        """None where the node has no folder, or the server does not name the run."""
+        given, token = context.node_config.get("state"), str(config.get(protocol.TOKEN, ""))
+        if not given or not token:
+            return None
+        if not re.fullmatch(r"[0-9a-f]{32}", token):  # it becomes part of a path
+            raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
+        name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
+        client = int(context.node_config.get("partition-id", context.node_id))
+        run = protocol.run_of(config)
+        assert run is not None
+        return cls(Path(str(given)).expanduser() / f"{name}-{token}" / f"client-{client}", run)
+
+    def check(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise MessageError(
+                f"the node config's state={str(self.path.parent.parent)!r} is not a folder that this node can write to "
+                f"({error.strerror}); give another folder, or change its owner"
+            ) from None
+
+    def rounds(self) -> list[int]:
+        """Those whose state is stored, ascending."""
+        matches = (re.fullmatch(r"round-(\d+)", file.name) for file in self.path.glob("round-*"))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def restore(self, context: Context, last: int) -> None:
+        """Give the node its state of the latest round up to `last`; an empty one where there is none."""
+        wanted = max((server_round for server_round in self.rounds() if server_round <= last), default=0)
+        owner = context.state.get(_RUN)
+        if isinstance(owner, ConfigRecord) and owner.get("name") == self.run and owner.get("round", 0) == wanted:
+            return  # the node has it, and may be in the middle of a layer-wise round
+        records = self._read(wanted) if wanted else RecordDict()
+        context.state.clear()
+        context.state.update(records)
+
+    def save(self, context: Context, server_round: int, kept: int) -> None:
+        """Store the node's state after a round; the server may return to round `kept`, so older ones are deleted."""
+        context.state[_RUN] = ConfigRecord({"name": self.run, "round": server_round})
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_store(self._file(server_round), [("state", dump(context.state))])
+        except (OSError, StorageError) as error:
+            raise MessageError(f"the node's state cannot be saved: {error}; free space, or change the owner") from None
+        self.forget_after(server_round)
+        rounds = self.rounds()
+        oldest = max((each for each in rounds if each <= kept), default=0)
+        for each in rounds:
+            if each < oldest:
+                self._file(each).unlink(missing_ok=True)
+        for unfinished in self.path.glob(".round-*.tmp"):  # of a process that was killed
+            unfinished.unlink(missing_ok=True)
+
+    def forget_after(self, server_round: int) -> int:
+        """Delete the states of later rounds, which will be trained again; returns the latest one left, or 0."""
+        rounds = self.rounds()
+        for each in rounds:
+            if each > server_round:
+                self._file(each).unlink(missing_ok=True)
+        return max((each for each in rounds if each <= server_round), default=0)
+
+    def _file(self, server_round: int) -> Path:
+        return self.path / f"round-{server_round}"
+
+    def _read(self, server_round: int) -> RecordDict:
+        try:
+            with Store(self._file(server_round)) as store:
+                return parse(store["state"])
+        except StorageError as error:
+            raise MessageError(
+                f"the node's state {error}; restore the folder from a copy, or start a new run"
+            ) from None

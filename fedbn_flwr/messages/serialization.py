@@ -1,17 +1,13 @@
-"""A Flower RecordDict as bytes, and back: exact to the bit, never pickled, and damage is noticed.
+"""A Flower RecordDict as bytes, and back: exact to the bit and never pickled.
 
 The bytes are a safetensors file. Its tensors are the arrays, named "i/key" for those of record i; its metadata has
-`records` (JSON: each record's name, kind, and keys or values, in order) and `crc32` of that text and of all arrays.
+`records` (JSON: each record's name, kind, and keys or values, in order). A store (storage.py) adds the checksum.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
-import zlib
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,63 +35,32 @@ def dump(records: RecordDict) -> bytes:
         else:
             kind = "metrics" if isinstance(record, MetricRecord) else "config"
             layout.append([name, kind, [[key, _to_json(value)] for key, value in record.items()]])
-    text = json.dumps(layout)
-    return save(tensors, metadata={"records": text, "crc32": str(_checksum(text, tensors.values()))})
+    return save(tensors, metadata={"records": json.dumps(layout)})
 
 
 def parse(data: bytes) -> RecordDict:
-    """Raises ValueError, and nothing else, where these are not the bytes that `dump` made."""
+    """Raises ValueError, and nothing else, where these are not bytes that `dump` returned."""
     from safetensors.numpy import load
 
     try:
         tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        layout = json.loads(header["records"])
-        names = [f"{number}/{key}" for number, (_, kind, keys) in enumerate(layout) if kind == "arrays" for key in keys]
-        if int(header["crc32"]) != _checksum(header["records"], (tensors[name] for name in names)):
-            raise ValueError("its checksum is wrong")
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        layout = json.loads(header["__metadata__"]["records"])
         records = RecordDict()
         for number, (name, kind, content) in enumerate(layout):
             if kind == "arrays":
                 records[name] = pack({key: tensors[f"{number}/{key}"] for key in content})
             else:
                 records[name] = _KINDS[kind]({key: _from_json(value) for key, value in content})
-    except Exception as error:  # of safetensors, JSON and Flower: bytes from a disk may be anything
-        raise ValueError(f"it is damaged: {error}") from None
+    except Exception as error:  # of safetensors, JSON and Flower
+        raise ValueError(f"these are not the bytes of records: {error}") from None
     return records
-
-
-def write_whole(file: Path, data: bytes) -> None:
-    """All of it or nothing, also where power fails: the old content stays until the new one is on the disk."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _storable(value: np.ndarray, what: str) -> np.ndarray:
     if value.dtype.name not in _DTYPES or not value.dtype.isnative:
-        raise ValueError(f"{what} is of dtype {value.dtype}; what can be stored is {', '.join(sorted(_DTYPES))}")
+        raise ValueError(f"{what} is of dtype {value.dtype}; supported are {', '.join(sorted(_DTYPES))}")
     return np.asarray(value, order="C")
-
-
-def _checksum(text: str, arrays: Iterable[np.ndarray]) -> int:
-    crc = zlib.crc32(text.encode())
-    for array in arrays:
-        crc = zlib.crc32(array.tobytes(), crc)
-    return crc
 
 
 def _to_json(value: Any) -> Any:

@@ -5,7 +5,7 @@ environment.json    commit, versions, hardware, command
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model
-checkpoint/         all that it takes to resume, see checkpoint.py
+checkpoint          what is needed to resume the run, see checkpoint.py
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from flwr.app import RecordDict
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.storage import replacing
 
-from .checkpoint import CheckpointFolder, Snapshot
+from .checkpoint import CheckpointFile, Snapshot
 
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 
@@ -104,11 +105,14 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def write_model(self, arrays: Arrays) -> None:
-        self._write_arrays(self.path / "model.safetensors", arrays)
+        from safetensors.numpy import save_file
+
+        with replacing(self.path / "model.safetensors", durable=False) as file:
+            save_file({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}, file)
 
     @property
-    def checkpoint(self) -> CheckpointFolder:
-        return CheckpointFolder(self.path / "checkpoint")
+    def checkpoint(self) -> CheckpointFile:
+        return CheckpointFile(self.path / "checkpoint")
 
     def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> None:
         with (self.path / "history.jsonl").open("rb") as history:
@@ -118,20 +122,9 @@ class RunFolder:
     # --- writing ---
 
     def _write(self, name: str, text: str) -> None:
-        """Whole or not at all: somebody may be reading."""
-        temporary = self.path / f".{Path(name).name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
-
-    def _write_arrays(self, file: Path, arrays: Arrays) -> None:
-        from safetensors.numpy import save_file
-
-        temporary = file.with_name(f".{file.name}.tmp")
-        save_file(
-            {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()},
-            temporary,
-        )
-        os.replace(temporary, file)
+        """Whole or not at all: another process may be reading."""
+        with replacing(self.path / name, durable=False) as file:
+            file.write_text(text, encoding="utf-8")
 
 
 # What a run may be resumed with differently: none of it decides a number.

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
-import multiprocessing
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
-from hypothesis import given
-from hypothesis import strategies as draw
 
 from fedbn_flwr import LocalGrid, cli, client_app
-from fedbn_flwr.client.state_folder import StateFolder, remembered, return_to
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run import serve
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.results import checkpoint
-from fedbn_flwr.results.checkpoint import CheckpointFolder, Snapshot
+from fedbn_flwr.results.checkpoint import CheckpointFile
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import (
     CannotSave,
@@ -45,192 +36,8 @@ from fedbn_flwr.strategies import (
     as_rule,
 )
 from tests.support.command import ROOT, environment
+from tests.support.records import content
 from tests.support.sessions import BASE, CASES, OPTIMISERS, PLAIN, Elsewhere, Stopping, outcome, overrides, session
-
-# --- records as bytes ----------------------------------------------------------
-
-ODD = RecordDict(
-    {
-        "arrays": ArrayRecord(
-            {
-                key: Array(value)
-                for key, value in {
-                    "scalar": np.array(0.1),
-                    "empty": np.zeros((0, 3), np.float16),
-                    "nan": np.array([np.nan, -0.0, np.inf, 5e-324]),
-                    "yes": np.array([True, False]),
-                    "big": np.array(2**64 - 1, np.uint64),
-                    "i8": np.arange(-3, 3, dtype=np.int8).reshape(2, 3),
-                    "a/b": np.ones((1, 1), np.float32),
-                }.items()
-            }
-        ),
-        "a": ArrayRecord({"b/c": Array(np.ones(2)), "": Array(np.zeros(1))}),
-        "none": ArrayRecord(),
-        "metrics": MetricRecord({"f": 0.1 + 0.2, "i": 3, "one": 1.0, "list": [1.5, 2.5], "nan": float("inf")}),
-        "config": ConfigRecord({"t": True, "s": "ä\n", "b": b"\x00\xff", "l": [b"\x01"], "e": [], "i": 2**53 + 1}),
-    }
-)
-
-
-def content(records: RecordDict) -> list[Any]:
-    """All there is in records, types and bits included."""
-    return [
-        (
-            name,
-            type(record).__name__,
-            [
-                (key, value.dtype, tuple(value.shape), value.numpy().tobytes())
-                if isinstance(value, Array)
-                else (key, repr(value))
-                for key, value in record.items()
-            ],
-        )
-        for name, record in records.items()
-    ]
-
-
-def test_records_come_back_exactly() -> None:
-    assert content(parse(dump(ODD))) == content(ODD)
-    assert content(parse(dump(RecordDict()))) == []
-
-
-@given(draw.dictionaries(draw.text(), draw.floats() | draw.integers(-(2**62), 2**62) | draw.booleans() | draw.binary()))
-def test_any_numbers_come_back_exactly(values: dict[str, Any]) -> None:
-    records = RecordDict({"config": ConfigRecord(values)})
-    assert content(parse(dump(records))) == content(records)
-
-
-def test_every_changed_byte_is_noticed() -> None:
-    data = dump(RecordDict({"a": pack({"w": np.arange(5.0)}), "c": ConfigRecord({"x": 0.25})}))
-    for place in range(len(data)):
-        changed = bytearray(data)
-        changed[place] ^= 1
-        with contextlib.suppress(ValueError):  # or it is a space that nobody reads
-            assert content(parse(bytes(changed))) == content(parse(data))
-        with pytest.raises(ValueError, match="damaged"):
-            parse(data[:place])
-
-
-def test_what_cannot_be_stored_is_named() -> None:
-    with pytest.raises(ValueError, match="layer, w is of dtype complex64"):
-        dump(RecordDict({"layer": ArrayRecord({"w": Array(np.zeros(1, np.complex64))})}))
-
-
-# --- checkpoints on disk ---------------------------------------------------------
-
-
-def snapshot(server_round: int) -> Snapshot:
-    value = np.full(3, server_round, np.float32)
-    return Snapshot(
-        server_round, "ab" * 16, RecordDict({"arrays": pack({"w": value})}), RecordDict({"m": pack({"v": value})}),
-        trained={0: server_round},
-    )  # fmt: skip
-
-
-def memories(server_round: int) -> Iterator[tuple[int, RecordDict]]:
-    for node in range(3):
-        yield node, RecordDict({"own": pack({"n": np.array(10 * server_round + node)})})
-
-
-def told(found: CheckpointFolder) -> tuple[Any, ...]:
-    read = found.read()
-    assert read.strategy is not None
-    clients = [(node, content(records)) for node, records in found.clients() or ()]
-    return read.round, read.token, dict(read.trained), content(read.model), content(read.strategy), clients
-
-
-def expected(server_round: int) -> tuple[Any, ...]:
-    of = snapshot(server_round)
-    assert of.strategy is not None
-    clients = [(node, content(records)) for node, records in memories(server_round)]
-    return of.round, of.token, dict(of.trained), content(of.model), content(of.strategy), clients
-
-
-def test_a_checkpoint_comes_back_and_replaces_the_one_before(tmp_path: Path) -> None:
-    found = CheckpointFolder(tmp_path / "checkpoint")
-    assert found.round() == 0
-    for server_round in (2, 4):
-        found.write(snapshot(server_round), memories(server_round))
-        assert found.round() == server_round
-        assert told(found) == expected(server_round)
-    assert sorted(path.name for path in found.path.iterdir()) == ["latest.json", "round-4"]
-    found.write(dataclasses.replace(snapshot(5), strategy=None, unsaved="why"), None)
-    assert (found.read().strategy, found.read().unsaved, found.clients()) == (None, "why", None)
-
-
-def _write_and_die(path: Path, at: int) -> None:
-    """Ends this process, as kill -9 would, before the `at`th call that changes something on the disk."""
-    calls = 0
-
-    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == at:
-                os._exit(9)
-            return function(*args, **kwargs)
-
-        return call
-
-    def torn(stream: Any) -> None:
-        """A file that is half on the disk."""
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            stream.flush()
-            stream.truncate(stream.tell() // 2)
-            os._exit(9)
-        sync(stream)
-
-    sync = checkpoint._sync
-    checkpoint._sync = torn
-    for name in ("fsync", "replace", "mkdir", "unlink", "open", "rmdir"):
-        setattr(os, name, dying(getattr(os, name)))
-    CheckpointFolder(path).write(snapshot(4), memories(4))
-    os._exit(0)
-
-
-def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    fork, at, status, rounds = multiprocessing.get_context("fork"), 0, 9, []
-    while status == 9:
-        at += 1
-        found = CheckpointFolder(tmp_path / str(at))
-        found.write(snapshot(2), memories(2))
-        process = fork.Process(target=_write_and_die, args=(found.path, at))
-        process.start()
-        process.join(30)
-        status = process.exitcode or 0
-        rounds.append(found.round())
-        assert told(found) == expected(found.round()), f"killed before call {at}"
-        found.write(snapshot(6), memories(6))  # whatever lies about
-        assert told(found) == expected(6)
-        assert sorted(path.name for path in found.path.iterdir()) == ["latest.json", "round-6"]
-    assert status == 0
-    assert rounds == sorted(rounds)
-    assert rounds.count(2) > 15
-    assert rounds.count(4) > 3
-
-
-@pytest.mark.parametrize(
-    "name", ["latest.json", "state.json", "model.safetensors", "strategy.safetensors", "clients.bin", "clients.jsonl"]
-)
-@pytest.mark.parametrize("how", ["changed", "cut", "gone"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, how: str) -> None:
-    found = CheckpointFolder(tmp_path / "checkpoint")
-    found.write(snapshot(4), memories(4))
-    (file,) = found.path.rglob(name)
-    data = file.read_bytes()
-    if how == "gone":
-        file.unlink()
-    else:
-        file.write_bytes(data[: len(data) // 2] if how == "cut" else data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
-    if (name, how) == ("latest.json", "gone"):
-        assert found.round() == 0
-        return
-    with pytest.raises(SettingsError, match=f"checkpoint' cannot be read: {name} is damaged"):
-        told(found)
-
 
 # --- what Flower's own strategies remember -----------------------------------------
 
@@ -312,7 +119,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def memory_of(out: Path) -> tuple[Any, ...]:
     """The last checkpoint: what strategy and clients remember."""
-    found = CheckpointFolder(out / "checkpoint")
+    found = CheckpointFile(out / "checkpoint")
     read = found.read()
     assert read.strategy is not None
     clients = []
@@ -339,7 +146,7 @@ def test_the_table_reaches_what_it_is_for(straight: Callable[[str], Path]) -> No
     assert RunFolder(straight("FixBN auto")).summary()["freeze_round"] == 3
     assert RunFolder(straight("FedBS")).summary()["switch_round"] == 4
     for case in ("FedAdam", "FedAvgM", "Scaffold", "GlobalMomentum"):
-        read = CheckpointFolder(straight(case) / "checkpoint").read()
+        read = CheckpointFile(straight(case) / "checkpoint").read()
         assert read.strategy is not None
         arrays = [array for record in read.strategy.array_records.values() for array in record.values()]
         assert any(np.any(array.numpy()) for array in arrays)
@@ -467,7 +274,7 @@ def test_a_server_that_lost_rounds_gets_the_same_numbers(straight: Callable[[str
     # A node keeps what the server may come back to, which it has told to be round 2 from now on.
     session("FedBN", tmp_path / "run", 4, grid=Elsewhere("FedBN", tmp_path / "state"))
     rounds = {file.name for file in (tmp_path / "state").rglob("round-*")}
-    assert rounds == {f"round-{n}.safetensors" for n in (2, 3, 4)}
+    assert rounds == {"round-2", "round-3", "round-4"}
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "old").rename(tmp_path / "run")
     session("FedBN", tmp_path / "run", grid=Elsewhere("FedBN", tmp_path / "state", workers=2))
@@ -493,67 +300,18 @@ def test_a_node_that_restarts_in_the_middle_of_a_run_goes_on(straight: Callable[
     assert len(list((tmp_path / "state").iterdir())) == 2
 
 
-def config_of(**more: Any) -> dict[str, Any]:
-    return {"fedbn.run": "a", "fedbn.run-token": "0" * 32, **more}
-
-
-def node(folder: Path, partition: int = 0) -> Context:
-    return Context(1, 1, {"partition-id": partition, "state": str(folder)}, RecordDict(), {})
-
-
-def test_a_folder_keeps_what_the_server_may_come_back_to(tmp_path: Path) -> None:
-    context = node(tmp_path)
-    for server_round, kept in ((1, 0), (2, 0), (4, 2), (6, 5), (7, 5)):
-        config = config_of(**{"server-round": server_round, "fedbn.kept-round": kept})
-        with remembered(Message(RecordDict(), 1, "train"), config, context):
-            context.state["own"] = pack({"round": np.array(server_round)})
-    folder = StateFolder.of(config_of(), context)
-    assert folder is not None
-    assert folder.rounds() == [4, 6, 7], "round 4 is the latest before 5"
-    for kind, asked, found in (("train", 7, 6), ("evaluate", 7, 7), ("train", 6, 4), ("train", 5, 4), ("train", 4, 0)):
-        config = config_of(**{"server-round": asked})
-        with contextlib.suppress(OSError), remembered(Message(RecordDict(), 1, kind), config, context):
-            record = context.state.array_records.get("own")
-            assert (0 if record is None else int(record["round"].numpy())) == found, (kind, asked)
-            raise OSError  # a round that fails leaves no trace
-    assert folder.rounds() == [4, 6, 7]
-    assert return_to(config_of(**{"server-round": 6}), context) == {"state-round": 6}
-    assert folder.rounds() == [4, 6]
-    assert return_to(config_of(), context) == {}, "asked for its partition alone"
-    assert folder.rounds() == [4, 6]
-    other = node(tmp_path, 1)
-    assert return_to(config_of(**{"server-round": 6}), other) == {"state-round": 0}
-
-
-def test_without_a_folder_or_a_token_nothing_is_written(tmp_path: Path) -> None:
-    plain = Context(1, 1, {}, RecordDict(), {})
-    assert return_to(config_of(**{"server-round": 0}), plain) == {}
-    assert return_to({"fedbn.run": "a", "server-round": 0}, node(tmp_path / "none")) == {}
-    with remembered(Message(RecordDict(), 1, "train"), {"server-round": 1}, node(tmp_path / "none")):
-        pass
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_run_s_name_is_no_way_out_of_the_folder(tmp_path: Path) -> None:
-    folder = StateFolder.of(config_of(**{"fedbn.run": "../../etc/x"}), node(tmp_path / "state"))
-    assert folder is not None
-    assert folder.path.resolve().is_relative_to(tmp_path / "state")
-    with pytest.raises(MessageError, match="expected 32 hexadecimal digits"):
-        StateFolder.of(config_of(**{"fedbn.run-token": "../" * 10 + "ab"}), node(tmp_path / "state"))
-
-
 def test_a_folder_that_cannot_be_used_is_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     grid = Elsewhere("FedBN", tmp_path / "file" / "state")
-    with pytest.raises(RunFailed, match=r"cannot begin:(.|\n)*client 0 .*state='.*file/state' is no folder that"):
+    with pytest.raises(RunFailed, match=r"cannot begin:(.|\n)*client 0 .*state='.*file/state' is not a folder that"):
         session("FedBN", tmp_path / "run", grid=grid)
 
 
 def test_a_damaged_memory_of_a_node_is_named(tmp_path: Path) -> None:
     session("FedBN", tmp_path / "run", 2, grid=Elsewhere("FedBN", tmp_path / "state"))
-    for file in (tmp_path / "state").rglob("round-2.safetensors"):
+    for file in (tmp_path / "state").rglob("round-2"):
         file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(RunFailed, match=r"client 0 could not train: .*round-2\.safetensors' cannot be read: it is"):
+    with pytest.raises(RunFailed, match=r"client 0 could not train: .*round-2' is damaged: its end is missing"):
         session("FedBN", tmp_path / "run", grid=Elsewhere("FedBN", tmp_path / "state"))
 
 
@@ -594,9 +352,9 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
         [sys.executable, "-m", "fedbn_flwr.cli", *words, "--out", str(stopped)],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        latest = stopped / "FedBN" / "checkpoint" / "latest.json"
+        run = RunFolder(stopped / "FedBN")
         deadline = time.monotonic() + 120
-        while not (latest.exists() and json.loads(latest.read_text())["round"] >= 2):
+        while run.checkpoint.round() < 2:
             assert time.monotonic() < deadline, "two rounds took two minutes"
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
@@ -604,7 +362,6 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
         _, error = process.communicate(timeout=60)
     assert process.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), error
     assert "Traceback" not in error
-    run = RunFolder(stopped / "FedBN")
     assert run.summary()["status"] == ("running" if sent == signal.SIGKILL else "interrupted")
     assert 2 <= run.checkpoint.round() < 20
     assert cli.main([*words, "--out", str(stopped), "--resume"]) == 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Array, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -27,6 +28,23 @@ def between(inner: ClientApp, hook: Hook) -> ClientApp:
     for register in (app.evaluate(), app.query("cohort"), app.query("partition"), app.query("statistics")):
         register(inner)
     return app
+
+
+def content(records: RecordDict) -> list[Any]:
+    """Everything that records hold, types and bits included, to compare."""
+    return [
+        (
+            name,
+            type(record).__name__,
+            [
+                (key, value.dtype, tuple(value.shape), value.numpy().tobytes())
+                if isinstance(value, Array)
+                else (key, repr(value))
+                for key, value in record.items()
+            ],
+        )
+        for name, record in records.items()
+    ]
 
 
 Spoil = Callable[[RecordDict], None]

@@ -1,0 +1,128 @@
+"""Stores: files of named byte strings, each file replaced as a whole. What must survive a process goes through here.
+
+A store is never changed in place. The new file is written under another name, flushed to the disk and renamed over
+the old one, so a crash at any moment leaves the old store or the new one, and no reader needs a lock. sqlite and zip
+files were measured for the same purpose and are slower, see docs/results/storage.txt.
+
+    entries      one after the other, in the order in which they were written
+    index        JSON: the name of each entry, and its offset, size and CRC-32
+    last bytes   length and CRC-32 of the index, and a mark
+
+The index comes last so that entries can be written one at a time. Checksums cover every byte of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+
+from .errors import StorageError
+
+_TAIL = struct.Struct("<QI12s")
+_MARK = b"fedbn-store1"
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary path beside `path`; what the block writes there replaces `path` when it ends without an error.
+
+    With `durable` the new content has reached the disk when this returns, also if power fails afterwards.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        if durable:
+            _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync(path.parent)
+
+
+def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:
+    """Replace `path` by a store with these entries, whose names must differ; raises StorageError if it cannot.
+
+    Without `durable` the file is written directly: for content that no other process will read.
+    """
+    index: dict[str, tuple[int, int, int]] = {}
+    offset = 0
+    try:
+        with replacing(path) if durable else nullcontext(path) as target, target.open("wb") as stream:
+            for name, data in entries:
+                stream.write(data)
+                index[name] = (offset, len(data), zlib.crc32(data))
+                offset += len(data)
+            text = json.dumps(index).encode()
+            stream.write(text + _TAIL.pack(len(text), zlib.crc32(text), _MARK))
+    except OSError as error:
+        raise StorageError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+class Store(Mapping[str, bytes]):
+    """A store opened for reading. Raises StorageError where the file is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._stream = path.open("rb")
+            self._index = self._read_index()
+        except OSError as error:
+            raise StorageError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+
+    def __getitem__(self, name: str) -> bytes:
+        offset, size, checksum = self._index[name]
+        self._stream.seek(offset)
+        data = self._stream.read(size)
+        if zlib.crc32(data) != checksum:
+            raise self._damaged(f"the checksum of its entry {name!r} is wrong")
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+
+    def _read_index(self) -> dict[str, tuple[int, int, int]]:
+        size = self._stream.seek(0, os.SEEK_END)
+        if size < _TAIL.size:
+            raise self._damaged(f"it has {size} bytes")
+        self._stream.seek(size - _TAIL.size)
+        length, checksum, mark = _TAIL.unpack(self._stream.read())
+        if mark != _MARK or length > size - _TAIL.size:
+            raise self._damaged("its end is missing")
+        self._stream.seek(size - _TAIL.size - length)
+        text = self._stream.read(length)
+        if zlib.crc32(text) != checksum:
+            raise self._damaged("the checksum of its index is wrong")
+        index: dict[str, tuple[int, int, int]] = json.loads(text)
+        return index
+
+    def _damaged(self, reason: str) -> StorageError:
+        self._stream.close()
+        return StorageError(f"{str(self.path)!r} is damaged: {reason}")
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

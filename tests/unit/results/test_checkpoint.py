@@ -1,0 +1,114 @@
+"""Checkpoints: written whole, read one client at a time, and refused where damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import RecordDict
+
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
+from tests.support.records import content
+
+
+def snapshot(server_round: int) -> Snapshot:
+    value = np.full(3, server_round, np.float32)
+    return Snapshot(
+        server_round, "ab" * 16, RecordDict({"arrays": pack({"w": value})}), RecordDict({"m": pack({"v": value})}),
+        trained={0: server_round},
+    )  # fmt: skip
+
+
+def states(server_round: int) -> Iterator[tuple[int, RecordDict]]:
+    for node in range(3):
+        yield node, RecordDict({"own": pack({"n": np.array(10 * server_round + node)})})
+
+
+def read_all(file: CheckpointFile) -> tuple[Any, ...]:
+    read = file.read()
+    assert read.strategy is not None
+    clients = [(node, content(records)) for node, records in file.clients() or ()]
+    return read.round, read.token, dict(read.trained), content(read.model), content(read.strategy), clients
+
+
+def expected(server_round: int) -> tuple[Any, ...]:
+    of = snapshot(server_round)
+    assert of.strategy is not None
+    clients = [(node, content(records)) for node, records in states(server_round)]
+    return of.round, of.token, dict(of.trained), content(of.model), content(of.strategy), clients
+
+
+def test_a_checkpoint_comes_back_and_replaces_the_one_before(tmp_path: Path) -> None:
+    file = CheckpointFile(tmp_path / "checkpoint")
+    assert file.round() == 0
+    for server_round in (2, 4):
+        file.write(snapshot(server_round), states(server_round))
+        assert file.round() == server_round
+        assert read_all(file) == expected(server_round)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    file.write(dataclasses.replace(snapshot(5), strategy=None, unsaved="why"), None)
+    assert (file.read().strategy, file.read().unsaved, file.clients()) == (None, "why", None)
+    file.write(snapshot(6), [])
+    assert list(file.clients() or ["none"]) == []
+
+
+def test_a_client_that_cannot_be_read_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[int, RecordDict]]:
+        yield from states(4)
+        raise RuntimeError("a worker died")
+
+    file = CheckpointFile(tmp_path / "checkpoint")
+    file.write(snapshot(2), states(2))
+    with pytest.raises(RuntimeError, match="a worker died"):
+        file.write(snapshot(4), broken())
+    assert read_all(file) == expected(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_ten_thousand_clients_are_written_and_read_one_at_a_time(tmp_path: Path) -> None:
+    """The bound: with all states in memory it would be 10,000 times 4 KiB."""
+    held = peak = 0
+
+    class Counted(RecordDict):
+        def __del__(self) -> None:
+            nonlocal held
+            held -= 1
+
+    def states() -> Iterator[tuple[int, RecordDict]]:
+        nonlocal held, peak
+        for node in range(10_000):
+            records = Counted({"own": pack({"n": np.full(1000, node, np.float32)})})
+            held, peak = held + 1, max(peak, held + 1)
+            yield node, records
+
+    file = CheckpointFile(tmp_path / "checkpoint")
+    file.write(snapshot(1), states())
+    assert peak <= 3
+    for number, (node, records) in enumerate(file.clients() or ()):
+        assert number == node
+        assert records.array_records["own"]["n"].numpy()[-1] == node
+    assert number == 9_999
+
+
+@pytest.mark.parametrize("how", ["changed", "cut", "empty"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, how: str) -> None:
+    file = CheckpointFile(tmp_path / "checkpoint")
+    file.write(snapshot(4), states(4))
+    data = file.path.read_bytes()
+    places = range(0, len(data), 7) if how == "changed" else range(1, len(data), 97)
+    for place in [0] if how == "empty" else places:
+        file.path.write_bytes(data[:place] + (bytes([data[place] ^ 1]) + data[place + 1 :]) * (how == "changed"))
+        with pytest.raises(SettingsError, match=r"checkpoint' is damaged: .*; restore the run folder from a copy, or"):
+            read_all(file)
+
+
+def test_a_disk_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint.tmp").mkdir()
+    with pytest.raises(RunFailed, match="checkpoint' cannot be written: Is a directory; the previous checkpoint is"):
+        CheckpointFile(tmp_path / "checkpoint").write(snapshot(1))

@@ -1,0 +1,161 @@
+"""Stores survive a crash at any moment, and damage is noticed."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.errors import StorageError
+from fedbn_flwr.storage import Store, replacing, write_store
+
+fork = multiprocessing.get_context("fork")
+
+
+def read(path: Path) -> dict[str, bytes]:
+    with Store(path) as store:
+        return dict(store)
+
+
+def test_entries_come_back_in_their_order(tmp_path: Path) -> None:
+    entries = {"z": b"1", "": b"\x00", "a/ä": b"", "y": bytes(range(256)) * 300}
+    write_store(tmp_path / "s", entries.items())
+    assert list(read(tmp_path / "s").items()) == list(entries.items())
+    with Store(tmp_path / "s") as store:
+        assert (store["y"], store["z"], len(store), "b" in store) == (entries["y"], b"1", 4, False)
+    write_store(tmp_path / "s", [])
+    assert read(tmp_path / "s") == {}
+    assert [file.name for file in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_reader_keeps_the_store_it_opened(tmp_path: Path) -> None:
+    write_store(tmp_path / "s", [("a", b"old"), ("b", b"old")])
+    with Store(tmp_path / "s") as store:
+        assert store["a"] == b"old"
+        write_store(tmp_path / "s", [("a", b"newer")])
+        assert store["b"] == b"old"
+    assert read(tmp_path / "s") == {"a": b"newer"}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_every_changed_or_missing_byte_is_noticed(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "s"
+    write_store(path, [("one", b"\x00" * 20), ("two", b""), ("three", b"abc")], durable=durable)
+    data = path.read_bytes()
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        with pytest.raises(StorageError, match="s' is damaged: "):
+            read(path)
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        with pytest.raises(StorageError, match="s' is damaged: "):
+            read(path)
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="none' cannot be read: No such file"):
+        Store(tmp_path / "none")
+    with pytest.raises(StorageError, match="none/s' cannot be written: No such file"):
+        write_store(tmp_path / "none" / "s", [])
+
+
+def test_an_error_while_writing_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("before")
+    with pytest.raises(TypeError), replacing(file) as temporary:
+        temporary.write_bytes("not bytes")  # type: ignore[arg-type]
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def generation(number: int) -> Iterator[tuple[str, bytes]]:
+    for name in "abc":
+        yield name, f"{name}{number};".encode() * 5
+
+
+def _write_and_die(path: Path, at: int) -> None:
+    """Ends this process as kill -9 would: before its `at`th system call that changes the disk, or half through it."""
+    calls = 0
+
+    def count() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls == at
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if count():
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        return call
+
+    class Torn(io.FileIO):
+        def write(self, data: Any) -> int:
+            if count():
+                super().write(bytes(data)[: len(data) // 2])
+                os._exit(9)
+            return super().write(data)
+
+    for name in ("open", "fsync", "replace", "unlink", "close"):
+        setattr(os, name, dying(getattr(os, name)))
+    io.open = dying(lambda file, mode, *_: Torn(file, mode))  # type: ignore[assignment]
+    write_store(path, generation(2))
+    os._exit(0)
+
+
+def test_a_crash_at_any_step_leaves_a_whole_store(tmp_path: Path) -> None:
+    at, status, found = 0, 9, []
+    while status == 9:
+        at += 1
+        path = tmp_path / str(at) / "s"
+        path.parent.mkdir()
+        write_store(path, generation(1))
+        process = fork.Process(target=_write_and_die, args=(path, at))
+        process.start()
+        process.join(30)
+        status = process.exitcode or 0
+        entries = read(path)
+        found.append(1 if entries == dict(generation(1)) else 2)
+        assert entries == dict(generation(found[-1])), f"killed at step {at}"
+        write_store(path, generation(3))  # whatever the crash left there
+        assert read(path) == dict(generation(3))
+        assert [file.name for file in path.parent.iterdir()] == ["s"]
+    assert status == 0
+    assert found == sorted(found)
+    assert found.count(1) >= 8, "opened, three entries, the index, flushed, renamed"
+    assert found.count(2) >= 3, "the folder is flushed after the rename"
+
+
+def _write_for_ever(path: Path, progress: int) -> None:
+    for number in itertools.count(1):
+        write_store(
+            path, ((f"{entry}", bytes([number % 251]) * 50_000) for entry in range(20) if os.write(progress, b"."))
+        )
+
+
+def test_a_process_killed_at_random_leaves_a_whole_store(tmp_path: Path) -> None:
+    path, rng = tmp_path / "s", random.Random(0)
+    write_store(path, [(f"{entry}", bytes(50_000)) for entry in range(20)])
+    for _ in range(25):
+        reading, writing = os.pipe()
+        process = fork.Process(target=_write_for_ever, args=(path, writing))
+        process.start()
+        os.close(writing)
+        for _ in range(rng.randrange(60)):
+            assert os.read(reading, 1)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+        os.close(reading)
+        entries = read(path)
+        assert len(entries) == 20
+        assert len(set(entries.values())) == 1, "entries of two stores"
