@@ -4,56 +4,65 @@ They run in the environment that nox is installed in (`uv pip install -e '.[dev]
 environment per chore would download PyTorch again.
 """
 
+import sys
+from pathlib import Path
+
 import nox
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["check", "test"]
 
 
+def run(session: nox.Session, *words: str) -> None:
+    """A command of this environment, which need not be active."""
+    session.run(str(Path(sys.executable).with_name(words[0])), *words[1:])
+
+
 @nox.session
 def check(session: nox.Session) -> None:
-    """Format, lint, types and prose; seconds once mypy has a cache."""
-    session.run("ruff", "format", "--check", ".")
-    session.run("ruff", "check", ".")
-    session.run("mypy")
-    session.run("python", "tools/prose.py")
-    session.run("python", "tools/tables.py", "--check")
+    """Format, lint, types, prose and generated tables."""
+    run(session, "ruff", "format", "--check", ".")
+    run(session, "ruff", "check", ".")
+    run(session, "mypy")
+    run(session, "python", "tools/prose.py")
+    run(session, "python", "tools/tables.py", "--check")
 
 
 @nox.session(name="format")
 def format_(session: nox.Session) -> None:
     """Rewrite the files that `check` would complain about."""
-    session.run("ruff", "check", "--fix", ".")
-    session.run("ruff", "format", ".")
-    session.run("python", "tools/tables.py")
+    run(session, "ruff", "check", "--fix", ".")
+    run(session, "ruff", "format", ".")
+    run(session, "python", "tools/tables.py")
 
 
 @nox.session
 def test(session: nox.Session) -> None:
     """Unit tests and training on the local engine; arguments after -- go to pytest."""
-    session.run("pytest", *session.posargs)
+    run(session, "pytest", *session.posargs)
 
 
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
     """All tests but the nightly ones, with Ray and a local deployment, in less than ten minutes on two cores."""
-    session.run("pytest", "-n", "2", "-m", "not nightly", "--cov", "--durations=25", *session.posargs)
+    run(session, "pytest", "-n", "2", "-m", "not nightly", "--cov", "--durations=25", *session.posargs)
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
     """The tests that wait as long as Flower does for users, or need containers or a GPU."""
-    session.run("pytest", "-m", "nightly", *session.posargs)
+    run(session, "pytest", "-m", "nightly", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Rewrite the generated tables and build the documentation site in build/site."""
-    session.run("python", "tools/tables.py")
-    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    run(session, "python", "tools/tables.py")
+    run(session, "mkdocs", "build", "--strict")
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """The overhead beside a bare PyTorch loop; close other programs first."""
-    session.run("fedbn", "bench", *session.posargs)
+    run(session, "fedbn", "bench", *session.posargs)
