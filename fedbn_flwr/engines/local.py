@@ -1,11 +1,11 @@
-"""The local engine: a Flower `Grid` that hands each message straight to the ClientApp.
+"""The local engine: a Flower `Grid` that calls the ClientApp directly with each message.
 
-No polling, no copies through an object store. A node is always served by the same process, so what its
-`Context.state` holds stays there; with `workers=0` all of them are served in this one, plainly to step
-through. Worker processes are forked: they share the memory of data loaded before, and nothing is pickled but
-messages. (A GPU does not survive a fork: use `workers=0` there.)
+It needs no polling and no object store. A node is always served by the same process, which keeps its `Context.state`;
+with `workers=0` this process serves all nodes, and a debugger can step through. Worker processes are forked: they
+share the memory of data loaded before, and only messages are pickled. (A GPU does not survive a fork: use `workers=0`
+there.)
 
-All of Flower's internals this project builds on are in this file: `TaskIdentity`, a message's id, `Run`.
+A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class LocalGrid(Capabilities, Grid):
     Parameters
     ----------
     client_app
-        What serves the nodes.
+        Answers the messages to the nodes.
     num_nodes
-        How many; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
+        Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
         Processes that serve them, node i by worker i modulo workers; 0 (default): this process.
     threads
@@ -63,8 +63,8 @@ class LocalGrid(Capabilities, Grid):
     node_ids
         Node ids, 1 to `num_nodes` by default.
     state_memory
-        GiB that what nodes remember between messages (FedBN's batch norms, say) may take; beyond it, what the nodes
-        served longest ago remember is put in files of a temporary folder.
+        GiB that the nodes' states (FedBN's batch norms, for instance) may take in memory; beyond it the states of the
+        least recently served nodes are written to a temporary folder.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LocalGrid(Capabilities, Grid):
         if workers < 0:
             raise ValueError(f"workers is {workers}; give 0 (this process) or a number of processes")
         if workers and threads not in (None, 1):
-            # A forked process has OpenMP's idea of a pool of threads without the threads, and waits for them.
+            # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
             raise ValueError(f"threads is {threads}; worker processes train with one, or give workers=0")
         ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
         if len(ids) != num_nodes or len(set(ids)) != num_nodes:
@@ -159,15 +159,15 @@ class LocalGrid(Capabilities, Grid):
                 self._worker_of[node].queue.append(message)
             else:
                 self._replies[message_id] = self._here.answer(message)
-        self._exchange(0)
+        self._serve_workers(0)
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        self._exchange(0)
+        self._serve_workers(0)
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Replies in the order of the messages; those that are not there after `timeout` seconds are left out."""
+        """Replies in the order of the messages, without those that take longer than `timeout` seconds."""
         message_ids = list(self.push_messages(messages))
         deadline = None if timeout is None else time.monotonic() + timeout
         while missing := [key for key in message_ids if key not in self._replies]:
@@ -177,7 +177,7 @@ class LocalGrid(Capabilities, Grid):
                 for worker in self._workers:
                     worker.queue = deque(m for m in worker.queue if m.metadata.message_id not in self._abandoned)
                 break
-            self._exchange(left)
+            self._serve_workers(left)
         return self.pull_messages(message_ids)
 
     # --- workers ---
@@ -188,8 +188,8 @@ class LocalGrid(Capabilities, Grid):
             worker.start()
         return len(self._workers) or 1
 
-    def _exchange(self, timeout: float | None) -> None:
-        """Send what waits, and collect what is answered; waits up to `timeout` seconds for the first answer."""
+    def _serve_workers(self, timeout: float | None) -> None:
+        """Send queued messages and collect replies; waits up to `timeout` seconds for the first reply."""
         for worker in self._workers:
             worker.send_next()
         busy = {worker.connection: worker for worker in self._workers if worker.current is not None}
@@ -203,17 +203,17 @@ class LocalGrid(Capabilities, Grid):
                 self._replies[message_id] = reply
             worker.send_next()
 
-    # --- the nodes' memory, between rounds ---
+    # --- the nodes' states, between rounds ---
 
     def node_states(self) -> NodeStates:
         return self
 
     def read_state(self, node: int) -> RecordDict:
-        """What a node remembers (its `Context.state`), from wherever it is served; no message may be under way."""
+        """A node's `Context.state`, from the process that serves it."""
         return self._ask_for_state(_State(node, None))
 
     def write_state(self, node: int, records: RecordDict) -> None:
-        """Make a node remember `records` and nothing else."""
+        """Replace a node's `Context.state`."""
         self._ask_for_state(_State(node, records))
 
     def _ask_for_state(self, question: _State) -> RecordDict:
@@ -221,7 +221,7 @@ class LocalGrid(Capabilities, Grid):
         return self._here.state(question) if worker is None else worker.ask(question)
 
     def close(self) -> None:
-        """End the worker processes, and remove what nodes had in files."""
+        """End the worker processes, and remove the folder of states."""
         for worker in self._workers:
             worker.close()
         if self._remove_folder is not None:
@@ -238,7 +238,7 @@ class LocalGrid(Capabilities, Grid):
 
 @dataclass(frozen=True)
 class _State:
-    """A question to a worker: what a node remembers; with `records`, these from now on."""
+    """Asks a worker for a node's state, or with `records` replaces it."""
 
     node: int
     records: RecordDict | None
@@ -253,10 +253,10 @@ class _Nodes:
     threads: int | None
 
     def answer(self, message: Message) -> Message:
-        """The ClientApp's reply, or an error reply: whatever happens, there is an answer."""
+        """The ClientApp's reply, or an error reply."""
         self._limit_threads()
         try:
-            # The messages of a round share their content; what one client does to it must not reach the next.
+            # The messages of a round share their content; a change by one client must not reach the next.
             content = message.content
             own = RecordDict({key: record.copy() for key, record in content.items()})
             message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
@@ -320,19 +320,19 @@ class _Worker:
             code = self.process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             self.close()
-            reason = f"the client's process died ({how}); its nodes start without their memory"
+            reason = f"the client's process died ({how}); its nodes start with empty states"
             return Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
 
     def ask(self, question: _State) -> RecordDict:
         if self.current is not None or self.queue:
-            raise RuntimeError(f"node {question.node} is at work; its memory can be read and set between rounds only")
+            raise RuntimeError(f"node {question.node} is busy; its state can be read and written only between rounds")
         self.start()
         try:
             self.connection.send(question)
             answer = self.connection.recv()
         except (EOFError, OSError) as error:
             self.close()
-            reason = f"the process that serves node {question.node} died, and with it its nodes' memory"
+            reason = f"the process that serves node {question.node} died, and its nodes' states are lost"
             raise RuntimeError(reason) from error
         assert isinstance(answer, RecordDict)
         return answer
@@ -361,7 +361,7 @@ class _Worker:
 def _serve(nodes: _Nodes, connection: Connection, parents: Connection) -> None:
     parents.close()
     keep_freed_memory()
-    # Ctrl-C reaches every process of a terminal; when to end is the parent's to say.
+    # Ctrl-C reaches every process of a terminal; the parent decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end, or is gone

@@ -1,6 +1,6 @@
-"""Real nodes: a grid that asks the SuperLink for replies often at first, and ever less often after.
+"""Real nodes: a grid that polls the SuperLink for replies at growing intervals.
 
-Flower's own asks every 3 s, which each exchange of a short round would wait for.
+Flower's own grid polls every 3 s, which would delay every exchange of a short round.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fedbn_flwr.errors import SettingsError
 from .base import GridAround, ReplyObserver
 
 VARIABLE = "FEDBN_POLL_SECONDS"
-_LONGEST = 3.0  # seconds; Flower's own
-_SHARE = 0.05  # of the time that has passed is waited until the next look
-_CENSUS = 5.0  # seconds between looks at which nodes were started anew
-_TELL = 60.0  # seconds until the log says what is waited for; then twice as many, and so on
+_LONGEST_PAUSE = 3.0  # seconds, as Flower's own grid
+_PAUSE_SHARE = 0.05  # of the time passed so far: the pause before the next poll
+_RESTART_CHECK = 5.0  # seconds between checks for restarted nodes
+_FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing; doubles each time
 
 
 class PollingGrid(GridAround):
-    """`grid`, whose `send_and_receive` looks for replies after `interval` seconds, then at growing intervals.
+    """`grid`, whose `send_and_receive` polls for replies after `interval` seconds, then at growing intervals.
 
-    An error that the SuperLink makes for a node that is gone comes from the SuperLink's own node; here it comes from
-    the node that was asked, so that it can be named.
+    For a lost node the SuperLink sends an error in its own name; here the error has the name of the node that was
+    asked.
 
-    A SuperNode that is started anew has lost the messages it had, and the SuperLink, which sees it online, makes no
-    error of that: Flower's grid waits for such a reply until its timeout. Here it is an error after some seconds.
+    A restarted SuperNode has lost its messages, and the SuperLink, which sees it online, reports no error: Flower's
+    grid waits for the reply until its timeout. Here it is an error after some seconds.
     """
 
     def __init__(self, grid: Grid, interval: float | None = None) -> None:
@@ -45,11 +45,11 @@ class PollingGrid(GridAround):
         self._observer = observer
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """The replies that are there after `timeout` seconds, as they came; later ones are left where they are."""
+        """The replies that arrive within `timeout` seconds, in that order; later ones stay on the SuperLink."""
         messages = list(messages)  # Flower's grid walks them twice
         observer, self._observer = self._observer, None
-        began = looked = time.monotonic()
-        tell = _TELL
+        began = checked = time.monotonic()
+        next_warning = _FIRST_WARNING
         if not messages:
             return []
         before = self._activations()
@@ -57,44 +57,44 @@ class PollingGrid(GridAround):
         asked: dict[str, Message] = {}
         replies: list[Message] = []
         for number, message in enumerate(messages):
-            # None where it was refused; and no ids at all where all together were too large.
+            # The id is None where one message was refused; there are no ids where all together were too large.
             if number < len(message_ids) and message_ids[number]:
                 asked[message_ids[number]] = message
             else:
                 error = Error(ErrorCode.UNKNOWN, "the SuperLink did not accept the message; its log says why")
                 replies.append(Message(error, reply_to=message))
         while asked:
-            told = len(replies)
-            anew: frozenset[int] = frozenset()
-            if time.monotonic() - looked >= _CENSUS:
-                anew = _changed(before, self._activations())
-                looked = time.monotonic()
-            # After that look: what such a node sent before is here, and counts.
+            known = len(replies)
+            restarted: frozenset[int] = frozenset()
+            if time.monotonic() - checked >= _RESTART_CHECK:
+                restarted = _changed(before, self._activations())
+                checked = time.monotonic()
+            # After that check: a reply that such a node sent before its restart counts.
             for reply in list(self.inner.pull_messages(list(asked))):
                 if reply.metadata.reply_to_message_id in asked:
                     replies.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
             for key, message in list(asked.items()):
-                if message.metadata.dst_node_id in anew:
-                    error = Error(ErrorCode.NODE_UNAVAILABLE, "its SuperNode was started anew and has lost the message")
+                if message.metadata.dst_node_id in restarted:
+                    error = Error(ErrorCode.NODE_UNAVAILABLE, "its SuperNode was restarted and has lost the message")
                     replies.append(Message(error, reply_to=asked.pop(key)))
             if observer is not None:
-                for reply in replies[told:]:
+                for reply in replies[known:]:
                     observer.replied(reply)
                 given_up = observer.given_up()
                 asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in given_up}
             passed = time.monotonic() - began
             if not asked or (timeout is not None and passed >= timeout):
                 break
-            if passed >= tell:
+            if passed >= next_warning:
                 limit = "without limit" if timeout is None else f"at most {timeout:g} s"
                 log(WARNING, "waiting for %d of %d replies since %.0f s, %s", len(asked), len(messages), passed, limit)
-                tell *= 2
-            pause = min(max(self._interval, _SHARE * passed), max(self._interval, _LONGEST))
+                next_warning *= 2
+            pause = min(max(self._interval, _PAUSE_SHARE * passed), max(self._interval, _LONGEST_PAUSE))
             time.sleep(pause if timeout is None else min(pause, timeout - passed))
         return replies
 
     def _activations(self) -> dict[int, str]:
-        """When each connected node was last started, by the SuperLink's clock; empty where the grid does not tell."""
+        """When each connected node was last started, by the SuperLink's clock; empty where unknown."""
         return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}
 
 

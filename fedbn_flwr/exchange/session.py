@@ -1,8 +1,8 @@
-"""A training round that stops at every exchange, answers a message, and goes on with the next.
+"""A training round that stops at every exchange, answers a message, and continues with the next.
 
-The round runs in a thread of its own and is parked inside `exchange`. A Flower client may be asked its next
-message in another process: so parking is only a cache, and whoever finds nothing parked starts the round anew
-and feeds it what was agreed so far (`Session(..., agreed=[...])`). The numbers are the same.
+The round runs in a thread of its own and is parked inside `exchange`. A Flower client may receive its next message in
+another process: parking is only a cache, and a process without the parked round starts it again with the agreements
+so far (`Session(..., agreed=[...])`). The numbers are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .step import Exchange
 
 
 class _Abandoned(BaseException):
-    """Unwinds a parked round that nobody will ask again."""
+    """Unwinds a parked round that receives no more messages."""
 
 
 class Session:
@@ -48,13 +48,13 @@ class Session:
         self._given = len(agreed)
         self._patience = patience
         self._threads = torch.get_num_threads()
-        self.asked = 0  # exchanges that the round has come to
+        self._reached = 0  # exchanges that the round has come to
         self._thread: threading.Thread | None = None
 
     def advance(self, answer: Agreement | None = None) -> Any:
-        """Go on (with the cohort's answer, where one is due) until the next Contribution, or the round's result."""
-        # The generator is shared by all threads: the round has its own stream, and so has our caller. Read before the
-        # round goes on: at the same time it would set its own (and the two could wait for each other).
+        """Continue (with the cohort's agreement, after an exchange) to the next Contribution or the round's result."""
+        # All threads share the random generator: the round has its own stream, and so has our caller, whose stream is
+        # read before the round continues and sets its own.
         outside = seeding.states()
         try:
             if answer is not None:
@@ -71,8 +71,8 @@ class Session:
         return value
 
     def abandon(self) -> None:
-        """Let a parked round go, and its memory with it."""
-        # On its way out the round puts back the generator's state it began with: not while others draw from it.
+        """End a parked round and free its memory."""
+        # When it ends, the round restores the generator's state of its beginning: not while others draw from it.
         outside = seeding.states()
         self._answers.put(None)
         if self._thread is not None:
@@ -89,8 +89,8 @@ class Session:
             self._events.put(("failed", error))
 
     def _exchange(self, contribution: Contribution) -> Agreement:
-        self.asked += 1
-        if self.asked > self._given:
+        self._reached += 1
+        if self._reached > self._given:
             state = seeding.states()
             self._events.put(("pending", contribution))
             answer = self._wait()

@@ -9,10 +9,10 @@ The model stays as it is: for the length of the step each batch norm's `forward`
 
     dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / n
 
-On a CPU backward runs in the thread that called it, and may wait for the others in the middle: `_CohortNorm` is a
+On a CPU backward runs in the thread that called it, and may wait for the other clients in it: `_CohortNorm` is a
 function with a backward of its own. On a GPU one thread of autograd serves all clients, and would wait for itself:
-there each batch norm detaches its input into a leaf, where the loss's backward stops, and the layers are walked
-backwards in plain Python. Residual paths are walked more than once then, which costs time.
+there each batch norm detaches its input into a leaf, where the loss's backward stops, and plain Python calls the
+layers' backward passes in reverse order. Residual paths are walked more than once then, which costs time.
 
 The direct gradients that are exchanged follow from those of gamma and beta, which native kernels give:
 
@@ -57,13 +57,13 @@ class _Moments:
 
 @dataclass
 class _Call:
-    """Such a pass where the layers are walked."""
+    """One pass through a batch norm whose backward plain Python calls."""
 
     y: Tensor  # the input, with its graph
     leaf: Tensor  # the same values, where backward stops
     moments: _Moments
     layer: _BatchNorm
-    gamma: Tensor  # leaves of this call alone: each call needs its own gradients
+    gamma: Tensor  # leaves of this call: each call needs its own gradients
     beta: Tensor
 
 
@@ -107,7 +107,7 @@ class LayerwiseStep:
         self._images = 0
 
     def exchanges(self, calls: int) -> int:
-        """How many there are in a step of a model that passes through so many batch norms."""
+        """The number of exchanges in a step with so many batch norm calls."""
         return calls * ((1 if self.fused else 2) + self.backward)
 
     def __call__(
@@ -122,7 +122,7 @@ class LayerwiseStep:
         loss.backward(retain_graph=bool(self._calls))
         for number, call in reversed(list(enumerate(self._calls))):
             self._walk(call, last=number == 0)
-        for moments in reversed(self._open):  # of layers on which the loss does not depend; all clients have the same
+        for moments in reversed(self._open):  # layers on which the loss does not depend, the same on all clients
             self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
         self._calls, self._open = [], []
         return loss.detach()
@@ -134,7 +134,7 @@ class LayerwiseStep:
         agreed = self.exchange(
             Contribution(kind, own, self._images, self._left, examples=self.examples, partition=self.partition)
         )
-        # np.array: PyTorch takes no array that is read-only.
+        # A copy: PyTorch accepts no read-only array.
         return {
             k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()
         }, agreed.images
@@ -145,7 +145,7 @@ class LayerwiseStep:
         dims = [d for d in range(y.ndim) if d != 1]
         values = y.detach()
         if self.fused:
-            # Native batch norm's own sums: many times as fast as torch.var_mean over these dimensions.
+            # The sums of native batch norm: many times as fast as torch.var_mean over these dimensions.
             mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
             agreed, images = self._swap("moments", {"mean": mean, "var": var})
             mean, var = agreed["mean"], agreed["var"]
@@ -162,7 +162,7 @@ class LayerwiseStep:
         self._open.append(moments)
         walk = y.device.type != "cpu" if self.walk is None else self.walk
         if not walk:
-            # An input that needs no gradient (the images): backward is to come by here all the same.
+            # The images need no gradient, but backward must reach this function.
             start = y if y.requires_grad else values.requires_grad_()
             out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
             return out
@@ -185,7 +185,7 @@ class LayerwiseStep:
         return d_mean, d_var
 
     def _walk(self, call: _Call, *, last: bool) -> None:
-        """From the gradient of a layer's output to that of what lies before it."""
+        """From the gradients of a layer's leaves to those of the layers before it."""
         moments = call.moments
         zero = torch.zeros_like(moments.mean)
         d_gamma = zero if call.gamma.grad is None else call.gamma.grad
@@ -271,7 +271,7 @@ def _bind(forward: Callable[[_BatchNorm, Tensor], Tensor], layer: _BatchNorm) ->
 
 @torch.no_grad()
 def count_calls(model: nn.Module, inputs: Tensor) -> int:
-    """How often a forward pass meets a batch norm that trains: two images through the model, without a trace."""
+    """The calls of training batch norms in a forward pass, counted with two images; the model is left unchanged."""
     calls = 0
 
     def count(layer: _BatchNorm, y: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from .codec import (
 from .config import KEEPALIVE, METHOD, TOKEN
 
 CONNECT_SECONDS = 30
-SLACK_SECONDS = 15  # the server keeps the time; a client gives up a little later
+SLACK_SECONDS = 15  # after the server's time limit a client waits so much longer
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ExchangeStream:
 
     def close(self) -> None:
         self._requests.put(None)
-        # The server ends the stream when it has sent its last answer.
+        # The server ends the stream after its last answer.
         with contextlib.suppress(MessageError, StopIteration):
             self._wait(lambda: next(self._call), SLACK_SECONDS)
         self._channel.close()
@@ -160,7 +160,7 @@ class ExchangeStream:
         if code is grpc.StatusCode.CANCELLED:
             return MessageError(f"{where} ended the exchange: the round went on without this client, or has failed")
         if code is grpc.StatusCode.UNAVAILABLE:
-            return _Unreachable(f"{where} cannot be reached, or is gone: {details}")
+            return _Unreachable(f"{where} cannot be reached, or has ended: {details}")
         return MessageError(f"{where}: {code.name}: {details}")
 
 

@@ -1,4 +1,4 @@
-"""The ledger: messages and bytes of arrays, in each direction, as they travel.
+"""The ledger: messages and bytes of arrays, in each direction, as they are sent.
 
 Bytes are elements times their size; names, headers and metrics are not counted, as in the papers.
 """
@@ -19,9 +19,9 @@ from fedbn_flwr.messages.arrays import array_bytes, elements
 
 @dataclass
 class Traffic:
-    """Counts of one round, or of many added up."""
+    """Counts of one round, or their sums over several."""
 
-    communication_rounds: int = 0  # exchanges between server and clients in order to train
+    communication_rounds: int = 0  # exchanges between server and clients for training
     messages_down: int = 0
     messages_up: int = 0
     bytes_down: int = 0
@@ -31,7 +31,7 @@ class Traffic:
     # Largest message to and from one client, in elements of its arrays.
     elements_down_per_client: int = 0
     elements_up_per_client: int = 0
-    # Clients' evaluation and questions beside training, kept apart: no paper counts them.
+    # Evaluation and queries, counted apart: no paper includes them.
     other_messages: int = 0
     other_bytes: int = 0
 
@@ -42,7 +42,7 @@ class Traffic:
 
 
 class MeteredGrid(GridAround):
-    """A grid that keeps a ledger of what passes through another."""
+    """A grid that counts the messages through another."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
@@ -50,34 +50,34 @@ class MeteredGrid(GridAround):
         self._lock = threading.Lock()
 
     def take(self) -> Traffic:
-        """What has passed since the last call."""
+        """The counts since the last call."""
         with self._lock:
             taken, self._now = self._now, Traffic()
         return taken
 
     def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
         """Add an exchange that bypassed the grid: one of FedTAN's over streams."""
-        page = Traffic(communication_rounds=1)
-        _count_down(page, down)
-        _count_up(page, up)
-        self._add(page)
+        traffic = Traffic(communication_rounds=1)
+        _count_down(traffic, down)
+        _count_up(traffic, up)
+        self._add(traffic)
 
     def _note_down(self, messages: list[Message]) -> None:
         training = [message.content for message in messages if _trains(message)]
-        page = Traffic(communication_rounds=bool(training))
-        _count_down(page, training)
-        _count_others(page, messages)
-        self._add(page)
+        traffic = Traffic(communication_rounds=bool(training))
+        _count_down(traffic, training)
+        _count_others(traffic, messages)
+        self._add(traffic)
 
     def _note_up(self, replies: list[Message]) -> None:
-        page = Traffic()
-        _count_up(page, [_content(reply) for reply in replies if _trains(reply)])
-        _count_others(page, replies)
-        self._add(page)
+        traffic = Traffic()
+        _count_up(traffic, [_content(reply) for reply in replies if _trains(reply)])
+        _count_others(traffic, replies)
+        self._add(traffic)
 
-    def _add(self, page: Traffic) -> None:
+    def _add(self, traffic: Traffic) -> None:
         with self._lock:
-            self._now.add(page)
+            self._now.add(traffic)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)  # Flower's HttpGrid walks them twice
@@ -99,31 +99,31 @@ class MeteredGrid(GridAround):
         return replies
 
 
-def _count_down(page: Traffic, contents: Iterable[RecordDict]) -> None:
+def _count_down(traffic: Traffic, contents: Iterable[RecordDict]) -> None:
     largest = 0
     for content in contents:
         size = array_bytes(content)
         largest = max(largest, size)
-        page.messages_down += 1
-        page.bytes_down += size
-        page.elements_down_per_client = max(page.elements_down_per_client, elements(content))
-    page.broadcast_bytes += largest
+        traffic.messages_down += 1
+        traffic.bytes_down += size
+        traffic.elements_down_per_client = max(traffic.elements_down_per_client, elements(content))
+    traffic.broadcast_bytes += largest
 
 
-def _count_up(page: Traffic, contents: Iterable[RecordDict]) -> None:
+def _count_up(traffic: Traffic, contents: Iterable[RecordDict]) -> None:
     for content in contents:
         size = array_bytes(content)
-        page.messages_up += 1
-        page.bytes_up += size
-        page.broadcast_bytes += size
-        page.elements_up_per_client = max(page.elements_up_per_client, elements(content))
+        traffic.messages_up += 1
+        traffic.bytes_up += size
+        traffic.broadcast_bytes += size
+        traffic.elements_up_per_client = max(traffic.elements_up_per_client, elements(content))
 
 
-def _count_others(page: Traffic, messages: Iterable[Message]) -> None:
+def _count_others(traffic: Traffic, messages: Iterable[Message]) -> None:
     for message in messages:
         if not _trains(message):
-            page.other_messages += 1
-            page.other_bytes += array_bytes(_content(message))
+            traffic.other_messages += 1
+            traffic.other_bytes += array_bytes(_content(message))
 
 
 def _content(message: Message) -> RecordDict:

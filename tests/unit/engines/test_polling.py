@@ -98,7 +98,7 @@ def test_a_message_that_is_refused_is_an_error_of_its_node(federation: Federatio
 
 
 class Starting(SlowGrid):
-    """Nodes as a SuperLink lists them, each with the time of its last start; node 2 starts anew at the third look."""
+    """Nodes as a SuperLink lists them, each with the time of its last start; node 2 restarts before the third poll."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,16 +109,16 @@ class Starting(SlowGrid):
         return [NodeInfo(node_id=1, last_activated_at="once"), NodeInfo(node_id=2, last_activated_at=second)]
 
 
-def test_a_node_that_was_started_anew_is_not_waited_for(federation: Federations, slept: list[float]) -> None:
+def test_a_restarted_node_is_not_waited_for(federation: Federations, slept: list[float]) -> None:
     """The SuperLink sees it online and makes no error of the message that it has lost."""
     grid = Starting(federation((4, 4)).app(), 2, lost=[2])
     replies = {reply.metadata.src_node_id: reply for reply in PollingGrid(grid).send_and_receive(questions(1, 2))}
     assert replies[1].has_content()
-    assert "started anew" in replies[2].error.reason
+    assert "restarted" in replies[2].error.reason
     assert sum(slept) < 20
 
 
-def test_what_a_node_sent_before_it_was_started_anew_counts(federation: Federations, slept: list[float]) -> None:
+def test_a_reply_sent_before_a_restart_counts(federation: Federations, slept: list[float]) -> None:
     class Late(Starting):
         def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
             self.looks = itertools.count(0 if next(self.listed) > 4 else -1)  # there when the start is seen
