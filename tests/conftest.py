@@ -54,7 +54,10 @@ SHARED = ("deployment", "real_deployment", "clean_environment", "wheel")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `pytest -n`, tests of a file stay in one process, for the fixtures of its module."""
     for item in items:
-        used = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        names = {*getattr(item, "fixturenames", ())}
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            names |= {name for name in item.callspec.params.values() if isinstance(name, str)}
+        used = [name for name in SHARED if name in names]
         item.add_marker(pytest.mark.xdist_group(used[0] if used else item.nodeid.partition("::")[0]))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
+from fedbn_flwr import cli
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.command import ROOT, fedbn
-from tests.support.network import Deployment, missing_tools
+from tests.support.network import Deployment
 from tests.support.sessions import BASE, Elsewhere, outcome, overrides, session
 
 pytestmark = pytest.mark.deployment
@@ -23,26 +23,21 @@ def arrays(out: Path) -> bytes:
     return file.read_bytes()
 
 
+def run_here(*words: str | Path) -> None:
+    """The command `fedbn run` in this process."""
+    assert cli.main(["run", *map(str, words)]) == 0
+
+
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("local") / "out"
-    done = fedbn("run", EXPERIMENT, "--engine", "local", "--device", "cpu", "--out", out, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_here(EXPERIMENT, "--engine", "local", "--device", "cpu", "--out", out)
     return out
 
 
 def test_one_process_and_several_give_the_same_arrays(local: Path, tmp_path: Path) -> None:
-    words = ["engine.workers=0", "--device", "cpu", "--out", tmp_path / "out"]
-    done = fedbn("run", EXPERIMENT, *words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_here(EXPERIMENT, "engine.workers=0", "--device", "cpu", "--out", tmp_path / "out")
     assert arrays(tmp_path / "out") == arrays(local)
-
-
-def test_ray_gives_the_same_arrays_as_the_local_engine(local: Path, tmp_path: Path) -> None:
-    done = fedbn("run", EXPERIMENT, "--engine", "ray", "--device", "cpu", "--out", tmp_path / "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert arrays(tmp_path / "out") == arrays(local)
-    assert "communication rounds" in done.stdout
 
 
 def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
@@ -59,9 +54,10 @@ def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
         "rounds: 2\nclients: 3\ndata: {name: digits, partition: {kind: dirichlet, alpha: 1.0}}\nmodel: {name: cnn}\n"
         f"train: {{lr: 0.05, momentum: 0.9, batch_size: 32, steps: 3}}\nengine: {{device: cpu}}\nruns:\n{runs}"
     )
-    for engine in ("local", "ray"):
-        done = fedbn("run", experiment, "--engine", engine, "--out", tmp_path / engine, cwd=tmp_path, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
+    run_here(experiment, "--engine", "local", "--out", tmp_path / "local")
+    done = fedbn("run", experiment, "--engine", "ray", "--out", tmp_path / "ray", cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "communication rounds" in done.stdout
     different = [
         name
         for name in sorted(STRATEGIES)
@@ -78,11 +74,9 @@ def test_flwr_run_of_this_checkout_gives_the_same_arrays(local: Path, tmp_path: 
     assert arrays(tmp_path / "out") == arrays(local)
 
 
-@pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
-def test_superlink_and_supernodes_give_the_same_arrays(local: Path, tmp_path: Path) -> None:
-    with Deployment(tmp_path) as deployment:
-        folder = deployment.run_app({"experiment": EXPERIMENT.read_text(), "set": "engine.device=cpu"})
-        assert (folder / "model.safetensors").read_bytes() == arrays(local)
+def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: Deployment) -> None:
+    folder = deployment.run_app({"experiment": EXPERIMENT.read_text(), "set": "engine.device=cpu"})
+    assert (folder / "model.safetensors").read_bytes() == arrays(local)
 
 
 def test_a_failed_flower_run_says_why_and_has_an_exit_code(tmp_path: Path) -> None:
@@ -105,11 +99,11 @@ def test_too_few_nodes_are_named_with_the_flag_that_helps(tmp_path: Path) -> Non
     assert "num-supernodes=3" in done.stderr
 
 
-def test_bad_input_to_flwr_run_ends_before_anything_is_started(tmp_path: Path) -> None:
-    done = fedbn("flwr", "run", ROOT, "--run-config", "set='rouns=3'", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "'rouns'" in done.stderr
-    assert done.stdout == ""
+def test_bad_input_to_flwr_run_ends_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flwr", "run", str(ROOT), "--run-config", "set='rouns=3'"]) == 2
+    printed = capsys.readouterr()
+    assert "'rouns'" in printed.err
+    assert printed.out == ""
 
 
 def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_path: Path) -> None:
@@ -130,18 +124,13 @@ def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_
     assert outcome(out / "FedAvg")[0] == outcome(tmp_path / "straight")[0]
 
 
-@pytest.mark.skipif(bool(missing_tools()), reason=f"not installed: {', '.join(missing_tools())}")
-def test_supernodes_go_on_with_what_their_folders_hold(tmp_path: Path) -> None:
+def test_supernodes_go_on_with_what_their_folders_hold(deployment: Deployment, tmp_path: Path) -> None:
     """FedBN's last round, after two in which every node and the server were other processes."""
-    out, state = tmp_path / "out", tmp_path / "state"
-    session("short FedBN", out / "FedBN", 2, grid=Elsewhere("short FedBN", state))
-    deployment = Deployment(tmp_path / "deployment")
-    for service in deployment.services.values():
-        words = service.get("command", [])
-        service["command"] = [re.sub(r"state='[^']*'", f"state='{state}'", word) for word in words]
+    out = tmp_path / "out"
+    folders = [deployment.mounts(f"superexec-clientapp-{site}")["/state"] for site in range(3)]
+    session("short FedBN", out / "FedBN", 2, grid=Elsewhere("short FedBN", folders))
     (out / "FedBN" / "config.yaml").rename(out / "FedBN" / "kept.yaml")  # run_app looks for a new one
     words = " ".join(f"'{word}'" for word in overrides("short FedBN"))
-    with deployment:
-        folder = deployment.run_app({"experiment": BASE, "set": words, "out": str(out), "resume": True})
+    folder = deployment.run_app({"experiment": BASE, "set": words, "out": str(out), "resume": True})
     session("short FedBN", tmp_path / "straight")
     assert outcome(folder)[0] == outcome(tmp_path / "straight")[0]

@@ -35,6 +35,16 @@ EXPERIMENT: dict[str, Any] = {
 }
 
 
+REAL = pytest.param("real_deployment", marks=pytest.mark.nightly)
+
+
+@pytest.fixture
+def nodes(request: pytest.FixtureRequest) -> Deployment:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Deployment)
+    return found
+
+
 class Run:
     """A run of EXPERIMENT on the deployment, watched through its folder."""
 
@@ -112,32 +122,35 @@ def wait_for_nodes(deployment: Deployment, seconds: float = 90) -> None:
     wait_for("three connected nodes", lambda: online() == 3, seconds, every=1)
 
 
-@pytest.mark.parametrize("moment", ["before it answers", "while it uploads"])
-def test_a_site_that_dies_is_left_out_and_takes_part_again_when_it_is_back(
-    deployment: Deployment, tmp_path: Path, moment: str
-) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "moment"),
+    [
+        ("deployment", "before it answers"),
+        pytest.param("real_deployment", "while it uploads", marks=pytest.mark.nightly),
+    ],
+    indirect=["nodes"],
+)
+def test_a_site_that_dies_is_left_out_until_it_is_back(nodes: Deployment, tmp_path: Path, moment: str) -> None:
     """Its answer lies in its SuperNode, to be sent, when its ClientApp's process has ended: that is "while it uploads".
 
     Where the kill came after the last byte, the answer counts.
     """
-    run = Run(deployment, tmp_path / "out", rounds=5)
+    run = Run(nodes, tmp_path / "out", rounds=8)
     process = run.wait_for_client(1, after_round=1)
     if moment == "while it uploads":
         run.wait("its end", lambda: not Path(f"/proc/{process}").exists())
-    kill(deployment, *site(deployment, 1))
-    bring_back(deployment, *site(deployment, 1))
+    kill(nodes, *site(nodes, 1))
+    bring_back(nodes, *site(nodes, 1))
     run.finish()
     answers = run.answers()
     assert answers[0] == answers[-1] == 3
     assert answers[1] == 2 or moment == "while it uploads"
     assert run.folder.summary()["status"] == "finished"
-    assert run.folder.checkpoint.round() == 5
-    wait_for_nodes(deployment)
+    assert run.folder.checkpoint.round() == 8
+    wait_for_nodes(nodes)
 
 
-def test_a_site_that_is_restarted_at_once_costs_its_answer_and_no_waiting(
-    deployment: Deployment, tmp_path: Path
-) -> None:
+def test_a_site_restarted_at_once_costs_its_answer_and_no_waiting(deployment: Deployment, tmp_path: Path) -> None:
     """The SuperLink never sees it offline, and makes no error of the message that is lost."""
     run = Run(deployment, tmp_path / "out", rounds=3)
     run.wait_for_client(1, after_round=1)
@@ -165,16 +178,17 @@ def test_a_run_waits_for_a_site_that_is_late_and_says_so(deployment: Deployment,
     assert run.answers() == [3]
 
 
-def test_a_run_whose_serverapp_was_killed_is_resumed_to_the_same_model(deployment: Deployment, tmp_path: Path) -> None:
-    run = Run(deployment, tmp_path / "out", rounds=4)
+@pytest.mark.parametrize("nodes", ["deployment", REAL], indirect=True)
+def test_a_killed_serverapp_is_resumed_to_the_same_model(nodes: Deployment, tmp_path: Path) -> None:
+    run = Run(nodes, tmp_path / "out", rounds=4)
     run.wait_for_round(2)
     run.wait("a checkpoint", lambda: run.folder.checkpoint.round() >= 2)
-    (server,) = deployment.running["superexec-serverapp"].apps()
+    (server,) = nodes.running["superexec-serverapp"].apps()
     os.kill(server, signal.SIGKILL)
     run.finish("finished:failed", 120)
     done = len(run.rounds())
     assert 2 <= run.folder.checkpoint.round() <= done < 4
-    again = Run(deployment, tmp_path / "out", resume=True, rounds=4)
+    again = Run(nodes, tmp_path / "out", resume=True, rounds=4)
     again.finish()
     assert [line["round"] for line in again.rounds()] == [1, 2, 3, 4]
     assert again.folder.summary()["status"] == "finished"
@@ -187,13 +201,15 @@ def test_a_run_whose_serverapp_was_killed_is_resumed_to_the_same_model(deploymen
     assert models[0] == models[1]
 
 
-def test_a_run_outlives_the_superlink(deployment: Deployment, tmp_path: Path) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", ["real_deployment"], indirect=True)
+def test_a_run_outlives_the_superlink(nodes: Deployment, tmp_path: Path) -> None:
     """Its database is on a volume, and apps run in processes of their own."""
-    run = Run(deployment, tmp_path / "out", rounds=4)
+    run = Run(nodes, tmp_path / "out", rounds=4)
     run.wait_for_client(0, after_round=1)
-    kill(deployment, "superlink")
+    kill(nodes, "superlink")
     time.sleep(5)
-    bring_back(deployment, "superlink")
+    bring_back(nodes, "superlink")
     run.finish()
     assert [line["round"] for line in run.rounds()] == [1, 2, 3, 4]
     assert run.answers() == [3, 3, 3, 3]

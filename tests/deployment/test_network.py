@@ -419,14 +419,15 @@ def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(d
     assert second["messages_down"] >= 2 * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.deployment
-def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(deployment: Deployment) -> None:
+def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(real_deployment: Deployment) -> None:
     """Its connection stays, but it answers no pings; the round's time for an exchange (600 s) need not pass."""
-    with one_client_stopped(deployment) as (run, pids):
+    with one_client_stopped(real_deployment) as (run, pids):
         os.kill(pids[1], signal.SIGSTOP)
         try:
             os.kill(pids[0], signal.SIGCONT)
-            path = deployment.mounts("superexec-serverapp")["/runs"]
+            path = real_deployment.mounts("superexec-serverapp")["/runs"]
             known = {file: file.stat().st_size for file in path.glob("**/history.jsonl")}
             wait_for(
                 "the end of round 1",

@@ -121,9 +121,12 @@ def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
 class Elsewhere(MeteredGrid):
     """A grid whose nodes' memory the server cannot read, as Flower's own; each session's contexts are new."""
 
-    def __init__(self, case: str, folder: Path | None, nodes: Sequence[int] = (1, 2, 3), workers: int = 0) -> None:
+    def __init__(
+        self, case: str, folder: Path | Sequence[Path] | None, nodes: Sequence[int] = (1, 2, 3), workers: int = 0
+    ) -> None:
         run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides(case))}
-        given = None if folder is None else {"state": str(folder)}
+        folders = [folder] * len(nodes) if isinstance(folder, Path) else folder or ()
+        given = [{"state": str(each)} for each in folders] or None
         self.local = LocalGrid(
             client_app(make_client), 3, run_config=run_config, node_config=given, node_ids=nodes, workers=workers
         )
