@@ -11,7 +11,6 @@ Flower's own FedAvg with the same arguments, except where a number could not be 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
@@ -24,6 +23,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import seeding
+from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
@@ -174,26 +174,8 @@ class FedAvg(Rule, FlowerFedAvg):
         return nodes
 
     def _wait_for_nodes(self, grid: Grid, needed: int) -> list[int]:
-        deadline = time.monotonic() + self.node_timeout
-        told = 0.0
-        while len(nodes := list(grid.get_node_ids())) < needed:
-            now = time.monotonic()
-            if now > deadline:
-                raise RunFailed(
-                    f"{len(nodes)} of {needed} nodes connected within {self.node_timeout:g} s. Start more SuperNodes, "
-                    "or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-                )
-            if now - told > 10:
-                log(
-                    WARNING,
-                    "Waiting for nodes: %d of %d are connected, at most %.0f s more",
-                    len(nodes),
-                    needed,
-                    deadline - now,
-                )
-                told = now
-            time.sleep(0.2)
-        return nodes
+        hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
+        return wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
         """Node ids are random in every run; who is chosen must not be."""

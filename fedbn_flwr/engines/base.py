@@ -6,12 +6,18 @@ Flower grid.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Sequence
+from logging import WARNING
 from typing import Protocol
 
 from flwr.app import Message, RecordDict
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
+
+from fedbn_flwr.errors import RunFailed
 
 
 class ReplyObserver(Protocol):
@@ -50,6 +56,28 @@ class Capabilities:
 
 def capabilities(grid: Grid) -> Capabilities:
     return grid if isinstance(grid, Capabilities) else Capabilities()
+
+
+def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str) -> list[int]:
+    """The connected nodes, as soon as there are `needed`; RunFailed with `hint` after `timeout` seconds."""
+    began, reported = time.monotonic(), -math.inf
+    while len(nodes := list(grid.get_node_ids())) < needed:
+        now = time.monotonic()
+        if now - began > timeout:
+            raise RunFailed(f"{len(nodes)} of {needed} nodes are connected after {timeout:g} s; {hint}")
+        if now - reported > 10:
+            left = began + timeout - now
+            log(
+                WARNING,
+                "waiting for nodes: %d of %d are connected, at most %.0f s more; %s",
+                len(nodes),
+                needed,
+                left,
+                hint,
+            )
+            reported = now
+        time.sleep(0.2)
+    return nodes
 
 
 class GridAround(Capabilities, Grid):

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flwr.serverapp.strategy import Strategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import computes_as_batch_norm
-from fedbn_flwr.strategies import as_rule, build_strategy
+from fedbn_flwr.strategies import Rule, as_rule, build_strategy
 
 from .data import check_labels, load_data, moments_of, partition_of, resolve, shape_without_data
 from .find import run_names
@@ -30,18 +29,18 @@ class Prepared:
     name: str
     dataset: DataSet | None  # None: the server has no data
     model: nn.Module
-    strategy: Strategy
+    rule: Rule
     device: torch.device
 
 
 def prepare(experiment: Experiment) -> list[Prepared]:
     """All runs, or one error that says what is wrong with one; what is quick to check is checked first."""
     names = run_names(experiment)
-    strategies = [make_strategy(run) for run in experiment.runs]
-    return list(map(prepare_run, experiment.runs, names, strategies))
+    rules = [make_rule(run) for run in experiment.runs]
+    return list(map(prepare_run, experiment.runs, names, rules))
 
 
-def prepare_run(run: Settings, name: str, strategy: Strategy) -> Prepared:
+def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     run = resolve(run)
     device = choose_device(run.engine.device)
     dataset = None
@@ -52,12 +51,12 @@ def prepare_run(run: Settings, name: str, strategy: Strategy) -> Prepared:
     shape = dataset or shape_without_data(run)
     check_labels(run, shape)
     model = make_model(run, shape).to(device)
-    _check_norm(run, model, strategy)
+    _check_norm(run, model, rule)
     try_model(run, model, shape, device)
-    return Prepared(run, name, dataset, model, strategy, device)
+    return Prepared(run, name, dataset, model, rule, device)
 
 
-def make_strategy(run: Settings) -> Strategy:
+def make_rule(run: Settings) -> Rule:
     # All clients train unless the file says otherwise; whether they evaluate is `evaluate.clients`. A run begins with
     # all clients (run.check_nodes), and goes on without those that it loses.
     least = 1 if run.clients == 1 else 2
@@ -70,13 +69,14 @@ def make_strategy(run: Settings) -> Strategy:
         min_available_nodes=least,
         node_timeout=run.engine.node_timeout,
     )
-    as_rule(strategy).check(run.rounds)
-    if run.evaluate.clients is False and not as_rule(strategy).traits.has_global_model:
+    rule = as_rule(strategy)
+    rule.check(run.rounds)
+    if run.evaluate.clients is False and not rule.traits.has_global_model:
         raise SettingsError(
             f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "
             "can be evaluated; leave evaluate.clients out"
         )
-    return strategy
+    return rule
 
 
 def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
@@ -93,8 +93,8 @@ def strategy_name(spec: Mapping[str, Any]) -> str:
     return f"{spec['name']}({strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])
 
 
-def _check_norm(run: Settings, model: nn.Module, strategy: Strategy) -> None:
-    if not as_rule(strategy).traits.replaces_norm:
+def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
+    if not rule.traits.replaces_norm:
         return
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not computes_as_batch_norm(module):

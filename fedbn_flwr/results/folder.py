@@ -30,6 +30,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.storage import replacing
 
 from .checkpoint import CheckpointFile, Snapshot
+from .summary import Summary
 
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 
@@ -62,7 +63,7 @@ class RunFolder:
         if (rounds := [line["round"] for line in kept]) != list(range(1, done + 1)):
             raise SettingsError(
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, and history.jsonl has the "
-                f"rounds {rounds}; restore the folder from a copy, or begin anew with another --out"
+                f"rounds {rounds}; restore the folder from a copy, or begin again with another --out"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,8 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def is_finished(self) -> bool:
-        return self.summary().get("status") == "finished"
+        summary = self.summary()
+        return summary is not None and summary.status == "finished"
 
     def add_round(self, line: Mapping[str, Any]) -> None:
         with (self.path / "history.jsonl").open("a", encoding="utf-8") as file:
@@ -94,15 +96,13 @@ class RunFolder:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.strip() and line.endswith("\n")]
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self._write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
+    def write_summary(self, summary: Summary) -> None:
+        self._write("summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary | None:
+        """None where there is none; ValueError where it cannot be read."""
         file = self.path / "summary.json"
-        if not file.exists():
-            return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        return Summary.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
     def write_model(self, arrays: Arrays) -> None:
         from safetensors.numpy import save_file
@@ -138,15 +138,16 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mark_interrupted(out: Path) -> None:
-    """Say of runs below `out` that they were stopped, where the process that ran them could not."""
+    """Mark the runs below `out` that still run as interrupted, after their process was ended."""
     for file in out.rglob("summary.json"):
         folder = RunFolder(file.parent)
-        if (summary := folder.summary()).get("status") == "running":
-            folder.write_summary(summary | {"status": "interrupted"})
+        if (summary := folder.summary()) is not None and summary.status == "running":
+            summary.status = "interrupted"
+            folder.write_summary(summary)
 
 
 def environment() -> dict[str, Any]:
-    """What somebody else needs to know in order to repeat a run."""
+    """What others need to know in order to repeat a run."""
     versions = {"fedbn-flwr": __version__}
     for package in _PACKAGES:
         try:

@@ -6,12 +6,14 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import UserError
 
 from .folder import RunFolder
+from .summary import BY_DOMAIN, Summary
 
 MIB = 1024**2
 
@@ -22,12 +24,16 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 @dataclass(frozen=True)
 class Run:
     path: Path
-    summary: dict[str, Any]
+    summary: Summary
     history: list[dict[str, Any]]
 
     @property
     def label(self) -> str:
-        return str(self.summary.get("label", self.path.name))
+        return self.summary.label
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        return self.summary.to_json()
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -44,10 +50,12 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     for file in files:
         store = RunFolder(file.parent)
         try:
-            runs.append(Run(file.parent, store.summary(), store.history()))
-        except (json.JSONDecodeError, OSError) as error:
+            summary = store.summary()
+            assert summary is not None, "its file was found"
+            runs.append(Run(file.parent, summary, store.history()))
+        except (ValueError, OSError) as error:
             raise UserError(f"{str(file.parent)!r} is not a readable run: {error}") from None
-    return sorted(runs, key=lambda run: (str(run.summary.get("began", "")), str(run.path)))
+    return sorted(runs, key=lambda run: (run.summary.began, str(run.path)))
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Row:
     runs: tuple[Run, ...]
 
     def figures(self, key: str) -> list[float]:
-        return [float(run.summary[key]) for run in self.runs if run.summary.get(key) is not None]
+        return [float(run.figures[key]) for run in self.runs if key in run.figures]
 
 
 def group(runs: Sequence[Run]) -> list[Row]:
@@ -76,12 +84,6 @@ _OPTIONAL = {
     "clients_mean_iou": "clients' mean IoU",
 }
 
-# Accuracies of which a run has one for each domain: how their keys begin, and what they are.
-_BY_DOMAIN = {
-    "accuracy_": "accuracy of the global model, by domain",
-    "clients_own_accuracy_": "accuracy of clients on test images of their own, by domain",
-}
-
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Headings and cells as text; several seeds give mean ± deviation and their number."""
@@ -89,7 +91,7 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
     for row in rows:
         seeds = f" ({len(row.runs)} seeds)" if len(row.runs) > 1 else ""
-        unfinished = {str(run.summary.get("status")) for run in row.runs} - {"finished"}
+        unfinished = {run.summary.status for run in row.runs} - {"finished"}
         status = f" [{', '.join(sorted(unfinished))}]" if unfinished else ""
         lines.append(
             (
@@ -121,8 +123,8 @@ class Domains:
     def averages(self, row: Row) -> list[float]:
         """Of each run that has all domains their mean, each counted alike."""
         keys = [self.prefix + name for name in self.names]
-        whole = [run.summary for run in row.runs if all(run.summary.get(key) is not None for key in keys)]
-        return [statistics.fmean(float(summary[key]) for key in keys) for summary in whole]
+        whole = [run.summary.domains for run in row.runs if run.summary.domains.keys() >= set(keys)]
+        return [statistics.fmean(domains[key] for key in keys) for domains in whole]
 
     def table(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
         lines: list[tuple[str, ...]] = [("run", *self.names, "average")]
@@ -136,14 +138,13 @@ class Domains:
 def by_domain(rows: Sequence[Row]) -> list[Domains]:
     """The kinds of accuracy by domain that any of the runs has."""
     found = []
-    for prefix, title in _BY_DOMAIN.items():
-        # accuracy_of is a text, whose accuracy it is.
+    for prefix, title in BY_DOMAIN.items():
         names = {
             key.removeprefix(prefix): None
             for row in rows
             for run in row.runs
-            for key, value in run.summary.items()
-            if key.startswith(prefix) and isinstance(value, int | float)
+            for key in run.summary.domains
+            if key.startswith(prefix)
         }
         if names:
             found.append(Domains(title, prefix, tuple(names)))
@@ -263,7 +264,7 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Each run's settings, summary and curve: the evaluated rounds, with what had been spent by then."""
     return [
-        {"settings": RunFolder(run.path).config(), "summary": run.summary, "curve": _curve(run.history)}
+        {"settings": RunFolder(run.path).config(), "summary": run.figures, "curve": _curve(run.history)}
         for row in rows
         for run in row.runs
     ]

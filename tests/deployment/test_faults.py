@@ -145,7 +145,7 @@ def test_a_site_that_dies_is_left_out_until_it_is_back(nodes: Deployment, tmp_pa
     answers = run.answers()
     assert answers[0] == answers[-1] == 3
     assert answers[1] == 2 or moment == "while it uploads"
-    assert run.folder.summary()["status"] == "finished"
+    assert run.folder.is_finished()
     assert run.folder.checkpoint.round() == 8
     wait_for_nodes(nodes)
 
@@ -170,7 +170,9 @@ def test_a_run_waits_for_a_site_that_is_late_and_says_so(deployment: Deployment,
     assert node.exit_status(30) == 0, node.output()
     never = Run(deployment, tmp_path / "never", rounds=1, engine=EXPERIMENT["engine"] | {"node_timeout": 3})
     never.finish("finished:failed", 90)
-    assert "2 of 3 nodes are connected after 3 s" in never.folder.summary()["error"]
+    summary = never.folder.summary()
+    assert summary is not None
+    assert "2 of 3 nodes are connected after 3 s" in str(summary.error)
     run = Run(deployment, tmp_path / "out", rounds=1)
     run.wait("the word", lambda: "waiting for nodes: 2 of 3 are connected" in deployment.log(run.id), 60)
     bring_back(deployment, "supernode-2")
@@ -191,7 +193,7 @@ def test_a_killed_serverapp_is_resumed_to_the_same_model(nodes: Deployment, tmp_
     again = Run(nodes, tmp_path / "out", resume=True, rounds=4)
     again.finish()
     assert [line["round"] for line in again.rounds()] == [1, 2, 3, 4]
-    assert again.folder.summary()["status"] == "finished"
+    assert again.folder.is_finished()
     # What nobody disturbed comes to, on the local engine.
     file = tmp_path / "faults.yaml"
     file.write_text(json.dumps(EXPERIMENT | {"rounds": 4}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import strategy as flower
-from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
@@ -37,7 +37,18 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.command import ROOT, environment
 from tests.support.records import content
-from tests.support.sessions import BASE, CASES, OPTIMISERS, PLAIN, Elsewhere, Stopping, outcome, overrides, session
+from tests.support.sessions import (
+    BASE,
+    CASES,
+    OPTIMISERS,
+    PLAIN,
+    Elsewhere,
+    Stopping,
+    outcome,
+    overrides,
+    session,
+    summary_of,
+)
 
 # --- what Flower's own strategies remember -----------------------------------------
 
@@ -135,7 +146,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     case: str, workers: int, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
     session(case, tmp_path / "run", 3 if workers else 2, workers=workers)
-    assert RunFolder(tmp_path / "run").summary()["status"] == "interrupted"
+    assert summary_of(tmp_path / "run").status == "interrupted"
     session(case, tmp_path / "run", workers=workers)
     assert outcome(tmp_path / "run") == outcome(straight(case))
     assert memory_of(tmp_path / "run") == memory_of(straight(case))
@@ -143,8 +154,8 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
 
 def test_the_table_reaches_what_it_is_for(straight: Callable[[str], Path]) -> None:
     """Rules that change in the middle of a run do so in these, after a first stop and before the end."""
-    assert RunFolder(straight("FixBN auto")).summary()["freeze_round"] == 3
-    assert RunFolder(straight("FedBS")).summary()["switch_round"] == 4
+    assert summary_of(straight("FixBN auto")).notes["freeze_round"] == 3
+    assert summary_of(straight("FedBS")).notes["switch_round"] == 4
     for case in ("FedAdam", "FedAvgM", "Scaffold", "GlobalMomentum"):
         read = CheckpointFile(straight(case) / "checkpoint").read()
         assert read.strategy is not None
@@ -181,10 +192,10 @@ def test_the_second_ctrl_c_in_a_round_goes_back_to_the_last_checkpoint(
 
     monkeypatch.setitem(CASES, "FedBN", CASES["FedBN"] + "\nengine: {checkpoint_every: 2}")
     run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides("FedBN"))}
-    monkeypatch.setattr(Stopping, "end_round", lambda *_: None)
+    monkeypatch.setattr(Stopping, "on_round", lambda *_: None)
     session("FedBN", tmp_path / "run", grid=LocalGrid(client_app(make), 3, run_config=run_config), interrupted=True)
     run = RunFolder(tmp_path / "run")
-    assert (run.summary()["status"], run.checkpoint.round(), len(run.history())) == ("interrupted", 2, 2)
+    assert (summary_of(run.path).status, run.checkpoint.round(), len(run.history())) == ("interrupted", 2, 2)
     session("FedBN", tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(straight("FedBN"))
 
@@ -192,7 +203,7 @@ def test_the_second_ctrl_c_in_a_round_goes_back_to_the_last_checkpoint(
 def test_a_strategy_that_cannot_be_saved_trains_and_is_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make() -> Strategy:
+    def make() -> MeanStatistics:
         inner = flower.FedAvg()
         inner.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
         return MeanStatistics(inner)
@@ -223,7 +234,7 @@ def test_a_run_that_was_killed_behind_its_last_round_finishes(straight: Callable
     """HeteroBN's model file has statistics that are in no checkpoint."""
     shutil.copytree(straight("HeteroBN"), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
-    run.write_summary(run.summary() | {"status": "running"})
+    run.write_summary(dataclasses.replace(summary_of(run.path), status="running"))
     session("HeteroBN", tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(straight("HeteroBN"))
 
@@ -362,7 +373,7 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
         _, error = process.communicate(timeout=60)
     assert process.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), error
     assert "Traceback" not in error
-    assert run.summary()["status"] == ("running" if sent == signal.SIGKILL else "interrupted")
+    assert summary_of(run.path).status == ("running" if sent == signal.SIGKILL else "interrupted")
     assert 2 <= run.checkpoint.round() < 20
     assert cli.main([*words, "--out", str(stopped), "--resume"]) == 0
     assert outcome(stopped / "FedBN") == outcome(straight)

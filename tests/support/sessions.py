@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.progress import RunProgress
-from fedbn_flwr.strategies import STRATEGIES, MeanStatistics
+from fedbn_flwr.results.summary import Summary
+from fedbn_flwr.strategies import STRATEGIES, MeanStatistics, Rule
 
 PLAIN: dict[str, Callable[[], Strategy]] = {
     "FedAdam": lambda: flower.FedAdam(eta=0.01),
@@ -59,7 +61,7 @@ MORE: dict[str, str] = {
     "keep_momentum": "train: {keep_momentum: true}",
     "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",
 }
-OPTIMISERS: dict[str, Callable[[], Strategy]] = {
+OPTIMISERS: dict[str, Callable[[], Rule]] = {
     name: lambda name=name: MeanStatistics(PLAIN[name]())  # type: ignore[misc]
     for name in ("FedAdam", "FedYogi", "FedAdagrad", "FedAvgM")
 }
@@ -72,15 +74,15 @@ def overrides(case: str) -> list[str]:
     return [line.replace(": ", "=", 1) for line in (CASES | SHORT)[case].splitlines()]
 
 
-class Stopping(RunProgress):
-    """Somebody presses Ctrl-C in round `last`."""
+class Stopping(Progress):
+    """The user presses Ctrl-C in round `last`."""
 
     def __init__(self, last: int) -> None:
-        super().__init__(1, 5, plain=True)
+        super().__init__([5], plain=True)
         self.last = last
 
-    def end_round(self, line: Mapping[str, Any], rounds: int) -> None:
-        self._stop_asked = line["round"] == self.last
+    def on_round(self, state: RunState) -> None:
+        state.stop = state.round == self.last
 
 
 def session(
@@ -93,7 +95,7 @@ def session(
     experiment = load_experiment(BASE, overrides(case))
     (prepared,) = prepare(experiment)
     if case in OPTIMISERS:
-        prepared = dataclasses.replace(prepared, strategy=OPTIMISERS[case]())
+        prepared = dataclasses.replace(prepared, rule=OPTIMISERS[case]())
     run = RunFolder(out)
     run.check(prepared.run.model_dump(mode="json"), resume=True)
     done = run.begin(prepared.run.model_dump(mode="json"))
@@ -110,11 +112,17 @@ def session(
     assert ended == ("by Ctrl-C" if (bool(stop) if interrupted is None else interrupted) else "at its end")
 
 
+def summary_of(out: Path) -> Summary:
+    summary = RunFolder(out).summary()
+    assert summary is not None
+    return summary
+
+
 def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
     """All that a run leaves behind and that is not a time."""
     run = RunFolder(out)
     lines = [{key: value for key, value in line.items() if key != "seconds"} for line in run.history()]
-    summary = {key: value for key, value in run.summary().items() if key not in ("seconds", "began")}
+    summary = {key: value for key, value in summary_of(out).to_json().items() if key not in ("seconds", "began")}
     return (out / "model.safetensors").read_bytes(), lines, summary
 
 

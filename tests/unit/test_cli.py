@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -15,7 +16,8 @@ import torch
 from fedbn_flwr import cli
 from fedbn_flwr.bench.common import Options
 from fedbn_flwr.bench.training import five_clients
-from fedbn_flwr.results.folder import mark_interrupted
+from fedbn_flwr.results.folder import RunFolder, mark_interrupted
+from fedbn_flwr.results.summary import Status, Summary
 from tests.support.command import ROOT, environment
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
@@ -177,12 +179,14 @@ def test_a_run_stopped_by_ctrl_c_can_be_read_and_resumed_to_the_same_model(tmp_p
 
 
 def test_runs_that_flower_ended_are_marked_as_interrupted(tmp_path: Path) -> None:
-    for name, status in (("a", "running"), ("b", "finished")):
+    names: tuple[tuple[str, Status], ...] = (("a", "running"), ("b", "finished"))
+    for name, status in names:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(json.dumps({"status": status, "rounds": 3}))
+        summary = Summary("demo", name, "FedAvg", "cnn", "bn", 0, 10, "cpu", "2026-01-01", "the global model", rounds=3)
+        RunFolder(tmp_path / name).write_summary(dataclasses.replace(summary, status=status))
     mark_interrupted(tmp_path)
-    found = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("a", "b")}
-    assert found == {"a": {"status": "interrupted", "rounds": 3}, "b": {"status": "finished", "rounds": 3}}
+    found = [RunFolder(tmp_path / name).summary() for name in ("a", "b")]
+    assert [(each.status, each.rounds) for each in found if each] == [("interrupted", 3), ("finished", 3)]
 
 
 @pytest.mark.parametrize("what", ["strategies", "models", "datasets", "experiments"])

@@ -21,11 +21,12 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import share_test
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import make_strategy
-from fedbn_flwr.experiment.run import _Recorded, run_locally
+from fedbn_flwr.experiment.listeners.evaluate import own_figures
+from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.run import run_locally
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.report import find_runs, group, table
-from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.strategies import STRATEGIES
 from tests.support.nets import net, some_batches
 
 CPU = torch.device("cpu")
@@ -126,11 +127,7 @@ def test_a_client_without_own_test_images_is_left_out_of_their_mean_alone() -> N
         Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)
         for each in told
     ]
-    (run,) = load_experiment("{evaluate: {clients: true}}").runs
-    recorded = _Recorded(FedAvg(), run)
-    recorded.aggregate_evaluate(1, replies)
-    assert recorded.metrics["clients_own_accuracy"] == pytest.approx(0.6, rel=1e-15)
-    assert recorded.metrics["clients_accuracy"] == pytest.approx(0.1, rel=1e-15)
+    assert own_figures(replies) == {"own-accuracy": pytest.approx(0.6, rel=1e-15)}
 
 
 def test_standalone_s_accuracy_is_the_clients_mean(runs: dict[str, Path]) -> None:
@@ -196,7 +193,7 @@ def test_a_table_has_columns_of_the_clients_only_where_a_run_has_them(runs: dict
 def test_standalone_without_clients_evaluation_is_refused() -> None:
     (run,) = load_experiment("strategy: {name: Standalone}\nevaluate: {clients: false}").runs
     with pytest.raises(SettingsError, match=r"evaluate\.clients is false, but Standalone trains no global model"):
-        make_strategy(run)
+        make_rule(run)
 
 
 def test_each_strategy_s_clients_are_evaluated_by_default_where_it_says_so() -> None:

@@ -18,7 +18,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import moments_of, resolve
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
-from fedbn_flwr.experiment.prepare import make_strategy, prepare, prepare_run
+from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
 from tests.unit.data.test_data import png
 
@@ -261,7 +261,7 @@ def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
         file = root / "mnist" / f"{split}.parquet"
         write(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
     run = load_experiment("mnist", ["seed=0", f"data.root={root}"]).runs[1]
-    assert prepare_run(run, "run", make_strategy(run)).dataset.train.images.shape == (20, 1, 28, 28)
+    assert prepare_run(run, "run", make_rule(run)).dataset.train.images.shape == (20, 1, 28, 28)
 
 
 # --- a folder of images ------------------------------------------------------

@@ -13,7 +13,7 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.prepare import make_strategy, prepare
+from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.settings import Experiment
 from fedbn_flwr.strategies import FedAvg
 
@@ -90,7 +90,7 @@ def test_other_rules_take_it() -> None:
 
 def strategy_of(text: str) -> object:
     (run,) = read_experiment(parse_yaml(text)).runs
-    return make_strategy(run)
+    return make_rule(run)
 
 
 def test_a_round_needs_two_clients_unless_the_experiment_says_otherwise() -> None:

@@ -23,7 +23,7 @@ from fedbn_flwr.experiment.find import (
     run_names,
     shipped_experiments,
 )
-from fedbn_flwr.experiment.prepare import make_strategy, prepare, prepare_run
+from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Data, Settings
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
@@ -86,7 +86,7 @@ def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypa
     for run, name in zip(experiment.runs, names, strict=True):
         if run.data.crop is not None:  # networks of pixels take seconds to try
             run = run.model_copy(update={"data": run.data.model_copy(update={"crop": 64})})
-        prepared = prepare_run(run, name, make_strategy(run))
+        prepared = prepare_run(run, name, make_rule(run))
         assert prepared.name == name
     experiment_data.partition_of.cache_clear()
 

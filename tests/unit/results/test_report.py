@@ -10,20 +10,24 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.ledger import Traffic
 from fedbn_flwr.results.report import by_domain, find_runs, group, table, write_report
+from fedbn_flwr.results.summary import Summary
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 
 
 def write_run(folder: Path, label: str, seed: int = 0, **figures: Any) -> None:
     folder.mkdir(parents=True)
-    traffic = {"communication_rounds": 1, "bytes_down": 2**20, "bytes_up": 2**20}
+    traffic = vars(Traffic(communication_rounds=1, bytes_down=2**20, bytes_up=2**20)) | {"seconds": 0.5}
     seen = {key: value for key, value in figures.items() if value is not None}
     lines = [{"round": i, "accuracy": 0.2 * i, "loss": 1.0, **traffic, **seen} for i in (1, 2, 3)]
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = {"label": label, "seed": seed, "status": "finished", "accuracy": 0.6, "best_accuracy": 0.6, "rounds": 3}
-    summary |= {"seconds": 1.5, "accuracy_of": "the global model", **{k: 3 * v for k, v in traffic.items()}, **seen}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", "finished")
+    for line in lines:
+        summary.account(line)
+    RunFolder(folder).write_summary(summary)
 
 
 def write_runs(folder: Path, domains: tuple[str, ...], labels: tuple[str, ...], seeds: int) -> None:

@@ -1,7 +1,7 @@
-"""How a run is followed, a bar with the time left on a terminal and plain lines elsewhere; and how it is stopped.
+"""Shows the progress of runs, as a bar with the time left on a terminal and as plain lines elsewhere; and stops them.
 
 The first Ctrl-C asks the run to stop after its round, so that nothing is lost; the second, and SIGTERM, stop it at
-once, and what followed the last checkpoint is to be done again.
+once, and the rounds after the last checkpoint must be done again.
 """
 
 from __future__ import annotations
@@ -10,40 +10,43 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from .base import Listener, RunState
 
 
-class RunProgress:
-    """Follows the runs of an experiment, one after the other."""
+class Progress(Listener):
+    """Follows the runs of an experiment, one after the other; `rounds` are those of each run."""
 
-    def __init__(self, runs: int, rounds: int, *, plain: bool | None = None) -> None:
+    def __init__(self, rounds: Sequence[int], *, plain: bool | None = None) -> None:
         self.console = Console(highlight=False)
+        self.label = ""  # of the run, with its number
         self._plain = plain if plain is not None else not self.console.is_terminal
-        self._runs = runs
-        self._all_rounds = rounds
-        self._done_rounds = self._counted = 0
+        self._rounds = rounds
+        self._number = 0  # of the run, from 1
+        self._done_rounds = self._counted = 0  # of all runs, and of these in this session
         self._began = self._spoke = time.monotonic()
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._label = ""
         self._stop_asked = False
         self._handlers: dict[signal.Signals, Any] = {}  # those that were there before
 
-    def __enter__(self) -> RunProgress:
+    def __enter__(self) -> Progress:
         # Python's own handler raises wherever the program is, and in a destructor that is printed and forgotten.
-        # Under Flower this is not the main thread, and a shell's background job is not to hear Ctrl-C at all.
+        # Under Flower this is not the main thread, and a shell's background job must not react to Ctrl-C.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Flower has one of its own
             self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
         if not self._plain:
-            self._bar = Progress(
+            self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -69,49 +72,47 @@ class RunProgress:
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def _terminate(self, number: int, frame: Any) -> None:
-        """At once: whoever sends it may not wait, and may have sent it to the worker processes as well."""
+        """At once: the sender may not wait, and may have sent it to the worker processes as well."""
         raise KeyboardInterrupt
 
-    @property
-    def stops(self) -> bool:
-        """Whether this round is to be the last."""
-        return self._stop_asked
-
-    def check_stop(self) -> None:
-        """Between rounds: raise KeyboardInterrupt where somebody asked to stop."""
+    def next_run(self, label: str) -> None:
+        """Before each run; raises KeyboardInterrupt where the user asked to stop."""
         if self._stop_asked:
             raise KeyboardInterrupt
+        self._number += 1
+        self.label = f"[{self._number}/{len(self._rounds)}] {label}"
 
-    def begin_run(self, number: int, label: str, rounds: int, done: int) -> None:
-        self._label = f"[{number}/{self._runs}] {label}"
+    def skip_run(self) -> None:
+        self._done_rounds += self._rounds[self._number - 1]
+        self.message(f"{self.label}: finished already")
+
+    def on_start(self, state: RunState) -> None:
+        rounds, done = state.run.rounds, state.round
         self._done_rounds += done
         if self._bar is not None:
-            self._task = self._bar.add_task(self._label, total=rounds, completed=done, figures="")
+            self._task = self._bar.add_task(self.label, total=rounds, completed=done, figures="")
         else:
-            self._say(f"{self._label}: {rounds} rounds" + (f", going on after round {done}" if done else ""))
+            self._say(f"{self.label}: {rounds} rounds" + (f", going on after round {done}" if done else ""))
 
-    def skip_run(self, number: int, label: str, rounds: int) -> None:
-        self._done_rounds += rounds
-        self.message(f"[{number}/{self._runs}] {label}: finished already")
-
-    def end_round(self, line: Mapping[str, Any], rounds: int) -> None:
+    def on_round(self, state: RunState) -> None:
+        state.stop = self._stop_asked
         self._done_rounds += 1
         self._counted += 1
         figures = "  ".join(
-            f"{name} {line[key]:.4f}"
+            f"{name} {state.line[key]:.4f}"
             for key, name in (("accuracy", "accuracy"), ("loss", "loss"), ("train_loss", "train loss"))
-            if isinstance(line.get(key), float)
+            if isinstance(state.line.get(key), float)
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=1, figures=figures)
             return
         now = time.monotonic()
-        last = line["round"] == rounds
+        last = state.round == state.run.rounds
         if last or now - self._spoke >= 2:
             self._spoke = now
-            left = (now - self._began) / self._counted * (self._all_rounds - self._done_rounds)
+            left = (now - self._began) / self._counted * (sum(self._rounds) - self._done_rounds)
             ending = "" if last else f"  about {_duration(left)} left"
-            self._say(f"{self._label}: round {line['round']}/{rounds}  {figures}{ending}")
+            self._say(f"{self.label}: round {state.round}/{state.run.rounds}  {figures}{ending}")
 
     def message(self, text: str) -> None:
         if self._bar is not None:

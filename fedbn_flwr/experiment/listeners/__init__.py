@@ -1,0 +1,1 @@
+"""What happens in a run after each round: evaluation, history, progress, checkpoints."""

@@ -1,0 +1,52 @@
+"""Writes what it takes to resume the run, and the global model."""
+
+from __future__ import annotations
+
+from flwr.app import ArrayRecord, RecordDict
+
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.results.checkpoint import Snapshot
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.strategies import CannotSave
+
+from .base import Listener, RunState
+
+
+class Checkpoint(Listener):
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last whole round, with the global model
+
+    def on_round(self, state: RunState) -> None:
+        run = state.run
+        self.latest = _snapshot(state), state.model
+        every = run.engine.checkpoint_every or max(1, run.rounds // 20)
+        if state.round % every == 0 or state.round == run.rounds or state.stop:
+            self._write(state, *self.latest)
+
+    def on_end(self, state: RunState) -> None:
+        if self.latest is None:
+            return
+        if state.grid.node_states() is None:  # nodes keep their memory of this round themselves
+            self._write(state, *self.latest)
+        else:  # the engine's nodes may be in the middle of a round
+            self.folder.write_model(unpack(self.latest[1]))
+
+    def _write(self, state: RunState, snapshot: Snapshot, model: ArrayRecord) -> None:
+        self.folder.write_model(unpack(model))
+        states = state.grid.node_states()
+        clients = None if states is None else ((node, states.read_state(node)) for node in state.grid.get_node_ids())
+        self.folder.write_checkpoint(snapshot, clients)
+        state.kept_round = snapshot.round
+
+
+def _snapshot(state: RunState) -> Snapshot:
+    memory: RecordDict | None = None
+    unsaved = None
+    try:
+        memory = state.prepared.rule.state()
+    except CannotSave as error:
+        unsaved = str(error)
+    arrays = RecordDict({"arrays": state.arrays})
+    return Snapshot(state.round, state.identity[protocol.TOKEN], arrays, memory, unsaved, dict(state.trained))

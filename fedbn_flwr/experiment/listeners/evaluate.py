@@ -1,0 +1,97 @@
+"""Evaluates the models after a round: the global model on the server's test images, and each client's own."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.training import cross_entropy
+from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.strategies import Round
+
+from ..data import moments_of, rows_by_domain
+from ..prepare import Prepared
+from .base import Listener, RunState
+
+
+class Evaluate(Listener):
+    def __init__(self, prepared: Prepared) -> None:
+        run, dataset = prepared.run, prepared.dataset
+        self.prepared = prepared
+        self.rule = prepared.rule
+        only_by_clients = self.rule.traits.personal or not run.evaluate.server
+        self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
+        self.test: TestBatches | None = None
+        if dataset is not None and self.rule.traits.has_global_model:
+            test_of = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
+            self.test = test_of()
+            self.domains = {name: test_of(rows) for name, rows in rows_by_domain(dataset).items()}
+
+    def on_round(self, state: RunState) -> None:
+        run = state.run
+        if state.round % run.evaluate.every and state.round != run.rounds:
+            return
+        if self.asks_clients:
+            state.line |= self._on_clients(state)
+        if self.rule.traits.has_global_model:
+            state.model = self.rule.global_model(
+                Round(state.round, run.rounds, state.arrays, state.identity, state.grid)
+            )
+        if self.test is not None:
+            state.line |= self._on_server(self.test, state.model, queried=bool(set(state.model) - set(state.arrays)))
+        else:
+            means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy")}
+            state.line |= {key: value for key, value in means.items() if value is not None}
+
+    def _on_clients(self, state: RunState) -> dict[str, Any]:
+        config = ConfigRecord(dict(state.identity))
+        messages = self.rule.configure_evaluate(state.round, state.arrays, config, state.grid)
+        replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
+        if not replies:
+            return {}
+        metrics = self.rule.aggregate_evaluate(state.round, replies)
+        shared = {key: value for key, value in (metrics or {}).items() if not key.startswith("own@")}
+        return {f"clients_{key.replace('-', '_')}": value for key, value in {**shared, **own_figures(replies)}.items()}
+
+    def _on_server(self, test: TestBatches, arrays: ArrayRecord, queried: bool) -> dict[str, Any]:
+        """Figures of the global model, `accuracy_DOMAIN` included, and the statistics that its batch norms used."""
+        model, device = self.prepared.model, self.prepared.device
+        state = {key: torch.from_numpy(value.copy()) for key, value in unpack(arrays).items()}
+        model.load_state_dict(state, strict=False)
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        used = "model" if all(norm.running_mean is not None for norm in norms) else "batch"
+        if queried:  # a rule asked clients for them
+            used = "query"
+        if norms and self.prepared.run.evaluate.statistics == "reestimated":
+            model.load_state_dict(reestimate(model, test, device)[0], strict=False)
+            used = "reestimated"
+        figures = evaluate(model, test, cross_entropy, device)
+        figures.pop("num-examples")
+        for domain, some in self.domains.items():
+            figures[f"accuracy_{domain}"] = evaluate(model, some, cross_entropy, device)["accuracy"]
+        return {key.replace("-", "_"): value for key, value in figures.items()} | {"evaluated_with": used}
+
+
+def own_figures(replies: Sequence[Message]) -> dict[str, float]:
+    """What clients measured on test data of their own: the mean over those that have some, each counted alike.
+
+    "own-accuracy" is of all of it, "own-accuracy-DOMAIN" of each domain's part.
+    """
+    reported: dict[str, list[float]] = {}
+    for reply in replies:
+        for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
+            for key, value in metrics.items():
+                prefix, _, measure = key.partition("-")
+                owner, _, domain = prefix.partition("@")
+                if owner == "own" and measure in ("loss", "accuracy") and isinstance(value, float):
+                    reported.setdefault(f"own-{measure}-{domain}" if domain else key, []).append(value)
+    return {key: statistics.fmean(values) for key, values in reported.items()}

@@ -1,0 +1,69 @@
+"""Writes the run's history and its summary, with what was sent and how long it took."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.summary import Summary
+
+from ..prepare import Prepared, strategy_name
+from .base import Listener, RunState
+
+
+class History(Listener):
+    def __init__(self, folder: RunFolder, ledger: MeteredGrid) -> None:
+        self.folder = folder
+        self.ledger = ledger
+
+    def on_start(self, state: RunState) -> None:
+        self.mark = time.monotonic()
+        self.summary = begin_summary(state.prepared)
+        for line in self.folder.history():
+            self.summary.account(line)
+        self.folder.write_summary(self.summary)
+
+    def on_round(self, state: RunState) -> None:
+        now = time.monotonic()
+        state.line |= {**vars(self.ledger.take()), "seconds": now - self.mark}
+        self.mark = now
+        self.folder.add_round(state.line)
+        self.summary.account(state.line)
+        self.summary.notes = dict(state.prepared.rule.notes())
+        self.folder.write_summary(self.summary)
+
+    def on_end(self, state: RunState) -> None:
+        if state.error is None:
+            self.summary.status = "finished"
+            self.summary.notes = dict(state.prepared.rule.notes())  # of a run that was resumed after its last round
+        elif isinstance(state.error, KeyboardInterrupt | SystemExit):
+            self.summary.status = "interrupted"
+        else:
+            self.summary.status, self.summary.error = "failed", str(state.error)
+        self.folder.write_summary(self.summary)
+
+
+def begin_summary(prepared: Prepared) -> Summary:
+    run = prepared.run
+    if not prepared.rule.traits.has_global_model:
+        accuracy_of = "the clients' models, mean"
+    elif prepared.dataset is None:
+        accuracy_of = "the clients' models on their test images, mean"
+    else:
+        accuracy_of = "the global model"
+    return Summary(
+        name=run.name,
+        label=run.label,
+        strategy=strategy_name(run.strategy),
+        model=run.model.name,
+        norm=run.model.norm,
+        seed=run.seed,
+        parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),
+        device=str(prepared.device),
+        began=datetime.now(UTC).isoformat(timespec="seconds"),
+        accuracy_of=accuracy_of,
+        memory_format="channels_last" if run.train.channels_last else None,
+        precision=run.train.precision if run.train.precision != "float32" else None,
+    )

@@ -1,0 +1,94 @@
+"""The summary of a run: what summary.json has, and how the lines of history.jsonl add up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from .ledger import Traffic
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+
+# Accuracies of which a run has one for each domain (the key ends with its name), and what they are.
+BY_DOMAIN = {
+    "accuracy_": "accuracy of the global model, by domain",
+    "clients_own_accuracy_": "accuracy of clients on test images of their own, by domain",
+}
+
+# Of these the summary has the value of the last round that was evaluated.
+_LATEST = (
+    "accuracy",
+    "loss",
+    "evaluated_with",
+    "mean_iou",
+    "clients_accuracy",
+    "clients_own_accuracy",
+    "clients_mean_iou",
+)
+
+
+@dataclass
+class Summary:
+    """The figures of a run so far; in summary.json without the fields that are None."""
+
+    name: str  # of the experiment
+    label: str
+    strategy: str  # with those that it wraps: FixBN(FedProx)
+    model: str
+    norm: str
+    seed: int
+    parameters: int
+    device: str
+    began: str  # ISO 8601, UTC
+    accuracy_of: str  # the models that `accuracy` and `loss` are of, in words
+    status: Status = "running"
+    error: str | None = None  # of a run that failed
+
+    # Options that make training faster and change its numbers, where they are in use.
+    memory_format: str | None = None
+    precision: str | None = None
+
+    rounds: int = 0
+    seconds: float = 0.0  # of all rounds
+    accuracy: float | None = None
+    best_accuracy: float | None = None
+    loss: float | None = None
+    evaluated_with: str | None = None  # the statistics in the global model's batch norms
+    mean_iou: float | None = None
+    clients_accuracy: float | None = None  # means over clients: on all test images, and on images of their own
+    clients_own_accuracy: float | None = None
+    clients_mean_iou: float | None = None
+    domains: dict[str, float] = field(default_factory=dict)  # the keys begin as in BY_DOMAIN
+    traffic: Traffic = field(default_factory=Traffic)
+    notes: dict[str, Any] = field(default_factory=dict)  # what the rule decided, for instance `freeze_round`
+
+    def account(self, line: Mapping[str, Any]) -> None:
+        """Add a round of the history."""
+        self.rounds = line["round"]
+        self.seconds += line["seconds"]
+        self.traffic.add(Traffic(**{key.name: line[key.name] for key in fields(Traffic)}))
+        for key in _LATEST:
+            if line.get(key) is not None:
+                setattr(self, key, line[key])
+        if line.get("accuracy") is not None:
+            self.best_accuracy = max(self.best_accuracy or 0.0, line["accuracy"])
+        self.domains |= {key: value for key, value in line.items() if key.startswith(tuple(BY_DOMAIN))}
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat mapping; the traffic, domains and notes of a summary have their keys beside the others."""
+        flat = {key: value for key, value in asdict(self).items() if value is not None}
+        traffic, domains, notes = (flat.pop(key) for key in ("traffic", "domains", "notes"))
+        per_round = self.traffic.broadcast_bytes / self.rounds / 2**20 if self.rounds else 0.0
+        return {**flat, **traffic, "broadcast_mib_per_round": per_round, **domains, **notes}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Summary:
+        required = [each.name for each in fields(cls) if each.default is each.default_factory is MISSING]
+        if missing := [key for key in required if key not in content]:
+            raise ValueError(f"summary.json lacks {', '.join(missing)}")
+        rest = {key: value for key, value in content.items() if key != "broadcast_mib_per_round"}
+        traffic = {each.name: rest.pop(each.name) for each in fields(Traffic) if each.name in rest}
+        own = {each.name: rest.pop(each.name) for each in fields(cls) if each.name in rest}
+        domains = {key: rest.pop(key) for key in list(rest) if key.startswith(tuple(BY_DOMAIN))}
+        return cls(**own, traffic=Traffic(**traffic), domains=domains, notes=rest)
