@@ -73,11 +73,11 @@ def client_app(make_client: MakeClient) -> ClientApp:
 
     @app.query(protocol.STATISTICS_QUERY.split(".")[1])
     def statistics(message: Message, context: Context) -> Message:
-        return answer("tell its statistics", _statistics, message, context)
+        return answer("report its statistics", _statistics, message, context)
 
     @app.query(protocol.PARTITION_QUERY.split(".")[1])
     def partition(message: Message, context: Context) -> Message:
-        return answer("tell its partition", _partition, message, context)
+        return answer("report its partition", _partition, message, context)
 
     return app
 
@@ -113,7 +113,7 @@ def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
 def _partition(make: Make, message: Message, context: Context) -> RecordDict:
     config = _config(message)
     if config.get(protocol.READY):
-        make()  # what is wrong with a site shows before anybody trains
+        make()  # a site's errors appear before any training
     return RecordDict({"metrics": _numbers(_place(context) | return_to_round(config, context))})
 
 
@@ -126,7 +126,7 @@ def _place(context: Context) -> dict[str, Any]:
 def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
     client = make()
     if not isinstance(client, BNClient):
-        raise MessageError(f"{type(client).__name__} cannot tell statistics of its data; a BNClient can")
+        raise MessageError(f"{type(client).__name__} cannot report statistics of its data; a BNClient can")
     return _reply(client.statistics_round(unpack(_arrays(message)), _config(message)))
 
 

@@ -304,7 +304,7 @@ class _Worker:
             return
         self.start()
         self.current = self.queue.popleft()
-        with contextlib.suppress(OSError):  # it died while idle: receive() says so
+        with contextlib.suppress(OSError):  # it died while idle: receive() reports it
             self.connection.send(self.current)
 
     def receive(self) -> Message:

@@ -1,10 +1,9 @@
-"""Flower's simulation, started so that none of its traps is met: what `fedbn flwr run` does.
+"""Flower's simulation with a SuperLink for each run: `fedbn flwr run`.
 
-`flwr run` talks to a SuperLink on this machine that it starts once and leaves running: it keeps the
-environment and the working folder of its first start, installs each app's dependencies anew, and reports a
-failed run with exit code 0. Here each run gets a SuperLink of its own, on free ports, with its own FLWR_HOME,
-in an empty folder (Ray imports from there first), without installing anything; it is stopped when the run
-ends, and the exit code is the run's.
+`flwr run` uses a SuperLink on this machine that it starts once and leaves running: it keeps the environment and the
+working folder of its first start, installs each app's dependencies again, and reports a failed run with exit code 0.
+Here each run has its own SuperLink, on free ports, with its own FLWR_HOME, in an empty folder (Ray imports from there
+first), without installing anything; the SuperLink stops when the run ends, and the exit code is the run's.
 """
 
 from __future__ import annotations
@@ -120,8 +119,8 @@ class FlwrRun:
         words = list(arguments)
         if not words or words.pop(0) != "run":
             raise SettingsError(
-                f"fedbn flwr knows `run` alone, found {' '.join(arguments) or 'nothing'!r}: fedbn flwr run . ; for "
-                "Flower's other commands call flwr itself"
+                f"fedbn flwr has only the command `run`, found {' '.join(arguments) or 'nothing'!r}: fedbn flwr run . ; "
+                "for Flower's other commands call flwr itself"
             )
         given: dict[str, list[str]] = {"--run-config": [], "--federation-config": []}
         places, options = [], []
@@ -186,7 +185,7 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
     }
     environment.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns until one says so
+    environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns
     (home / "config.toml").write_text('[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n')
     if environment.pop("PYTHONDONTWRITEBYTECODE", None):
         # Flower starts many processes; without compiled files each would compile torch again.

@@ -1,6 +1,6 @@
 """What one exchange carries: values, their form as Flower's records, and as bytes.
 
-A client sends a `Contribution`, the server answers with an `Agreement`, and a client that cannot go on sends its
+A client sends a `Contribution`, the server answers with an `Agreement`, and a client that cannot continue sends its
 reason. Flower's messages carry records; a stream carries the bytes of the same records (a safetensors file), so that
 values arrive bit for bit. The sender may be anyone: content that is not what it should be raises `CodecError`.
 """

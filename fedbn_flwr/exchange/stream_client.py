@@ -158,7 +158,7 @@ class ExchangeStream:
         if code is grpc.StatusCode.ABORTED:
             return MessageError(f"{where} ended the exchange: {details}")
         if code is grpc.StatusCode.CANCELLED:
-            return MessageError(f"{where} ended the exchange: the round went on without this client, or has failed")
+            return MessageError(f"{where} ended the exchange: the round continued without this client, or has failed")
         if code is grpc.StatusCode.UNAVAILABLE:
             return _Unreachable(f"{where} cannot be reached, or has ended: {details}")
         return MessageError(f"{where}: {code.name}: {details}")

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -316,7 +318,7 @@ def test_closing_ends_a_client_that_is_still_at_work() -> None:
 
 
 def test_a_client_that_finishes_while_the_grid_closes_does_not_complain(capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody reads its reply any more; a traceback on the terminal would look like a failure."""
+    """Its reply is not read any more; a traceback on the terminal would look like a failure."""
 
     def nap(message: Message, context: Context) -> Message:
         time.sleep(0.3)
@@ -345,7 +347,7 @@ def test_workers_train_after_this_process_used_several_threads() -> None:
     assert metrics(replies, "done") == [1], "it did not answer within ten seconds"
 
 
-# --- what nodes remember, beyond the memory there is for it --------------------
+# --- states beyond the memory limit --------------------------------------------
 
 
 def remembering() -> ClientApp:
@@ -356,18 +358,20 @@ def remembering() -> ClientApp:
     def add(message: Message, context: Context) -> Message:
         before = unpack(context.state.array_records["kept"])["sum"] if "kept" in context.state else np.zeros(1000)
         context.state["kept"] = pack({"sum": before + message.content.config_records["config"]["value"]})
-        context.state["told"] = ConfigRecord({"node": context.node_id})
+        context.state["node"] = ConfigRecord({"id": context.node_id})
         return Message(RecordDict({"arrays": context.state.array_records["kept"]}), reply_to=message)
 
     return app
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_beyond_its_memory_what_nodes_remember_lies_in_files(workers: int) -> None:
+def test_states_beyond_the_memory_limit_are_in_files(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     nodes = 12
     with LocalGrid(remembering(), nodes, workers=workers, state_memory=20_000 / 2**30) as grid:
-        assert grid._remove_folder is not None
-        folder = grid._remove_folder.peek()[2][0]
+        (folder,) = tmp_path.iterdir()
         for value in (1.0, 2.0, 4.0):
             for node in range(1, nodes + 1):
                 content = RecordDict({"config": ConfigRecord({"value": value * node})})
@@ -377,7 +381,7 @@ def test_beyond_its_memory_what_nodes_remember_lies_in_files(workers: int) -> No
         assert len(list(folder.iterdir())) >= nodes - 2
         assert unpack(reply.content.array_records["arrays"])["sum"].tolist() == [7.0 * nodes] * 1000
     for node, state in enumerate(kept, start=1):
-        assert state["told"]["node"] == node
+        assert state["node"]["id"] == node
         assert unpack(state.array_records["kept"])["sum"].tolist() == [7.0 * node] * 1000
     assert not folder.exists()
 

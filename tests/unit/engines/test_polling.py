@@ -41,7 +41,7 @@ class SlowGrid(LocalGrid):
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that the grid asked to sleep; they pass at once, and its clock says so."""
+    """The seconds that the grid asked to sleep; its clock shows them as passed at once."""
     slept: list[float] = []
     monkeypatch.setattr(network.time, "sleep", slept.append)
     monkeypatch.setattr(network.time, "monotonic", lambda: sum(slept))

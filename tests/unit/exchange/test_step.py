@@ -178,7 +178,7 @@ def test_one_client_is_ordinary_batch_norm() -> None:
 
 
 class Unused(nn.Module):
-    """Its second batch norm has no say in the loss."""
+    """The loss does not depend on its second batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
-def test_a_layer_without_a_say_in_the_loss_does_not_put_exchanges_out_of_step(walk: bool) -> None:
+def test_a_layer_outside_the_loss_takes_part_in_all_exchanges(walk: bool) -> None:
     torch.manual_seed(0)
     model = Unused().double()
     batches = [(torch.randn(4, 3, 2, 2, dtype=torch.float64) + i, torch.full((4,), i)) for i in range(2)]

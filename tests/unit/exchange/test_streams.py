@@ -155,7 +155,7 @@ def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: py
         ):
             stream.exchange(moments())
         last = ExchangeStream(address_of(service, 8))
-    with pytest.raises(MessageError, match="ended the exchange: the round went on without"):
+    with pytest.raises(MessageError, match="ended the exchange: the round continued without"):
         last.exchange(moments())
     last.close()
     with pytest.raises(MessageError, match=rf"{service.address} cannot be reached"):
