@@ -119,8 +119,8 @@ class FlwrRun:
         words = list(arguments)
         if not words or words.pop(0) != "run":
             raise SettingsError(
-                f"fedbn flwr has only the command `run`, found {' '.join(arguments) or 'nothing'!r}: fedbn flwr run . ; "
-                "for Flower's other commands call flwr itself"
+                f"fedbn flwr has only one command, `run`; found {' '.join(arguments) or 'nothing'!r}. Call flwr itself "
+                "for Flower's other commands"
             )
         given: dict[str, list[str]] = {"--run-config": [], "--federation-config": []}
         places, options = [], []
