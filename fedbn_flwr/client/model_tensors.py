@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import FlatArrays, Layout, layout
+from fedbn_flwr.messages.arrays import FlatArrays, Layout, layout_of
 from fedbn_flwr.norms.roles import Role, roles
 
 
@@ -126,7 +126,7 @@ class ModelTensors:
         if len(flat) < len(keys) or len({values.dtype for values in flat}) != 1:
             return None
         dtype = torch.empty(0, dtype=flat[0].dtype).numpy().dtype
-        return joined(flat), layout(dtype.str, keys, tuple(self.shapes[key] for key in keys))
+        return joined(flat), layout_of(dtype.str, keys, tuple(self.shapes[key] for key in keys))
 
 
 def flatten_storage(model: nn.Module) -> nn.Module:
@@ -180,4 +180,4 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
         each = [np.array(values.cpu().numpy()) for values in flat]
         return {key: values.reshape(shape) for key, values, shape in zip(tensors, each, shapes, strict=True)}
     block = torch.cat(flat).cpu().numpy()
-    return FlatArrays(layout(block.dtype.str, tuple(tensors), shapes), block)
+    return FlatArrays(layout_of(block.dtype.str, tuple(tensors), shapes), block)

@@ -1,7 +1,7 @@
 """What is done to images at random: pure functions of images, masks and a generator or a draw.
 
-Crops that need an image as it lies on disk (`Window`) draw first and learn the image's size later, so that the draws
-do not depend on who decodes what, and when.
+A `Window` draws its crop before the size of the image is known, so that the draws do not depend on when and by which
+thread an image is decoded. torchvision's transforms draw image by image; these handle a batch at a time on its device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def resized_crop_boxes(
 ) -> Tensor:
     """Boxes [count, 4] of the same law as torchvision's RandomResizedCrop, from uniform draws [4, count, tries].
 
-    The first try that lies within the image counts; where none does, the largest box in the middle.
+    The first try that is inside the image is used; where none does, the largest box in the middle.
     """
     area = height * width * (scale[0] + draw[0] * (scale[1] - scale[0]))
     shape = torch.exp(math.log(ratio[0]) + draw[1] * (math.log(ratio[1]) - math.log(ratio[0])))
@@ -61,7 +61,7 @@ def resized_crop_boxes(
     fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
     first = fits.int().argmax(1, keepdim=True)
     wide, tall, across, down = (values.gather(1, first)[:, 0] for values in (wide, tall, draw[2], draw[3]))
-    # Each place where the box lies within is as likely.
+    # Uniform over the places where the box is inside.
     left, top = (across * (width - wide + 1)).floor(), (down * (height - tall + 1)).floor()
     widest = min(width, round(height * ratio[1]))
     tallest = min(height, round(width / ratio[0]))

@@ -102,7 +102,7 @@ class ClientBatches:
             if len(rows) == 1 < self.batch_size and number:
                 # Batch norm has no variance of one image. It is among those of another epoch's larger batches.
                 return
-            # Of each batch its own, which goes on to draw once the images are there.
+            # One for each batch: it draws the window here, and the other augmentations once the images are read.
             generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
             window = None
             if "resized_crop" in self.augment:

@@ -42,7 +42,7 @@ _TURNED = ("flip", "rotate")  # FedBN's
 
 _BY_DOMAIN = "DOMAIN/CLASS/*.jpg"
 
-# Of all pixels of the training set. ImageNet's deviation is that of torchvision, which everybody uses.
+# Of all pixels of the training set. ImageNet's deviation is torchvision's.
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

@@ -54,8 +54,8 @@ def pixel_classes(name: str, entry: Entry | None, classes: int | None) -> tuple[
         return entry.names
     if classes is None:
         raise DataError(
-            f"{name!r} has a label for each pixel; say how many classes there are by data.classes (pixels hold 0 to "
-            f"classes - 1, or {IGNORED} where they do not count)"
+            f"{name!r} is a segmentation data set; give the number of its classes by data.classes (pixels have labels "
+            f"from 0 to classes - 1, or {IGNORED} where they do not count)"
         )
     return tuple(str(number) for number in range(classes))
 

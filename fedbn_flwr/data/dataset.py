@@ -40,7 +40,7 @@ class DataSet:
 
     @property
     def dense(self) -> bool:
-        """Whether each pixel has a label, rather than each image."""
+        """Whether this is a segmentation data set."""
         return self.train.dense
 
     @property

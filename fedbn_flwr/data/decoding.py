@@ -25,7 +25,7 @@ from fedbn_flwr.errors import DataError
 from . import IGNORED, Size
 from .augment import Window, crop_and_resize
 
-_MARGIN = 224 / 256  # what a centre crop keeps of the side, as everybody does who tests on ImageNet
+_MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Files:
         return self.pixels(row) if self.masks is None else self.pair(row)[0]
 
     def window(self, row: int, window: Window, number: int, size: Size) -> np.ndarray:
-        """What a resized crop, the one of that number, sees of a row's image as it lies on disk."""
+        """The resized crop with that number, of a row's image as it is stored."""
         picture = self._open(row)
         height, width = size
         top, left, tall, wide = window.box(number, picture.height, picture.width)

@@ -37,11 +37,11 @@ class Source(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """int64 [N]: the class of each image, or zeros where each pixel has one."""
+        """int64 [N]: the class of each image, or zeros for segmentation."""
 
     @property
     def dense(self) -> bool:
-        """Whether each pixel has a label."""
+        """Whether this is segmentation data."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -62,7 +62,7 @@ class Images:
 
     images: Tensor  # uint8 [N, C, H, W]
     labels: Tensor  # int64 [N]
-    masks: Tensor | None = None  # uint8 [N, H, W], where each pixel has a label; 255 does not count
+    masks: Tensor | None = None  # uint8 [N, H, W], for segmentation; pixels with 255 do not count
 
     @property
     def dense(self) -> bool:
@@ -164,8 +164,8 @@ class Stream:
             )
         if len(pixels) > channels:
             raise DataError(
-                f"{self.files.name!r}: the image in row {row} has colour, and those looked at first had none; set "
-                "data.stream to false to have all of them looked at"
+                f"{self.files.name!r}: the image in row {row} has colour, and those checked before training had none; "
+                "set data.stream to false to check all of them"
             )
 
     def _sent(self, values: Tensor) -> Tensor:

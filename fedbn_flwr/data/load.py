@@ -36,7 +36,7 @@ from .decoding import Files
 from .folders import open_splits
 from .images import Images, Source, Stream
 
-_TRIED = 16  # images of a streamed split that are looked at before training
+_TRIED = 16  # images of a streamed split that are checked before training
 
 
 def load(
@@ -59,10 +59,10 @@ def load(
 ) -> DataSet:
     """The data set called `name`: `digits`, a name of the catalogue, a folder, or a name on the Hugging Face hub.
 
-    `root` (by default $FEDBN_DATA) is a folder of local copies: what lies there as `root/name` is read from there.
+    `root` (by default $FEDBN_DATA) is a folder of local copies: `root/name` is read where it exists.
     `image`, `label` and `domain` are columns, found by type (`domain` by name) where not given; a `label` that holds
-    images is one of masks, with a label for each pixel. `domains` are those to be used; `natural` a column that says
-    whose each image is; `train` and `test` names of splits.
+    images is one of segmentation masks. `domains` are those to be used; `natural` is the column of a natural partition;
+    `train` and `test` are names of splits.
 
     `size` is the side (or height and width) that all images are brought to (by default the catalogue's), by `fit`:
     `stretch`, or `crop`, which cuts the middle out. `classes` is how many labels of pixels there are.
@@ -81,7 +81,7 @@ def load(
     splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test)
     first = next(iter(splits.values()))
     if entry is not None:
-        # A copy may have columns of other names: then their types tell.
+        # A copy may have other column names: then columns are found by type.
         image = image or (entry.image if entry.image in first.features else None)
         label = label or (entry.label if entry.label in first.features else None)
         size = size or entry.size
@@ -156,7 +156,7 @@ def _in_memory(files: dict[str, Files], labels: dict[str, Tensor], name: str) ->
 
 
 def _streams(files: dict[str, Files], labels: dict[str, Tensor], name: str, readers: int) -> dict[str, Stream]:
-    """Splits that stay on disk. Some images of each are tried, which tells the channels and finds what is broken."""
+    """Splits that stay on disk. Some images of each are decoded first, for the channels, and to find broken files."""
     channels = 0
     sizes: dict[str, Size] = {}
     for part, each in files.items():

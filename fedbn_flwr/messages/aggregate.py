@@ -23,7 +23,7 @@ Arrays = Mapping[str, Array]
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Weights that sum to one; refuses what would make a mean meaningless."""
+    """Weights that sum to one; negative, infinite and all-zero weights are errors."""
     for weight in weights:
         if not math.isfinite(weight) or weight < 0:
             raise ValueError(f"a weight is {weight}; weights must be finite and not negative")
@@ -33,8 +33,8 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-# How many replies a sum takes at a time, and how many elements of each. Smaller pieces would lie closer to the
-# processor, but threads then wait for Python's lock.
+# How many replies are summed at a time, and how many elements of each. Smaller pieces would fit a smaller cache, but
+# threads would then wait for Python's lock.
 _REPLIES = 16
 _PIECE = 32768
 _THREADS = min(8, os.cpu_count() or 1)
@@ -46,14 +46,14 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
 
     Summed in float64 and in the order given, element by element: so equal arrays come back exactly, ten equal integers
     of 16 stay 16, and the result does not drift with the number of clients. Integers are rounded to the nearest,
-    booleans go with the majority. `replies` is read once, a few at a time: a hundred of them never lie in memory
+    booleans follow the majority. `replies` is read once, a few at a time, so that a hundred of them are never in memory
     together.
     """
     shares = normalised(weights)
     numbered = iter(zip(replies, shares, strict=True))
     first: Arrays = {}
     sums: dict[str, Array] = {}
-    block: Layout | None = None  # of replies whose arrays all lie side by side, and so are one array
+    block: Layout | None = None  # of replies that are FlatArrays, summed as one array
     begun = False
     while some := list(itertools.islice(numbered, _REPLIES)):
         if not begun:
@@ -108,7 +108,7 @@ def _add_shares(sums: Sequence[Sum], shares: Array, begun: bool) -> None:
 
 
 def _add(pieces: Sequence[Sum], shares: Array, begun: bool) -> None:
-    """Of what has float64's precision itself, the distance to the first value is added."""
+    """64-bit inputs are summed as differences from the first value."""
     # Two at least: of a single column einsum would sum in another order than of many.
     widest = max((total.size for total, _, _ in pieces), default=0)
     scratch = np.zeros((len(shares), max(widest, 2)))
@@ -130,7 +130,7 @@ def _mean(total: Array, start: Array) -> Array:
 
 
 def _is_exact(dtype: np.dtype[Any]) -> bool:
-    """Whether a sum in float64 of shares of equal values may not round to that value: it has no bits to spare."""
+    """Whether the dtype has no fewer bits than float64, whose rounding would change a mean of equal values."""
     return dtype.itemsize > 4
 
 
@@ -146,8 +146,7 @@ def cast(total: Array, dtype: np.dtype[Any]) -> Array:
 def pooled_moments(means: Sequence[Array], variances: Sequence[Array], weights: Sequence[float]) -> tuple[Array, Array]:
     """Mean and variance of a mixture of groups with these means, variances and weights.
 
-    The variance is the weighted mean of (group's variance + (group's mean - mean)^2), so both can be had from
-    one exchange.
+    The variance is the weighted mean of (group's variance + (group's mean - mean)^2), so one exchange gives both.
     """
     shares = normalised(weights)
     mean = sum(p * m.astype(np.float64) for p, m in zip(shares, means, strict=True))
@@ -191,14 +190,14 @@ def _is_finite(value: Array) -> bool:
 
 
 def negative_variance(arrays: Arrays) -> str | None:
-    """Which running variance is below zero somewhere, as no batch's is; None where all are as they should be."""
+    """The first running variance with negative values; None if there is none."""
     if isinstance(arrays, FlatArrays):
         variances = arrays.flat[_variances(arrays.layout)]
         if not (variances < 0).any():
             return None
     for key, value in arrays.items():
         if key.endswith(_VARIANCE) and (value < 0).any():
-            return f"{key!r} has a negative variance ({value.min():g})"
+            return f"{key!r} has negative values ({value.min():g})"
     return None
 
 
@@ -207,7 +206,7 @@ _VARIANCE = "running_var"
 
 @functools.lru_cache(maxsize=256)
 def _variances(where: Layout) -> NDArray[np.intp]:
-    """Where in a block its running variances lie."""
+    """The indices of running variances in a block."""
     places = [np.arange(place.start, place.stop) for key, place in where.places.items() if key.endswith(_VARIANCE)]
     return np.concatenate([np.empty(0, np.intp), *places])
 

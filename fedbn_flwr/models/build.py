@@ -77,7 +77,7 @@ def build_model(
         options["stem"] = stem
     elif stem != "auto":
         choice = ", ".join(each for each, other in MODELS.items() if "stem" in inspect.signature(other).parameters)
-        raise SettingsError(f"model.stem is {stem!r}, but {name!r} has one stem alone; a choice have {choice}")
+        raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
     given = {key: value for key, value in options.items() if key in takes and value is not None}
     return convert_norm(make(num_classes, **given), norm, **norm_options)
 

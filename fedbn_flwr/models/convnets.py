@@ -102,7 +102,7 @@ def alexnet_bn(num_classes: int, in_channels: int = 3) -> nn.Module:
     )
 
 
-# FedBS gives filters and units alone. Zeros of two pixels around every convolution lead to the widths that it
+# FedBS gives only filters and units. Zeros of two pixels around every convolution lead to the widths that it
 # gives for the first linear layer, 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
 
 

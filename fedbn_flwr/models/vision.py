@@ -1,8 +1,8 @@
-"""torchvision's networks, drawn anew: nothing is ever downloaded.
+"""torchvision's networks with random first weights: nothing is downloaded.
 
-`stem` says how an image enters: `large` is torchvision's own way, made for 224 pixels, which leaves a 32nd of
-each side at the end; `small` is for 32 and 64 pixels, and ends at an eighth. `auto` is small up to 64 pixels. In
-torchvision's own form (colour, large stem) a network has torchvision's weights for the same seed.
+`stem` is the form of the first layers: `large` is torchvision's own, for 224 pixels, whose last feature map has a 32nd
+of each side; `small` is for 32 and 64 pixels, and its last feature map has an eighth. `auto` is small up to 64 pixels.
+In torchvision's own form (colour, large stem) a network has torchvision's weights for the same seed.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _replace(layer: nn.Module, where: str, kind: str, convert: Convert, options:
         )
     if not computes_as_batch_norm(layer) and not isinstance(layer, BatchRenorm):
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {type(layer).__name__}, more than batch norm alone, and cannot be replaced"
+            f"norm {kind!r}: {where} is a {type(layer).__name__}, which is more than batch norm and cannot be replaced"
         )
     new = convert(layer, where, options)
     like = layer.weight if isinstance(layer.weight, torch.Tensor) else layer.running_mean

@@ -9,8 +9,8 @@ Paper's symbols: L the number of residual branches, m the number of convolutions
 
 NOTE: a convolution on the shortcut has a bias of its own before it, in the authors' code it shares that of the
 branch. There the scalars also train with a tenth of the learning rate; here with all of it. The shortcut is the
-model's (in our ResNet-20 option A, where the authors take means of pixels). The stem's convolution meets the
-image and has no bias before it, as in the authors' code.
+model's (in our ResNet-20 option A, where the authors take means of pixels). The stem's convolution, whose
+input is the image, has no bias before it, as in the authors' code.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .roles import Role
 def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
     """Train `model` inside, its batch norms frozen in part.
 
-    Frozen statistics: batch norms normalise with their running mean and variance and leave them alone, while
+    Frozen statistics: batch norms normalise with their running mean and variance and do not update them, while
     gamma, beta and all other layers train (dropout stays on). Frozen affine: gamma and beta do not train.
     """
     model.train()

@@ -19,11 +19,11 @@ class BatchRenorm(_BatchNorm):
         y = gamma ((x - mu_B) / sigma_B * r + d) + beta    and no gradient through r and d
 
     For `warmup` steps r is 1 and d is 0: batch norm. Then the bounds open, evenly, to `r_max` at step `r_steps` and
-    to `d_max` at step `d_steps` (section 4.1 gives the defaults). A step is a batch that this layer has met, which
+    to `d_max` at step `d_steps` (section 4.1 gives the defaults). A step is a training batch of this layer, which
     `num_batches_tracked` counts: in a federation each client counts its own. The state dict is that of batch norm.
 
     NOTE: the paper tracks sigma, this layer its square, unbiased as torch's batch norm does, so that running
-    statistics mean one thing everywhere and those of one layer can go on in the other.
+    statistics have one meaning everywhere and one layer can load those of the other.
     """
 
     def __init__(

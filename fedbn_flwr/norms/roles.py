@@ -4,7 +4,7 @@ A federated rule for batch norm is mostly a choice of roles: FedAvg shares weigh
 SiloBN keeps the statistics on the client, FedBN the affine parameters as well.
 
 Roles come from what an entry belongs to, never from its name: a ResNet's `downsample.1.weight` is a batch
-norm's gamma and nothing in the name says so.
+norm's gamma, which its name does not show.
 """
 
 from __future__ import annotations

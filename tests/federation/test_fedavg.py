@@ -246,7 +246,7 @@ SPOILS: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "shape": (change_array("4.bias", lambda a: a[:2]), "'4.bias' has shape (2,), the server's has (3,)"),
     "dtype": (change_array("4.bias", lambda a: a.astype(np.float64)), "'4.bias' is float64, the server's is float32"),
     "missing key": (change_array("4.bias", lambda a: None), "the reply lacks '4.bias'"),
-    "negative variance": (change_array("1.running_var", lambda a: -a - 1), "'1.running_var' has a negative variance"),
+    "negative variance": (change_array("1.running_var", lambda a: -a - 1), "'1.running_var' has negative values"),
     "no count": (change_count(None), "'num-examples' = None"),
     "negative count": (change_count(-3), "'num-examples' = -3"),
     "NaN count": (change_count(float("nan")), "'num-examples' = nan"),

@@ -310,7 +310,7 @@ def test_a_column_of_masks_is_a_label_for_each_pixel(root: Path, stream: bool) -
 
 def test_how_many_classes_pixels_have_must_be_said(root: Path) -> None:
     write_masks(root / "mine")
-    with pytest.raises(DataError, match=r"a label for each pixel; say how many classes there are by data\.classes"):
+    with pytest.raises(DataError, match=r"is a segmentation data set; give the number of its classes by data\.classes"):
         load(str(root / "mine"), label="annotation")
 
 

@@ -231,7 +231,7 @@ def test_a_variance_of_zero_is_no_fault() -> None:
             ["'conv.weight'", "2 of 6", "not finite"],
         ),
         (reply(bn__running_mean=np.array([np.inf, 0], np.float32)), ["'bn.running_mean'", "1 of 2", "not finite"]),
-        (reply(bn__running_var=np.array([1, -0.5], np.float32)), ["'bn.running_var'", "negative variance", "-0.5"]),
+        (reply(bn__running_var=np.array([1, -0.5], np.float32)), ["'bn.running_var'", "negative values", "-0.5"]),
     ],
 )
 def test_each_fault_is_named(bad: dict[str, np.ndarray], words: list[str]) -> None:

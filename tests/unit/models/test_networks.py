@@ -188,7 +188,7 @@ def test_a_new_first_convolution_is_drawn_as_torchvision_draws_its_own() -> None
 
 
 def test_a_stem_that_a_network_does_not_have_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'alexnet' has one stem alone; .* resnet18"):
+    with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'alexnet' has only one stem; .* resnet18"):
         on_meta("alexnet", stem="small")
     with pytest.raises(SettingsError, match=r"model\.stem='smal' is not a stem; did you mean 'small'"):
         on_meta("resnet18", stem="smal")

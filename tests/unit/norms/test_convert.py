@@ -167,7 +167,7 @@ def test_a_synchronised_batch_norm_is_converted_as_any(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CHANGED)
 def test_a_batch_norm_that_also_activates_is_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="1 is a BatchNormAct2d, more than batch norm alone"):
+    with pytest.raises(SettingsError, match="1 is a BatchNormAct2d, which is more than batch norm"):
         convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), BatchNormAct2d(4), nn.Linear(1, 1)), kind)
 
 
