@@ -26,6 +26,14 @@ _RESTART_CHECK = 5.0  # seconds between checks for restarted nodes
 _FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing; doubles each time
 
 
+def poll_often(grid: Grid) -> Grid:
+    """The grid that Flower gives a ServerApp, so that it looks for replies at short intervals."""
+    if hasattr(grid, "pull_interval"):  # the simulation's, 0.1 s by default
+        grid.pull_interval = 0.02
+        return grid
+    return PollingGrid(grid)
+
+
 class PollingGrid(GridAround):
     """`grid`, whose `send_and_receive` polls for replies after `interval` seconds, then at growing intervals.
 

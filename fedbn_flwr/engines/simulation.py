@@ -37,7 +37,7 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, op
     """`flwr run APP` on a SuperLink of its own; raises RunFailed where the run did not complete."""
     with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as home, _superlink(Path(home)) as environment:
         config = Path(home) / "run-config.toml"
-        config.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in run_config.items()), encoding="utf-8")
+        config.write_text(_toml_lines(run_config), encoding="utf-8")
         command = [_tool("flwr"), "run", str(app), "--stream", "--federation-config", federation_config]
         if run_config:
             command += ["--run-config", str(config)]
@@ -59,8 +59,8 @@ def run_installed(clients: int, run_config: Mapping[str, Any]) -> int:
     """Carry out an experiment with the code of this installation, which needs no checkout."""
     with tempfile.TemporaryDirectory(prefix="fedbn-app-") as folder:
         app = Path(folder) / "app"
-        write_app(app)
-        return run_app(app, run_config, federation_config(clients))
+        write_app(app, run_config)
+        return run_app(app, {}, federation_config(clients))
 
 
 def federation_config(clients: int) -> str:
@@ -71,7 +71,7 @@ def federation_config(clients: int) -> str:
     )
 
 
-def write_app(folder: Path) -> None:
+def write_app(folder: Path, run_config: Mapping[str, Any]) -> None:
     """A Flower app that consists of this installation's ServerApp and ClientApp."""
     (folder / "apps").mkdir(parents=True)
     package = Path(__file__).parent.parent
@@ -95,11 +95,7 @@ serverapp = "apps.server_app:app"
 clientapp = "apps.client_app:app"
 
 [tool.flwr.app.config]
-experiment = "demo"
-set = ""
-out = ""
-resume = false
-""",
+{_toml_lines(run_config)}""",
         encoding="utf-8",
     )
 
@@ -271,6 +267,10 @@ def _status(environment: Mapping[str, str], home: str) -> tuple[str, str]:
     except (json.JSONDecodeError, KeyError, IndexError):
         return "", " ".join(listed.stderr.split())[-300:]
     return str(newest.get("status", "")), str(newest.get("status-details") or "").strip()
+
+
+def _toml_lines(run_config: Mapping[str, Any]) -> str:
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in run_config.items())
 
 
 def _toml(value: Any) -> str:

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
-from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
@@ -176,10 +176,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
     counts = {run.clients for run in experiment.runs}
     if len(counts) > 1:
         raise SettingsError(f"the runs have {sorted(counts)} clients; under Flower's runtimes all must have as many")
-    if hasattr(grid, "pull_interval"):
-        grid.pull_interval = 0.02  # Flower's simulation looks for replies ten times a second by default
-    else:
-        grid = PollingGrid(grid)  # real nodes
+    grid = poll_often(grid)
     resume = bool(run_config.get("resume"))
     if resume and not run_config.get("out"):
         raise SettingsError("resume is true, but out is empty; give the folder of the runs to continue")

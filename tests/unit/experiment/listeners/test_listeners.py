@@ -1,0 +1,166 @@
+"""What each listener makes of a round: figures, files, lines on the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.nn import functional as F
+
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.listeners.checkpoint import Checkpoint
+from fedbn_flwr.experiment.listeners.evaluate import Evaluate
+from fedbn_flwr.experiment.listeners.history import History
+from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.run import train_round
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.ledger import MeteredGrid
+
+EXPERIMENT = """
+rounds: 5
+clients: 2
+train: {lr: 0.05, batch_size: 16, steps: 1}
+evaluate: {every: 2, clients: true}
+engine: {workers: 0, device: cpu, checkpoint_every: 2}
+"""
+
+
+class OwnDisks(MeteredGrid):
+    """Nodes whose states the server cannot read."""
+
+    def node_states(self) -> None:
+        return None
+
+
+@pytest.fixture(params=[MeteredGrid])
+def state(request: pytest.FixtureRequest) -> Iterator[RunState]:
+    experiment = load_experiment(EXPERIMENT)
+    (prepared,) = prepare(experiment)
+    with LocalGrid(client_app(functools.partial(client_of, experiment)), 2) as grid:
+        arrays = pack(initial_arrays(prepared.model))
+        prepared.rule.begin(5, arrays)
+        identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
+        yield RunState(prepared, request.param(grid), identity, arrays)
+
+
+def history(state: RunState, folder: Path) -> History:
+    assert isinstance(state.grid, MeteredGrid)
+    return History(RunFolder(folder), state.grid)
+
+
+def test_models_are_evaluated_every_other_round_and_after_the_last(state: RunState) -> None:
+    listener = Evaluate(state.prepared)
+    evaluated = []
+    for _ in range(5):
+        train_round(state)
+        listener.on_round(state)
+        if "accuracy" in state.line:
+            evaluated.append(state.round)
+    assert evaluated == [2, 4, 5]
+    data = state.prepared.dataset
+    assert data is not None
+    # The model on which the figures were measured is that of the last round.
+    twin = evaluate(
+        state.prepared.model, TestBatches(data.test, data.moments, 500), F.cross_entropy, state.prepared.device
+    )
+    assert (state.line["accuracy"], state.line["loss"]) == (twin["accuracy"], twin["loss"])
+    assert state.line["evaluated_with"] == "model"
+    assert state.line["clients_accuracy"] == state.line["accuracy"], "FedAvg's clients have the same model and images"
+
+
+def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(state: RunState, tmp_path: Path) -> None:
+    listener = history(state, tmp_path)
+    listener.on_start(state)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "running"
+    for _ in range(2):
+        train_round(state)
+        listener.on_round(state)
+    lines = RunFolder(tmp_path).history()
+    assert [line["round"] for line in lines] == [1, 2]
+    assert [line["messages_down"] for line in lines] == [2, 2]
+    again = history(state, tmp_path)
+    again.on_start(state)  # of a resumed run
+    assert again.summary.traffic.messages_up == 4
+    assert again.summary.rounds == 2
+    assert again.summary.seconds == sum(line["seconds"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (RunFailed("no node is left"), "failed")],
+)
+def test_the_end_of_a_run_is_in_its_summary(
+    error: BaseException | None, status: str, state: RunState, tmp_path: Path
+) -> None:
+    listener = history(state, tmp_path)
+    listener.on_start(state)
+    state.error = error
+    listener.on_end(state)
+    found = RunFolder(tmp_path).summary()
+    assert found is not None
+    assert (found.status, found.error) == (status, "no node is left" if status == "failed" else None)
+
+
+def checkpoints(state: RunState, folder: Path, stop: int = 0) -> list[int]:
+    """The round of the checkpoint after each of four rounds."""
+    files, listener = history(state, folder), Checkpoint(RunFolder(folder))
+    files.on_start(state)
+    rounds = []
+    for _ in range(4):
+        train_round(state)
+        files.on_round(state)
+        state.stop = state.round == stop
+        listener.on_round(state)
+        rounds.append(RunFolder(folder).checkpoint.round())
+    train_round(state)
+    state.error = KeyboardInterrupt()  # in the middle of round 5
+    listener.on_end(state)
+    rounds.append(RunFolder(folder).checkpoint.round())
+    return rounds
+
+
+def test_checkpoints_are_written_as_often_as_asked_and_where_a_run_stops(state: RunState, tmp_path: Path) -> None:
+    assert checkpoints(state, tmp_path, stop=3) == [0, 2, 3, 4, 4]
+    assert state.kept_round == 4
+    clients = RunFolder(tmp_path).checkpoint.clients()
+    assert clients is not None
+    assert len(list(clients)) == 2
+
+
+@pytest.mark.parametrize("state", [OwnDisks], indirect=True)
+def test_where_nodes_keep_their_states_the_last_whole_round_is_saved(state: RunState, tmp_path: Path) -> None:
+    engine = state.run.engine.model_copy(update={"checkpoint_every": 3})
+    state.prepared = dataclasses.replace(state.prepared, run=state.run.model_copy(update={"engine": engine}))
+    assert checkpoints(state, tmp_path) == [0, 0, 3, 3, 4]
+    assert RunFolder(tmp_path).checkpoint.clients() is None
+
+
+def test_progress_names_each_run_and_its_last_round(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress([5, 5], plain=True) as progress:
+        progress.next_run("first")
+        progress.skip_run()
+        progress.next_run("second")
+        state.round = 3
+        progress.on_start(state)
+        state.round, state.line = 5, {"round": 5, "accuracy": 0.5, "loss": 2.0}
+        progress.on_round(state)
+    assert capsys.readouterr().out.splitlines() == [
+        "[1/2] first: finished already",
+        "[2/2] second: 5 rounds, going on after round 3",
+        "[2/2] second: round 5/5  accuracy 0.5000  loss 2.0000",
+    ]
+    assert not state.stop

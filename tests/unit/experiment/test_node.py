@@ -1,0 +1,54 @@
+"""A client's model, which other clients used before, is as good as a new one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.experiment.node import make_client
+
+SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.steps=2"
+
+
+def network(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+
+def client_of(partition: int, experiment: str) -> BNClient:
+    run_config = {"experiment": "demo", "set": experiment}
+    node = {"partition-id": partition, "num-partitions": 2}
+    return make_client(Context(1, partition, node, RecordDict(), run_config), {})
+
+
+def state_of(client: BNClient) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in client.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("norm", ["bn", "brn", "sbn", "won"])
+def test_a_client_s_model_is_as_built_whoever_had_it_before(norm: str) -> None:
+    experiment = SETTINGS.format(norm=norm)
+    client = client_of(0, experiment)
+    fresh, model = state_of(client), client.model
+    client.fit(client.get_parameters({}), {})
+    assert any(not torch.equal(value, fresh[key]) for key, value in client.model.state_dict().items())
+    del client
+    again = client_of(1, experiment)
+    assert again.model is model  # it was used again, or this test says nothing
+    assert all(parameter.grad is None for parameter in again.model.parameters())
+    for key, value in again.model.state_dict().items():
+        assert torch.equal(value, fresh[key]), key
+
+
+def test_two_clients_at_once_have_two_models() -> None:
+    experiment = SETTINGS.format(norm="bn")
+    first, second = client_of(0, experiment), client_of(1, experiment)
+    assert first.model is not second.model
+
+
+def test_a_network_of_the_user_s_own_is_built_anew_for_every_client() -> None:
+    experiment = SETTINGS.format(norm="bn") + f" model.name={__name__}:network"
+    first = client_of(0, experiment).model
+    assert client_of(1, experiment).model is not first

@@ -1,0 +1,157 @@
+"""What is built and checked before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedbn_flwr.experiment.data as experiment_data
+import fedbn_flwr.experiment.prepare as experiment_prepare
+from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.data.dataset import DataSet, Groups
+from fedbn_flwr.data.images import Images
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.find import (
+    load_experiment,
+    parse_yaml,
+    read_experiment,
+    run_names,
+    shipped_experiments,
+)
+from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
+from fedbn_flwr.experiment.settings import Data, Experiment
+from fedbn_flwr.strategies import FedAvg
+
+EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
+FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
+
+
+# --- the shipped experiments -------------------------------------------------
+
+
+def stand_in(data: Data, device: str) -> DataSet:
+    """Random images in place of a data set that is not shipped: a file's settings can be checked without it."""
+    if data.name == "digits":
+        return load_data(data, device)
+    entry = CATALOGUE.get(data.name)
+    if entry is None:
+        shape: tuple[int, ...] = (3, data.size or 32, data.size or 32)  # type: ignore[arg-type]
+    else:  # one that stays as it is has the size of its boxes
+        shape = (entry.channels, *[entry.size or data.crop or 0] * 2)
+    classes = data.classes or (entry.classes if entry else 10)
+    count = 1000 * classes
+    images = torch.zeros(1, *shape, dtype=torch.uint8).expand(count, *shape)
+    if entry is not None and entry.ids is not None:  # each pixel has a label
+        part = Images(images, torch.zeros(count, dtype=torch.int64), images[:, 0])
+    else:
+        part = Images(images, torch.arange(count) % classes)
+    natural = None
+    if data.partition.kind == "natural":  # as many values as Cityscapes has cities to train on
+        rows = torch.arange(count) % 18
+        natural = Groups(data.partition.column, tuple(map(str, range(18))), rows, rows)
+    return DataSet(data.name, part, part, tuple(map(str, range(classes))), natural=natural)
+
+
+load_data = experiment_data.load_data
+
+
+def test_there_are_shipped_experiments() -> None:
+    assert FILES
+    assert set(shipped_experiments()) <= {file.stem for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXPERIMENTS)))
+def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (experiment_data, experiment_prepare):
+        monkeypatch.setattr(module, "load_data", stand_in)
+    experiment_data.partition_of.cache_clear()
+    experiment = load_experiment(str(file))
+    assert experiment.description, "fedbn list experiments shows it"
+    names = run_names(experiment)
+    for run, name in zip(experiment.runs, names, strict=True):
+        if run.data.crop is not None:  # networks of pixels take seconds to try
+            run = run.model_copy(update={"data": run.data.model_copy(update={"crop": 64})})
+        prepared = prepare_run(run, name, make_rule(run))
+        assert prepared.name == name
+    experiment_data.partition_of.cache_clear()
+
+
+# --- a norm that a rule replaces -----------------------------------------------
+
+RULES: list[dict[str, Any]] = [
+    {"name": "FedTAN"},
+    {"name": "FedTANII", "fedtan_rounds": 1},
+    {"name": "FedAvgGlobalStats"},
+    {"name": "MeanStatistics", "base": {"name": "FedTAN"}},
+    {"name": "FixBN", "freeze_round": 1, "base": {"name": "MeanStatistics", "base": {"name": "FedTAN"}}},
+]
+
+
+def experiment_of(strategy: dict[str, Any], norm: str) -> Experiment:
+    return read_experiment({"strategy": strategy, "model": {"norm": norm}, "rounds": 2})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_norm_with_arithmetic_of_its_own_is_refused_where_it_would_be_lost(rule: dict[str, Any]) -> None:
+    message = rf"strategy {rule['name']}.* 'bn1' of 'cnn' is a BatchRenorm, whose own .* use model\.norm: bn"
+    with pytest.raises(SettingsError, match=message):
+        prepare(experiment_of(rule, "brn"))
+    prepare(experiment_of(rule, "bn"))
+
+
+def test_other_rules_take_it() -> None:
+    prepare(experiment_of({"name": "FixBN", "freeze_round": 1}, "brn"))
+
+
+def strategy_of(text: str) -> object:
+    (run,) = read_experiment(parse_yaml(text)).runs
+    return make_rule(run)
+
+
+def test_a_round_needs_two_clients_unless_the_experiment_says_otherwise() -> None:
+    for clients, spec, needed in ((1, "", 1), (5, "", 2), (5, ", min_train_nodes: 4", 4)):
+        strategy = strategy_of(f"{{clients: {clients}, strategy: {{name: FedAvg{spec}}}}}")
+        assert isinstance(strategy, FedAvg)
+        assert strategy.min_train_nodes == needed
+        assert strategy.min_available_nodes <= needed, "a lost client would stop the run"
+
+
+@pytest.mark.parametrize("spec", ["{name: FedBN, min_train_nodes: 4}", "{name: FixBN, freeze_round: 1, base: {name: "
+                                  "FedAvg, min_available_nodes: 4}}"])  # fmt: skip
+def test_more_nodes_than_there_are_cannot_be_asked_for(spec: str) -> None:
+    with pytest.raises(SettingsError, match=r"strategy\.min_\w+ of Fed\w+ is 4, but there are 3 clients"):
+        strategy_of(f"{{clients: 3, strategy: {spec}}}")
+
+
+# --- what only the objects can tell ------------------------------------------
+
+
+def refused(text: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        prepare(read_experiment(parse_yaml(text)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {name: resnet21}", ["model.name='resnet21'", "did you mean 'resnet20'?"]),
+        ("model: {norm: gm}", ["model.norm='gm'", "known: bn, "]),
+        ("model: {norm: gn, groups: 3}", ["bn1 has 16 channels", "3 groups do not divide"]),
+        ("model: {classes: 7}", ["model.classes is 7", "'digits' has 10 classes"]),
+        ("data: {classes: 9}", ["data.classes is 9", "10 classes"]),
+        ("strategy: {name: FedAgv}", ["strategy.name='FedAgv'", "did you mean 'FedAvg'?"]),
+        ("strategy: {name: FixBN, freeze_rond: 1}", ["strategy.freeze_rond (= 1)", "did you mean 'freeze_round'?"]),
+        ("strategy: {name: FedAvg, fraction_train: half}", ["strategy.fraction_train of FedAvg is 'half'", "float"]),
+        ("strategy: {name: FedAvg, base: {name: FedAvg}}", ["FedAvg wraps no other strategy"]),
+        ("{rounds: 3, strategy: {name: FixBN, freeze_round: 4}}", ["freeze_round is 4, but there are 3 rounds"]),
+        ("strategy: {name: FixBN, base: FedAvg}", ["strategy.base is 'FedAvg'", "{name: FedAvg}"]),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_training(text: str, words: list[str]) -> None:
+    found = refused(text)
+    for word in words:
+        assert word in found

@@ -1,0 +1,68 @@
+"""A summary adds up a history as one does by hand, and comes back from its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.ledger import Traffic
+from fedbn_flwr.results.summary import Summary
+
+
+def begun() -> Summary:
+    return Summary("demo", "FixBN", "FixBN(FedProx)", "cnn", "bn", 3, 10, "cpu", "2026-01-01", "the global model")
+
+
+def line(server_round: int, **more: Any) -> dict[str, Any]:
+    traffic = Traffic(1, 2, 2, bytes_down=100, bytes_up=50, broadcast_bytes=150, elements_up_per_client=server_round)
+    return {"round": server_round, "clients": 2, **vars(traffic), "seconds": 0.25, **more}
+
+
+def accounted() -> Summary:
+    summary = begun()
+    summary.account(line(1, accuracy=0.5, loss=2.0, accuracy_sea=0.25, evaluated_with="model", mean_iou=0.125))
+    summary.account(line(2, accuracy=0.75, loss=1.0, accuracy_sea=0.5, clients_own_accuracy_sea=0.875))
+    summary.account(line(3, train_loss=0.1))
+    summary.account(line(4, accuracy=0.25, loss=1.5, evaluated_with="reestimated", clients_accuracy=0.625))
+    summary.notes = {"freeze_round": 2}
+    return summary
+
+
+def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
+    found = accounted()
+    assert (found.rounds, found.seconds) == (4, 1.0)
+    assert (found.accuracy, found.best_accuracy, found.loss) == (0.25, 0.75, 1.5)
+    assert (found.evaluated_with, found.mean_iou, found.clients_accuracy) == ("reestimated", 0.125, 0.625)
+    assert found.domains == {"accuracy_sea": 0.5, "clients_own_accuracy_sea": 0.875}
+    assert found.traffic == Traffic(4, 8, 8, 400, 200, 600, elements_up_per_client=4)
+
+
+def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_summary(accounted())
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["broadcast_mib_per_round"] == 150 / 2**20
+    assert (found["bytes_down"], found["accuracy_sea"], found["freeze_round"]) == (400, 0.5, 2)
+    assert not {"error", "precision", "clients_mean_iou", "traffic", "domains", "notes"} & found.keys()
+    folder.write_summary(begun())
+    assert "accuracy" not in json.loads((tmp_path / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("summary", [begun(), accounted()])
+def test_a_summary_comes_back_from_its_file(summary: Summary, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.summary() is None
+    folder.write_summary(summary)
+    assert folder.summary() == summary
+
+
+def test_a_file_without_a_required_key_is_refused_by_its_name(tmp_path: Path) -> None:
+    content = begun().to_json()
+    del content["seed"], content["model"]
+    (tmp_path / "summary.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"summary\.json lacks model, seed"):
+        RunFolder(tmp_path).summary()
