@@ -23,6 +23,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import seeding
+from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
@@ -119,7 +120,7 @@ class FedAvg(Rule, FlowerFedAvg):
         self.asked, self.left_out = len(nodes), []
         told = dict(self.instructions(round))
         if self.traits.returned and (back := returned_roles(self.traits, roles(arrays).values())):
-            told[protocol.RETURN] = protocol.join(back)
+            told[RETURN] = protocol.join(back)
         records = {name: pack(values) for name, values in self.records(round).items() if values}
         return self._messages(round, records, told, nodes, MessageType.TRAIN)
 

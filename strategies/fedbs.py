@@ -23,6 +23,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from fedbn_flwr.client.rules.fedprox import PROXIMAL_MU
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.screening import Reply
@@ -77,7 +78,7 @@ class FedBS(FedAvg):
         return {"switch_round": self.memory.switch_round}
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {} if self.memory.switch_round is None else {protocol.PROXIMAL_MU: float(self.proximal_mu)}
+        return {} if self.memory.switch_round is None else {PROXIMAL_MU: float(self.proximal_mu)}
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         if self.memory.switch_round is not None or 0 <= reply.number(protocol.TRAIN_LOSS) < math.inf:

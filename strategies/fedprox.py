@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from fedbn_flwr.client.rules.fedprox import PROXIMAL_MU
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages import protocol
 
 from ._rule import Round
 from .fedavg import FedAvg, FedAvgOptions
@@ -34,4 +34,4 @@ class FedProx(FedAvg):
         self.proximal_mu = proximal_mu
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {protocol.PROXIMAL_MU: float(self.proximal_mu)}
+        return {PROXIMAL_MU: float(self.proximal_mu)}

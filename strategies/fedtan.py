@@ -22,6 +22,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
+from fedbn_flwr.client.rules.fixbn import frozen_roles
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution
@@ -194,4 +195,4 @@ class FedTANII(FixBN):
 
 
 def _frozen(config: Mapping[str, Any]) -> bool:
-    return Role.STATISTICS in protocol.frozen_roles(config)
+    return Role.STATISTICS in frozen_roles(config)

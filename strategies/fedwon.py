@@ -14,8 +14,8 @@ from typing import Any, Unpack
 
 from flwr.app import ArrayRecord
 
+from fedbn_flwr.client.rules.fedwon import CLIP
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Round
@@ -49,4 +49,4 @@ class FedWon(FedAvg):
                 )
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {protocol.CLIP: float(self.clip)} if self.clip else {}
+        return {CLIP: float(self.clip)} if self.clip else {}

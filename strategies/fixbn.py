@@ -16,6 +16,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
+from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays
@@ -81,8 +82,8 @@ class FixBN(Wrapper):
                 f"is written without a point: {int(freeze_round)}"
             )
         names = [freeze] if isinstance(freeze, str) else list(freeze)
-        if not names or not set(names) <= protocol.FREEZABLE:
-            raise SettingsError(f"freeze is {freeze!r}; expected one or both of {sorted(map(str, protocol.FREEZABLE))}")
+        if not names or not set(names) <= FREEZABLE:
+            raise SettingsError(f"freeze is {freeze!r}; expected one or both of {sorted(map(str, FREEZABLE))}")
         if window < 2:
             raise SettingsError(f"window is {window}; a variance needs at least 2 rounds")
         if not threshold > 0:
@@ -122,7 +123,7 @@ class FixBN(Wrapper):
         return {**super().notes(), "freeze_round": self.memory.last_free, "frozen": sorted(self.freeze)}
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {protocol.FREEZE: protocol.join(self.freeze)} if self._frozen(round) else {}
+        return {FREEZE: protocol.join(self.freeze)} if self._frozen(round) else {}
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """A client that ignores the request trains something else: refuse it rather than average it."""
@@ -133,7 +134,7 @@ class FixBN(Wrapper):
             if value is not None and value.tobytes() != sent.astype(value.dtype).tobytes():
                 return (
                     f"it changed {key!r}, which is frozen. Its ClientApp does not honour the config key "
-                    f"{protocol.FREEZE!r}: serve it by fedbn_flwr.client_app with a BNClient, or put its batch "
+                    f"{FREEZE!r}: serve it by fedbn_flwr.client_app with a BNClient, or put its batch "
                     "norms in eval mode in such rounds"
                 )
         return None

@@ -16,8 +16,8 @@ from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
+from fedbn_flwr.client.rules.globalmomentum import MOMENTUM, MOMENTUM_RECORD
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.screening import Reply
 
@@ -43,10 +43,10 @@ class GlobalMomentum(Wrapper):
             )
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {protocol.MOMENTUM: True}
+        return {MOMENTUM: True}
 
     def records(self, round: Round) -> dict[str, Arrays]:
-        return {protocol.MOMENTUM_RECORD: self.memory.momentum}
+        return {MOMENTUM_RECORD: self.memory.momentum}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        self.memory.momentum = weighted_mean((reply.records[protocol.MOMENTUM_RECORD] for reply in replies), weights)
+        self.memory.momentum = weighted_mean((reply.records[MOMENTUM_RECORD] for reply in replies), weights)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedbn_flwr.messages import protocol
+from fedbn_flwr.client.rules.scaffold import CONTROL, CONTROL_RECORD
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
 from fedbn_flwr.messages.screening import Reply
 
@@ -38,15 +38,15 @@ class Scaffold(FedAvg):
     memory: Memory
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {protocol.CONTROL: True}
+        return {CONTROL: True}
 
     def records(self, round: Round) -> dict[str, Arrays]:
-        return {protocol.CONTROL_RECORD: self.memory.control}  # there c, and back c_i+ - c_i
+        return {CONTROL_RECORD: self.memory.control}  # there c, and back c_i+ - c_i
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: c <- c + |S|/N * 1/|S| sum_i (c_i+ - c_i)"""
         c, total = self.memory.control, len(list(round.grid.get_node_ids()))
-        mean = weighted_mean((reply.records[protocol.CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
+        mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
         share = len(replies) / total
         self.memory.control = c | {
             key: (c.get(key, 0.0) + share * change).astype(change.dtype) for key, change in mean.items()

@@ -20,9 +20,10 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 
-from .client import BNClient, Config, Update
+from .client import BNClient, Config
 from .layerwise import abandon_parked, train_by_messages, train_over_stream
 from .node_state import return_to_round, stored_state
+from .rules import Update
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
 Make = Callable[[], NumPyClient]

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,44 +21,23 @@ from torch import nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.step import Exchange, LayerwiseStep
+from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.messages.arrays import FlatArrays
-from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
 
 from .evaluation import evaluate
-from .model_tensors import ModelTensors, copied
+from .model_tensors import ModelTensors
 from .node_state import NodeState
-from .training import (
-    SGD,
-    AdaptiveClip,
-    Adjust,
-    Batch,
-    Correction,
-    Epochs,
-    Gradient,
-    Loss,
-    Proximal,
-    cross_entropy,
-    local_batches,
-    train,
-)
+from .rules import LocalRound, Update, known_keys, rules_by_key
+from .rules.globalmomentum import GlobalMomentum
+from .training import SGD, Batch, Epochs, Loss, cross_entropy, local_batches, train
 
 Config = Mapping[str, Any]
 Metrics = dict[str, Any]  # numbers
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a client answers: arrays by name, metrics, and records beside the arrays."""
-
-    arrays: Arrays
-    metrics: Metrics
-    extras: dict[str, Arrays]
 
 
 class BNClient(NumPyClient):
@@ -139,7 +117,7 @@ class BNClient(NumPyClient):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
         self._is_fixed = isinstance(model, ModelTensors)
-        self.records = RecordDict() if context is None else context.state
+        self._state = NodeState(RecordDict() if context is None else context.state)
         self.partition_id = None if context is None else context.node_config.get("partition-id")
 
     @property
@@ -154,6 +132,15 @@ class BNClient(NumPyClient):
     def roles(self) -> Mapping[str, Role]:
         return self._parts.roles
 
+    @property
+    def records(self) -> RecordDict:
+        """Where Flower keeps what the node remembers; each message of a layer-wise round comes with its own."""
+        return self._state.records
+
+    @records.setter
+    def records(self, records: RecordDict) -> None:
+        self._state.records = records
+
     # --- by name: what client_app calls ---
 
     def train_round(
@@ -167,7 +154,7 @@ class BNClient(NumPyClient):
 
         `exchange` carries a layer-wise step's tensors to the other clients and back.
         """
-        protocol.check_known(config)
+        protocol.check_known(config, known_keys())
         with _alone(self.model):
             return self._train_round(arrays, config, {} if extras is None else extras, exchange)
 
@@ -175,67 +162,67 @@ class BNClient(NumPyClient):
         self, arrays: Arrays, config: Config, extras: Mapping[str, Arrays], exchange: Exchange | None
     ) -> Update:
         server_round = int(config.get(protocol.ROUND, 1))
-        run = protocol.run_of(config)
-        self._load(arrays, run)
+        self._load(arrays, config)
+        local = LocalRound(
+            config, arrays, extras, self.model, self._state, self.num_examples, self.identity.get(protocol.PARTITION),
+            exchange,
+        )  # fmt: skip
+        wanted = {rule for key, rule in rules_by_key().items() if config.get(key)}
+        if self.keep_momentum:
+            wanted.add(GlobalMomentum)
+        rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self.lr(server_round) if callable(self.lr) else self.lr
         seed = seeding.seed_for(self.seed, "model", server_round, int(self.partition_id or 0))
         self._parts.set_training()
-        frozen = protocol.frozen_roles(config)
-        with seeding.streams(seed, self.device), frozen_norm(self.model, frozen) if frozen else nullcontext():
-            named = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
-            optimizer = SGD(named, lr, self.momentum, self.weight_decay)
-            adjust: list[Adjust] = []
-            control = self._control(named, config, extras, run)
-            if control is not None:
-                adjust.append(control)
-            if mu := float(config.get(protocol.PROXIMAL_MU, 0.0)):
-                adjust.append(Proximal(named.values(), mu))
-            if clip := float(config.get(protocol.CLIP, 0.0)):
-                adjust.append(AdaptiveClip(self._clipped(named), clip))
-            if exchange is None:
-                self._set_momentum(optimizer, named, config, extras, run)
-            else:  # between gradient and step: such a round is sent its records with its last message
-                adjust.append(_once(lambda: self._set_momentum(optimizer, named, config, extras, run)))
+        waiting = list(rules)  # to begin
+
+        def begin() -> None:
+            while waiting:
+                waiting.pop(0).begin()
+
+        adjust = [begin, *(rule.adjust for rule in rules)] if rules else []
+
+        with ExitStack() as stack:
+            stack.enter_context(seeding.streams(seed, self.device))
+            for rule in rules:
+                stack.enter_context(rule.around())
+            trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
+            local.optimizer = SGD(trained, lr, self.momentum, self.weight_decay)
             loss, _, first_batch = train(
                 self.model,
                 local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
-                optimizer,
+                local.optimizer,
                 self.loss,
                 device=self.device,
                 adjust=adjust,
-                first_step=self._first_step(config, exchange),
+                first_step=next((found for rule in rules if (found := rule.first_gradient()) is not None), None),
                 channels_last=self.channels_last,
                 precision=self.precision,
             )
-        back, came = protocol.returned_roles(config), set(arrays)
+            begin()  # in a round without any step
+        back, came = frozenset[Role]().union(*(rule.returned() for rule in rules)), set(arrays)
         sent = self._parts.taken(key for key, role in self.roles.items() if key in came or role in back)
-        # Only now, when nothing can fail any more: a round that is replayed begins where this one began.
-        state = NodeState(self.records, run)
-        state.save("local", self._parts.taken(key for key in self.roles if key not in came))
-        more: dict[str, Arrays] = {}
-        if control is not None:
-            more[protocol.CONTROL_RECORD] = self._finish_control(control, named, extras, state)
-        if config.get(protocol.MOMENTUM) or self.keep_momentum:
-            buffers = {**state.load("momentum"), **_momentum_of(optimizer, named)}
-            if config.get(protocol.MOMENTUM):  # that of parameters that do not travel stays here as they do
-                more[protocol.MOMENTUM_RECORD] = {name: buffers.pop(name) for name in named if name in arrays}
-            state.save("momentum", buffers)
         metrics: Metrics = {
             protocol.NUM_EXAMPLES: self.num_examples,
             protocol.TRAIN_LOSS: loss,
             protocol.BATCH_EXAMPLES: first_batch,
         }
-        return Update(sent, metrics | self.identity, more)
+        update = Update(sent, metrics | self.identity, {})
+        # Only now, when nothing can fail any more: a round that is replayed begins where this one began.
+        self._state.save("local", self._parts.taken(key for key in self.roles if key not in came))
+        for rule in rules:
+            rule.finish(update)
+        return update
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Loss and accuracy of `arrays`, with what the node kept of its own, on this client's test data.
 
         Where there are several sets, the metrics of the second and later ones begin with their name.
         """
-        protocol.check_known(config)
+        protocol.check_known(config, known_keys())
         if self.eval_data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
-        self._load(arrays, protocol.run_of(config))
+        self._load(arrays, config)
         data = self.eval_data() if callable(self.eval_data) else self.eval_data
         sets = data if isinstance(data, Mapping) else {"": data}
         metrics: Metrics = {}
@@ -249,8 +236,8 @@ class BNClient(NumPyClient):
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """Mean batch statistics of this client's training data under `arrays`; `num-examples` counts batches."""
-        protocol.check_known(config)
-        self._load(arrays, protocol.run_of(config))
+        protocol.check_known(config, known_keys())
+        self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
         found, batches = reestimate(self.model, epoch, self.device)
         numbers = {key: value.cpu().numpy() for key, value in found.items()}
@@ -292,69 +279,6 @@ class BNClient(NumPyClient):
             f"object with num_examples and epoch(server_round, epoch); found {type(data).__name__}"
         )
 
-    # What rules add to a round.
-
-    def _first_step(self, config: Config, exchange: Exchange | None) -> Gradient | None:
-        mode = config.get(protocol.COHORT)
-        if mode is None:
-            return None
-        if exchange is None:
-            raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
-        return LayerwiseStep(
-            exchange,
-            fused=mode == "fused",
-            backward=bool(config.get(protocol.COHORT_BACKWARD, True)),
-            examples=self.num_examples,
-            partition=None if self.partition_id is None else int(self.partition_id),
-        )
-
-    def _control(
-        self, named: Mapping[str, nn.Parameter], config: Config, extras: Mapping[str, Arrays], run: str | None
-    ) -> Correction | None:
-        """SCAFFOLD's correction c - c_i; both are zero at first."""
-        if not config.get(protocol.CONTROL):
-            return None
-        server, own = extras.get(protocol.CONTROL_RECORD, {}), self._own_control(extras, NodeState(self.records, run))
-        return Correction({p: _tensor(server.get(name), p) - _tensor(own.get(name), p) for name, p in named.items()})
-
-    def _own_control(self, extras: Mapping[str, Arrays], state: NodeState) -> Arrays:
-        """c_i; zero in a first round, when the server has no c: what the node holds then is of another training."""
-        return state.load("control") if protocol.CONTROL_RECORD in extras else {}
-
-    def _finish_control(
-        self, control: Correction, named: Mapping[str, nn.Parameter], extras: Mapping[str, Arrays], state: NodeState
-    ) -> Arrays:
-        """Keep the new c_i, and return its change."""
-        before = self._own_control(extras, state)
-        new = copied({name: control.mean(p) for name, p in named.items()})
-        state.save("control", {**before, **new})  # what is frozen now keeps its own
-        return {name: value - before[name] if name in before else value for name, value in new.items()}
-
-    def _set_momentum(
-        self,
-        optimizer: SGD,
-        named: Mapping[str, nn.Parameter],
-        config: Config,
-        extras: Mapping[str, Arrays],
-        run: str | None,
-    ) -> None:
-        if not (config.get(protocol.MOMENTUM) or self.keep_momentum):
-            return
-        buffers = dict(NodeState(self.records, run).load("momentum"))
-        if config.get(protocol.MOMENTUM):
-            if not self.momentum:
-                raise MessageError("the server maintains momentum, but this client trains without (momentum is 0)")
-            buffers.update(extras.get(protocol.MOMENTUM_RECORD, {}))
-        for name, parameter in named.items():
-            if name in buffers:
-                optimizer.buffers[name] = _tensor(buffers[name], parameter)
-
-    def _clipped(self, named: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-        """All parameters but those of the last linear layer."""
-        linear = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
-        exempt = {id(p) for p in linear[-1].parameters()} if linear else set()
-        return [p for p in named.values() if id(p) not in exempt]
-
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
 
@@ -366,11 +290,12 @@ class BNClient(NumPyClient):
             raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r} and on")
         return dict(zip(keys, parameters, strict=True))
 
-    def _load(self, arrays: Arrays, run: str | None) -> None:
+    def _load(self, arrays: Arrays, config: Config) -> None:
         """The received arrays, and for all other keys what this node last had (or was built with)."""
         if not (self._is_fixed or self._parts.are_current()):
             self._parts = ModelTensors(self.model, self.device)
-        kept = NodeState(self.records, run).load("local")
+        self._state = NodeState(self.records, protocol.run_of(config))
+        kept = self._state.load("local")
         if not self._parts.fits(arrays, kept):
             self._check(arrays, kept)
             kept = {key: value for key, value in kept.items() if key not in arrays}
@@ -418,26 +343,3 @@ def _alone(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _TRAINED.discard(model)
-
-
-def _tensor(value: np.ndarray | None, like: nn.Parameter) -> torch.Tensor:
-    """`value` in the form of a parameter; zeros where there is none."""
-    if value is None:
-        return torch.zeros_like(like)
-    return torch.from_numpy(np.array(value)).to(device=like.device, dtype=like.dtype)
-
-
-def _momentum_of(optimizer: SGD, named: Mapping[str, nn.Parameter]) -> Arrays:
-    """Momentum by name; zero where a parameter had no gradient yet."""
-    found = optimizer.buffers
-    return copied({name: found[name] if name in found else torch.zeros_like(p) for name, p in named.items()})
-
-
-def _once(action: Adjust) -> Adjust:
-    todo = [action]
-
-    def run() -> None:
-        if todo:
-            todo.pop()()
-
-    return run

@@ -21,8 +21,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 
-from .client import BNClient, Update
+from .client import BNClient
 from .node_state import NodeState
+from .rules import Update
 
 MakeClient = Callable[[], BNClient]
 

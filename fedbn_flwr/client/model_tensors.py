@@ -181,3 +181,10 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
         return {key: values.reshape(shape) for key, values, shape in zip(tensors, each, shapes, strict=True)}
     block = torch.cat(flat).cpu().numpy()
     return FlatArrays(layout_of(block.dtype.str, tuple(tensors), shapes), block)
+
+
+def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:
+    """`value` in the form of a parameter; zeros where there is none."""
+    if value is None:
+        return torch.zeros_like(parameter)
+    return torch.from_numpy(np.array(value)).to(device=parameter.device, dtype=parameter.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.training import SGD, CosineSchedule, Epochs, Proximal, StepSchedule, local_batches, train
+from fedbn_flwr.client.rules.fedprox import add_proximal, copies
+from fedbn_flwr.client.training import SGD, CosineSchedule, Epochs, StepSchedule, local_batches, train
 
 CPU = torch.device("cpu")
 Data = list[tuple[Tensor, Tensor]]
@@ -112,13 +113,18 @@ def test_the_loss_is_the_mean_over_examples() -> None:
     assert loss == pytest.approx(float(F.cross_entropy(model(inputs), targets).detach()), rel=1e-13)
 
 
+def proximal(parameters: Iterable[nn.Parameter], mu: float) -> Callable[[], None]:
+    received = copies(parameters)
+    return lambda: add_proximal(received, mu)
+
+
 def test_the_proximal_term_equals_one_in_the_loss() -> None:
     """mu/2 times the squared distance to where training began, in float64."""
     mu, lr = 0.7, 0.1
     model, data = problem(torch.float64)
     twin, start = copy.deepcopy(model), copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
-    loss, *_ = train(model, data * 3, optimizer, F.cross_entropy, device=CPU, adjust=[Proximal(model.parameters(), mu)])
+    loss, *_ = train(model, data * 3, optimizer, F.cross_entropy, device=CPU, adjust=[proximal(model.parameters(), mu)])
 
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=lr, momentum=0.5)
     total = 0.0
@@ -142,7 +148,7 @@ def test_the_proximal_term_equals_one_in_the_loss() -> None:
 def test_a_proximal_weight_of_zero_changes_nothing() -> None:
     model, data = problem()
     twin = copy.deepcopy(model)
-    for each, adjust in ((model, [Proximal(model.parameters(), 0.0)]), (twin, [])):
+    for each, adjust in ((model, [proximal(model.parameters(), 0.0)]), (twin, [])):
         train(each, data, torch.optim.SGD(each.parameters(), lr=0.1), F.cross_entropy, device=CPU, adjust=adjust)
     assert_same(model, twin)
 
@@ -152,7 +158,7 @@ def test_what_does_not_train_has_no_proximal_term() -> None:
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    train(model, data, optimizer, F.cross_entropy, device=CPU, adjust=[Proximal(model.parameters(), 1.0)])
+    train(model, data, optimizer, F.cross_entropy, device=CPU, adjust=[proximal(model.parameters(), 1.0)])
     assert model[0].weight.equal(before)
 
 
@@ -168,7 +174,7 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     net, (_, data) = Net(), problem()
     before = net.unused.weight.clone()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    train(net, data, optimizer, F.cross_entropy, device=CPU, adjust=[Proximal(net.parameters(), 0.5)])
+    train(net, data, optimizer, F.cross_entropy, device=CPU, adjust=[proximal(net.parameters(), 0.5)])
     assert net.unused.weight.equal(before)
 
 

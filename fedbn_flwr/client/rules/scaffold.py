@@ -1,0 +1,46 @@
+"""SCAFFOLD's client (Karimireddy et al. 2020, https://arxiv.org/abs/1910.06378, Algorithm 1, lines 7 to 14)."""
+
+from __future__ import annotations
+
+import torch
+
+from fedbn_flwr.client.model_tensors import copied, tensor_like
+from fedbn_flwr.messages.aggregate import Arrays
+
+from . import ClientRule, Key, Update
+
+CONTROL = "fedbn.control"
+CONTROL_RECORD = "control"  # there c, and back c_i+ - c_i
+
+
+class Scaffold(ClientRule):
+    """Trains along g_i(y) + c - c_i; then c_i+ is the mean of the g_i (strategies/scaffold.py says why)."""
+
+    keys = {CONTROL: Key("true", "correct gradients by control variates, in a record `control` both ways (SCAFFOLD)")}
+    order = -1  # g_i is the gradient before any other rule changes it
+
+    def begin(self) -> None:
+        c, own = self.local.records.get(CONTROL_RECORD, {}), self._own()
+        parameters = self.local.parameters.items()
+        self.corrections = {p: tensor_like(c.get(name), p) - tensor_like(own.get(name), p) for name, p in parameters}
+        self.sums = {p: torch.zeros_like(p) for _, p in parameters}
+        self.steps = 0
+
+    def adjust(self) -> None:
+        self.steps += 1
+        for parameter, correction in self.corrections.items():
+            if parameter.grad is not None:
+                self.sums[parameter] += parameter.grad
+                parameter.grad += correction
+
+    def finish(self, update: Update) -> None:
+        before = self._own()
+        new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.parameters.items()})
+        self.local.state.save("control", {**before, **new})  # a parameter that is frozen now keeps its own
+        update.extras[CONTROL_RECORD] = {
+            name: value - before[name] if name in before else value for name, value in new.items()
+        }
+
+    def _own(self) -> Arrays:
+        """c_i; zero in a first round, when the server has no c: what the node has then is of another training."""
+        return self.local.state.load("control") if CONTROL_RECORD in self.local.records else {}
