@@ -26,7 +26,7 @@ from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run import run_locally
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.report import find_runs, group, table
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import STRATEGIES, as_rule, build_strategy
 from tests.support.nets import net, some_batches
 
 CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ def test_standalone_without_clients_evaluation_is_refused() -> None:
 
 
 def test_each_strategy_s_clients_are_evaluated_by_default_where_it_says_so() -> None:
-    assert {name for name, rule in STRATEGIES.items() if getattr(rule, "personal", False) is True} == {
+    assert {name for name in STRATEGIES if as_rule(build_strategy({"name": name})).traits.personal} == {
         "FedBN", "SiloBN", "Standalone",
     }  # fmt: skip
 
