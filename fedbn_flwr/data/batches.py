@@ -15,6 +15,7 @@ from .augment import Window, random_crop, random_flip, random_rotate
 from .images import BatchRequest, Source
 
 
+@functools.lru_cache(maxsize=16)
 class _Normaliser:
     """uint8 images to what the model sees: zero mean, unit deviation per channel."""
 
@@ -27,16 +28,6 @@ class _Normaliser:
     def __call__(self, images: Tensor) -> Tensor:
         return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
 
-    @classmethod
-    def of(cls, moments: Moments, device: torch.device) -> _Normaliser:
-        mean, deviation = moments
-        return _normaliser((tuple(mean), tuple(deviation)), device)
-
-
-@functools.lru_cache(maxsize=16)
-def _normaliser(moments: Moments, device: torch.device) -> _Normaliser:
-    return _Normaliser(moments, device)
-
 
 class TestBatches:
     """All images of a set, or those of some indices, in order."""
@@ -48,7 +39,7 @@ class TestBatches:
         self.batch_size = batch_size
         self.indices = torch.arange(len(data.labels)) if indices is None else indices.cpu()
         self.num_examples = len(self.indices)
-        self._normalise = _Normaliser.of(moments, data.device)
+        self._normalise = _Normaliser(moments, data.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         plan = (BatchRequest(rows, None) for rows in self.indices.split(self.batch_size))
@@ -85,7 +76,7 @@ class ClientBatches:
         self.augment = tuple(augment)
         self.pad = pad
         self.cut = cut
-        self._normalise = _Normaliser.of(moments, data.device)
+        self._normalise = _Normaliser(moments, data.device)
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The client's images once, in an order of this round and epoch."""

@@ -13,7 +13,7 @@ from fedbn_flwr.norms.convert import convert_norm
 
 from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
 from .custom import custom
-from .networks import cnn, mlp, resnet20
+from .networks import ResNet20, cnn, mlp
 from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
 
@@ -26,7 +26,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "digits_cnn": digits_cnn,
     "fedbs_mnist": fedbs_mnist,
     "fedbs_cifar": fedbs_cifar,
-    "resnet20": resnet20,
+    "resnet20": ResNet20,
     "resnet18": resnet18,
     "resnet50": resnet50,
     "mobilenet_v2": mobilenet_v2,

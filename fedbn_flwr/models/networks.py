@@ -41,13 +41,11 @@ def mlp(num_classes: int, in_channels: int = 1, image_size: tuple[int, int] = (2
     )
 
 
-def resnet20(num_classes: int, in_channels: int = 3) -> nn.Module:
-    """ResNet-20 for 32x32 images (He et al. 2015, section 4.2), shortcuts without parameters (option A)."""
-    return ResNet20(num_classes, in_channels)
-
-
 class ResNet20(nn.Module):
-    """Three stages of three blocks; 269,722 parameters and 1,376 statistics with ten classes and colour."""
+    """ResNet-20 for 32x32 images (He et al. 2015, section 4.2), shortcuts without parameters (option A).
+
+    Three stages of three blocks; 269,722 parameters and 1,376 statistics with ten classes and colour.
+    """
 
     def __init__(self, num_classes: int, in_channels: int = 3) -> None:
         super().__init__()

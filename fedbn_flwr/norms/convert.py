@@ -18,43 +18,42 @@ from .roles import computes_as_batch_norm
 from .static import StaticBatchNorm
 from .wsconv import standardised_convolution, unscaled_convolution
 
-Convert = Callable[[nn.Module, str, dict[str, Any]], nn.Module]
+Convert = Callable[[_BatchNorm, str, dict[str, Any]], nn.Module]
 
 
-def _group_norm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+def _group_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
     groups = options.get("groups", 2)
-    channels = _channels(layer)
+    channels = layer.num_features
     if channels % groups:
         raise SettingsError(f"norm 'gn': {where} has {channels} channels, which {groups} groups do not divide")
-    return nn.GroupNorm(groups, channels, eps=_eps(layer), affine=_affine(layer))
+    return nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
 
 
-def _layer_norm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+def _layer_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
     # Over channels and pixels of one image, with gamma and beta per channel: group norm with one group. It
     # does not depend on the image size, as nn.LayerNorm would.
-    return nn.GroupNorm(1, _channels(layer), eps=_eps(layer), affine=_affine(layer))
+    return nn.GroupNorm(1, layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
-def _instance_norm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+def _instance_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
     # The same arithmetic as nn.InstanceNorm2d, and one class for all three.
     if isinstance(layer, nn.BatchNorm1d):
         raise SettingsError(f"norm 'in': {where} is a BatchNorm1d; a single value has no instance to normalise over")
-    return nn.GroupNorm(_channels(layer), _channels(layer), eps=_eps(layer), affine=_affine(layer))
+    return nn.GroupNorm(layer.num_features, layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
-def _static(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
-    return StaticBatchNorm(_channels(layer), eps=_eps(layer), affine=_affine(layer))
+def _static(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+    return StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
-def _renorm(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+def _renorm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
     if layer.running_mean is None:
         raise SettingsError(f"norm 'brn': {where} tracks no statistics, and without there is nothing to renormalise to")
     given = {key: options[key] for key in OPTIONS["brn"] if key in options}
-    momentum: Any = layer.momentum
-    return BatchRenorm(_channels(layer), _eps(layer), momentum, _affine(layer), **given)
+    return BatchRenorm(layer.num_features, layer.eps, layer.momentum, layer.affine, **given)
 
 
-def _none(layer: nn.Module, where: str, options: dict[str, Any]) -> nn.Module:
+def _none(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
     return nn.Identity()
 
 
@@ -131,7 +130,7 @@ def _without_norm_behind(model: nn.Module) -> nn.Module | None:
     return layers[-1] if isinstance(layers[-1], nn.Conv2d) else None
 
 
-def _replace(layer: nn.Module, where: str, kind: str, convert: Convert, options: dict[str, Any]) -> nn.Module:
+def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options: dict[str, Any]) -> nn.Module:
     if isinstance(layer, LazyModuleMixin):
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(layer).__name__} that does not know its channels; pass a batch through "
@@ -150,15 +149,3 @@ def _replace(layer: nn.Module, where: str, kind: str, convert: Convert, options:
     for name, parameter in new.named_parameters():
         parameter.requires_grad_(getattr(layer, name).requires_grad)
     return new.train(layer.training)
-
-
-def _channels(layer: nn.Module) -> int:
-    return int(layer.num_features)  # type: ignore[arg-type]
-
-
-def _eps(layer: nn.Module) -> float:
-    return float(layer.eps)  # type: ignore[arg-type]
-
-
-def _affine(layer: nn.Module) -> bool:
-    return bool(layer.affine)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError
 
-from .report import _COLOURS, as_text
+from .report import COLOURS, as_text
 
 _SHOWN_CLASSES = 12  # more do not fit a line, nor a legend's colours an eye
 _SHOWN_CLIENTS = 40
@@ -125,7 +125,7 @@ def _colours(count: int) -> list[Any]:
         from matplotlib import colormaps
 
         return [colormaps["viridis"](i / (count - 1)) for i in range(count)]
-    return [_turned(_COLOURS[i % len(_COLOURS)], i // len(_COLOURS)) for i in range(count)]
+    return [_turned(COLOURS[i % len(COLOURS)], i // len(COLOURS)) for i in range(count)]
 
 
 def _turned(colour: str, turn: int) -> tuple[float, float, float]:

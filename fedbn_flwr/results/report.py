@@ -18,7 +18,7 @@ from .summary import BY_DOMAIN, Summary
 MIB = 1024**2
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,6 @@ class Domains:
     prefix: str
     names: tuple[str, ...]
 
-    def figures(self, row: Row, name: str) -> list[float]:
-        return row.figures(self.prefix + name)
-
     def averages(self, row: Row) -> list[float]:
         """Of each run that has all domains their mean, each counted alike."""
         keys = [self.prefix + name for name in self.names]
@@ -129,7 +126,7 @@ class Domains:
     def table(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
         lines: list[tuple[str, ...]] = [("run", *self.names, "average")]
         for row in rows:
-            columns = [*(self.figures(row, name) for name in self.names), self.averages(row)]
+            columns = [*(row.figures(self.prefix + name) for name in self.names), self.averages(row)]
             if any(columns):
                 lines.append((row.label, *(_spread(values, 100, 1, "%") for values in columns)))
         return lines
@@ -208,11 +205,11 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             if not places:
                 continue
             columns = [[curve[place] for curve in curves] for place in places]
-            colour = _COLOURS[number % len(_COLOURS)]
+            colour = COLOURS[number % len(COLOURS)]
             panel.plot(
                 places,
                 [statistics.fmean(column) for column in columns],
-                "-" if number < len(_COLOURS) else "--",
+                "-" if number < len(COLOURS) else "--",
                 color=colour,
                 label=row.label,
                 marker="o" if len(places) == 1 else None,
@@ -236,7 +233,7 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
     """A group of bars for each domain and for their average, a bar for each run, a line for its range over seeds."""
     width = 0.8 / len(rows)
     for number, row in enumerate(rows):
-        columns = [*(kind.figures(row, name) for name in kind.names), kind.averages(row)]
+        columns = [*(row.figures(kind.prefix + name) for name in kind.names), kind.averages(row)]
         for place, values in enumerate(columns):
             if not values:
                 continue
@@ -245,8 +242,8 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
                 x,
                 mean,
                 0.9 * width,
-                color=_COLOURS[number % len(_COLOURS)],
-                hatch=None if number < len(_COLOURS) else "//",
+                color=COLOURS[number % len(COLOURS)],
+                hatch=None if number < len(COLOURS) else "//",
                 edgecolor="white",
                 linewidth=0,
             )

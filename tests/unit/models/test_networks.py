@@ -331,7 +331,7 @@ def test_what_is_wrong_with_a_network_of_the_user_s_own_is_one_message(own: str,
 
 
 def test_a_stem_is_no_affair_of_a_network_of_the_user_s_own(own: str) -> None:
-    with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'own_nets:Net' has one stem"):
+    with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'own_nets:Net' has only one stem"):
         build_model(f"{own}:Net", 10, stem="small")
 
 
