@@ -42,24 +42,19 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     torch.set_num_threads(run.engine.threads)
     device = choose_device(run.engine.device)
     node = context.node_config
-    client, clients = int(node.get("partition-id", -1)), int(node.get("num-partitions", run.clients))
-    if clients != run.clients or not 0 <= client < clients:
-        raise SettingsError(
-            f"this node is partition-id={node.get('partition-id')} of num-partitions={clients}, the experiment has "
-            f'clients={run.clients}; set --node-config "partition-id=... num-partitions={run.clients}"'
-        )
-    if "data" in node or "domain" in node:  # the site has data of its own, all of which is this client's
+    client = number_of(context, run.clients)
+    if "data-path" in node or "domain" in node:  # the site has data of its own, all of which is this client's
         mine: dict[str, Any] = {"partition": KINDS["iid"].options()}
         mine["domains"] = (str(node["domain"]),) if "domain" in node else ()
-        if "data" in node:
-            mine |= {"name": str(node["data"]), "root": None}
+        if "data-path" in node:
+            mine |= {"name": str(node["data-path"]), "root": None}
         dataset = load_data(run.data.model_copy(update=mine), str(device))
         check_labels(run, dataset)
         indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
     else:
         dataset = load_data(run.data, str(device))
-        indices = partition_of(run.data, clients, run.seed, str(device))[client]
-        own = own_test(run.data, clients, run.seed, str(device))[client]
+        indices = partition_of(run.data, run.clients, run.seed, str(device))[client]
+        own = own_test(run.data, run.clients, run.seed, str(device))[client]
     last = run.train.channels_last
     pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
     if (tensors := pool.take()) is None:
@@ -96,6 +91,24 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     if ":" not in run.model.name:  # a network of the user's own may keep more than its state dict
         pool.lend(tensors, made)
     return made
+
+
+def number_of(context: Context, clients: int) -> int:
+    """The number of a node's client, on which its random draws depend: its partition.
+
+    A node that has its own data needs no partition, as Flower's hub has it; then it is the node's id.
+    """
+    node = context.node_config
+    if "data-path" in node and "partition-id" not in node:
+        return context.node_id
+    client, partitions = int(node.get("partition-id", -1)), int(node.get("num-partitions", clients))
+    if partitions != clients or not 0 <= client < clients:
+        raise SettingsError(
+            f"this node is partition-id={node.get('partition-id')} of num-partitions={partitions}, the experiment has "
+            f'clients={clients}; set --node-config "partition-id=... num-partitions={clients}", or '
+            "\"data-path='...'\" for a site with its own data"
+        )
+    return client
 
 
 def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBatches]:

@@ -12,6 +12,7 @@ from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
+from fedbn_flwr.messages.screening import number_of, partition_of
 
 from .settings import Settings
 
@@ -31,7 +32,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
     content = RecordDict({"config": ConfigRecord({**config, protocol.READY: True})})
     questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
     replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
-    holders: dict[int, list[int]] = {}
+    holders: dict[int | None, list[int]] = {}  # None: a site that has its own data and no partition
     folders: dict[int, int] = {}
     problems = []
     for reply in replies:
@@ -40,16 +41,27 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
             problems.append(f"node {node}: {reply.error.reason}")
             continue
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
-        partition_id = int(answer.get(protocol.PARTITION, -1))  # type: ignore[arg-type]
-        holders.setdefault(partition_id, []).append(node)
+        holders.setdefault(partition_of(reply.content), []).append(node)
         if protocol.STATE_ROUND in answer:
-            folders[partition_id] = int(answer[protocol.STATE_ROUND])  # type: ignore[arg-type]
+            folders[number_of(reply)] = int(answer[protocol.STATE_ROUND])  # type: ignore[arg-type]
     if (silent := len(nodes) - len(replies)) > 0:
         problems.append(f"{silent} nodes did not answer within {run.engine.timeout:g} s")
-    for partition_id in range(run.clients):
-        if len(held := holders.get(partition_id, [])) != 1 and not problems:
-            problems.append(f"partition {partition_id} is held by {len(held)} nodes, expected one: {held}")
+    if not problems:
+        problems += _wrong_numbers(holders, run.clients)
     if problems:
         listed = "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems))
         raise RunFailed(f"the run cannot begin:{listed}")
     return folders
+
+
+def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:
+    """Either one node holds each partition, or no node has a partition and there is one for each client."""
+    unnumbered = holders.get(None, [])
+    if holders.keys() == {None}:
+        found = len(unnumbered)
+        return [] if found == clients else [f"{found} nodes without a partition-id are connected, expected {clients}"]
+    return [f"node {node} has no partition-id, but other nodes have one" for node in unnumbered] + [
+        f"partition {partition} is held by {len(held)} nodes, expected one: {held}"
+        for partition in range(clients)
+        if len(held := holders.get(partition, [])) != 1
+    ]

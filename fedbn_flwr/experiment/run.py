@@ -25,7 +25,7 @@ from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.screening import partition_of
+from fedbn_flwr.messages.screening import number_of
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.report import write_report
@@ -90,8 +90,8 @@ def train_round(state: RunState) -> None:
     if arrays is not None:
         state.arrays = arrays
     state.model, state.round = state.arrays, number
-    trained = [reply.content for reply in replies if reply.has_content()]
-    state.trained |= {who: number for content in trained if (who := partition_of(content)) is not None}
+    trained = [number_of(reply) for reply in replies if reply.has_content()]
+    state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
 

@@ -60,6 +60,12 @@ def partition_of(content: RecordDict) -> int | None:
     return None
 
 
+def number_of(reply: Message) -> int:
+    """The number of the client that sent a reply: its partition, or the node id where sites have no partitions."""
+    partition = partition_of(reply.content)
+    return reply.metadata.src_node_id if partition is None else partition
+
+
 def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
     """The model's arrays: the record `name`, or the only record of arrays, which may have any name."""
     records = arrays_in(content)

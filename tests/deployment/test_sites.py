@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
+import safetensors.numpy
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
@@ -46,15 +49,36 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def node_configs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    configs: list[dict[str, Any]] = [{"data": str(folder)} for folder in folders]
+    configs: list[dict[str, Any]] = [{"data-path": str(folder)} for folder in folders]
     configs[2]["domain"] = "sea"
     return configs
 
 
-def run(folders: Sequence[Path], out: Path, **changes: Any) -> tuple[list[dict[str, Any]], dict[str, Any], bytes]:
+class WithoutPartitions(ClientApp):
+    """The same app on nodes whose config has no partition-id, as SuperNodes of Flower's hub are started."""
+
+    def __init__(self, nodes: Sequence[int] = (0, 1, 2)) -> None:
+        super().__init__()
+        self.app = client_app(make_client)
+        self.nodes = nodes  # the partitions that the config lacks
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        given = context.node_config
+        if given["partition-id"] in self.nodes:
+            kept = {key: value for key, value in given.items() if key not in ("partition-id", "num-partitions")}
+            context.node_config = kept
+        try:
+            return self.app(message, context)
+        finally:
+            context.node_config = given
+
+
+def run(
+    folders: Sequence[Path], out: Path, app: ClientApp | None = None, **changes: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any], bytes]:
     run_config = {"experiment": json.dumps(EXPERIMENT | changes), "out": str(out)}
-    grid = LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=node_configs(folders))
-    serve(grid, run_config).announce()
+    app = app or client_app(make_client)
+    serve(LocalGrid(app, 3, run_config=run_config, node_config=node_configs(folders)), run_config).announce()
     (summary,) = out.rglob("summary.json")
     history = [json.loads(line) for line in (summary.parent / "history.jsonl").read_text().splitlines()]
     return history, json.loads(summary.read_text()), (summary.parent / "model.safetensors").read_bytes()
@@ -84,6 +108,31 @@ def test_a_site_that_names_a_domain_holds_that_one(sites: list[Path]) -> None:
     assert [client.num_examples for client in clients] == [24, 30, 12]
 
 
+@pytest.mark.parametrize("strategy", ["FedAvg", "FedBN", "FedTAN"])
+def test_sites_with_their_own_data_need_no_partition(strategy: str, sites: list[Path], tmp_path: Path) -> None:
+    """With one batch per round the order of images does not matter: the model is that of numbered sites."""
+    train = {"train": EXPERIMENT["train"] | {"batch_size": 30, "steps": 1}, "strategy": {"name": strategy}}
+    numbered_sites = run(sites, tmp_path / "numbered", **train)
+    history, summary, model = run(sites, tmp_path / "hub", WithoutPartitions(), **train)
+    assert [line["clients"] for line in history] == [3, 3]
+    assert summary["status"] == "finished"
+    found, expected = safetensors.numpy.load(model), safetensors.numpy.load(numbered_sites[2])
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+def test_all_sites_are_numbered_or_none(sites: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="node 2 has no partition-id, but other nodes have one"):
+        run(sites, tmp_path / "out", WithoutPartitions([1]))
+
+
+def test_a_node_without_partition_or_data_is_named(tmp_path: Path) -> None:
+    context = Context(1, 7, {}, RecordDict(), {"experiment": json.dumps(EXPERIMENT)})
+    with pytest.raises(SettingsError, match=r'partition-id=None .*"data-path='):
+        make_client(context, {})
+
+
 def test_what_a_server_without_data_must_be_told_is_named(sites: list[Path], tmp_path: Path) -> None:
     data = {"name": "/nowhere", "classes": 3, "normalise": "unit"}
     with pytest.raises(SettingsError, match=r"server reads no data, and data\.channels, data\.size must be given"):
@@ -107,7 +156,7 @@ def test_a_deployment_whose_server_has_no_data(sites: list[Path], tmp_path: Path
     if missing_tools():
         pytest.skip(f"not installed: {', '.join(missing_tools())}")
     variables = {f"DATA_{i}": str(folder) for i, folder in enumerate(sites)}
-    variables |= {f"NODE_{i}": "data='/data'" for i in range(3)}
+    variables |= {f"NODE_{i}": "data-path='/data'" for i in range(3)}
     variables["NODE_2"] += " domain='sea'"
     with Deployment(tmp_path / "deployment", variables=variables) as deployment:
         assert not deployment.mounts("superexec-serverapp")["/data"].exists() or not any(

@@ -23,7 +23,7 @@ class RunState:
     identity: Mapping[str, str]  # the config keys that name the run to its clients
     arrays: ArrayRecord  # what training goes on from
     round: int = 0  # the last one that is done
-    trained: dict[int, int] = field(default_factory=dict)  # partition -> the last round that it trained in
+    trained: dict[int, int] = field(default_factory=dict)  # client -> the last round that it trained in
     kept_round: int = 0  # the round that the run would be resumed from
     line: dict[str, Any] = field(default_factory=dict)  # of the history; the listeners complete it
     stop: bool = False  # the user asked to stop after this round
