@@ -93,16 +93,19 @@ def agreement_from_records(content: RecordDict) -> Agreement:
     return Agreement(_tensors(content), images)
 
 
-def contribution_to_bytes(contribution: Contribution) -> bytes:
-    return _to_bytes(contribution_to_records(contribution))
-
-
-def agreement_to_bytes(agreement: Agreement) -> bytes:
-    return _to_bytes(agreement_to_records(agreement))
-
-
-def failure_to_bytes(reason: str) -> bytes:
-    return _to_bytes(RecordDict({"config": ConfigRecord({_FAILURE: reason[:TEXT_LIMIT]})}))
+def to_bytes(value: Contribution | Agreement | str) -> bytes:
+    """A string is a client's reason to have no contribution."""
+    match value:
+        case Contribution():
+            records = contribution_to_records(value)
+        case Agreement():
+            records = agreement_to_records(value)
+        case str():
+            records = RecordDict({"config": ConfigRecord({_FAILURE: value[:TEXT_LIMIT]})})
+    try:
+        return dump(records)
+    except ValueError as error:
+        raise CodecError(str(error)) from None
 
 
 def answer_from_bytes(data: bytes) -> Contribution | str:
@@ -114,13 +117,6 @@ def answer_from_bytes(data: bytes) -> Contribution | str:
 
 def agreement_from_bytes(data: bytes) -> Agreement:
     return agreement_from_records(_from_bytes(data))
-
-
-def _to_bytes(records: RecordDict) -> bytes:
-    try:
-        return dump(records)
-    except ValueError as error:
-        raise CodecError(str(error)) from None
 
 
 def _from_bytes(data: bytes) -> RecordDict:

@@ -20,10 +20,10 @@ from .codec import (
     Agreement,
     CodecError,
     Contribution,
-    agreement_to_bytes,
     agreement_to_records,
     answer_from_bytes,
     contribution_to_records,
+    to_bytes,
 )
 from .config import ExchangeConfig
 from .message_round import RoundMessages
@@ -140,7 +140,7 @@ class DirectRound:
     def _send(self, nodes: Sequence[int], agreement: Agreement, *, last: bool) -> None:
         up = [contribution_to_records(contribution) for contribution in self._contributions]
         self._count(up, [agreement_to_records(agreement)] * len(nodes))
-        self._service.answer(nodes, agreement_to_bytes(agreement), last=last)
+        self._service.answer(nodes, to_bytes(agreement), last=last)
 
 
 def _answer(content: bytes | Lost) -> Contribution | str:

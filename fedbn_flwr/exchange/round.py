@@ -22,6 +22,10 @@ _MOST_EXCHANGES = 100_000  # in a round
 
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
 Weigh = Callable[[Contribution], float]  # p_i, up to scale
+# Of the nodes that answered (with the partition each reports), those that stay in the round, in order. The other
+# arguments: what is asked, the reasons by node to refuse an answer, and how many nodes were asked. Logs the reasons;
+# raises RunFailed where too few are left.
+Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], int], list[int]]
 
 
 class Carrier(Protocol):
@@ -31,18 +35,6 @@ class Carrier(Protocol):
         """The contributions to exchange `step` + 1; `agreement` is that of the one before, None at first.
 
         A node that does not answer in time has no entry.
-        """
-
-
-class Admit(Protocol):
-    """Which clients stay in the round."""
-
-    def __call__(
-        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
-    ) -> list[int]:
-        """Those that `answered` (with the partition each reports) and are not refused, in order; logs who is left out.
-
-        Raises RunFailed where too few are left.
         """
 
 

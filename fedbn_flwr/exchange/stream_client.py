@@ -16,13 +16,7 @@ import grpc
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 
-from .codec import (
-    Agreement,
-    Contribution,
-    agreement_from_bytes,
-    contribution_to_bytes,
-    failure_to_bytes,
-)
+from .codec import Agreement, Contribution, agreement_from_bytes, to_bytes
 from .config import KEEPALIVE, METHOD, TOKEN
 
 CONNECT_SECONDS = 30
@@ -76,7 +70,7 @@ class ExchangeStream:
 
     def exchange(self, contribution: Contribution) -> Agreement:
         """Send a contribution and wait for what the cohort agreed on."""
-        self._requests.put(contribution_to_bytes(contribution))
+        self._requests.put(to_bytes(contribution))
         limit = self._address.timeout + SLACK_SECONDS
         agreement = agreement_from_bytes(self._wait(lambda: next(self._call), limit))
         sent = {name: (array.shape, array.dtype) for name, array in contribution.tensors.items()}
@@ -101,7 +95,7 @@ class ExchangeStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._requests.put(failure_to_bytes(f"{type(error).__name__}: {error}"))
+            self._requests.put(to_bytes(f"{type(error).__name__}: {error}"))
         self.close()
 
     # --- inside ---

@@ -20,13 +20,11 @@ from fedbn_flwr.exchange.codec import (
     Contribution,
     agreement_from_bytes,
     agreement_from_records,
-    agreement_to_bytes,
     agreement_to_records,
     answer_from_bytes,
     contribution_from_records,
-    contribution_to_bytes,
     contribution_to_records,
-    failure_to_bytes,
+    to_bytes,
 )
 
 described = st.dictionaries(
@@ -59,7 +57,7 @@ def test_contributions_arrive_as_they_were(
     sent = Contribution("moments", arrays_of(described), images, remaining, examples, partition)
     for found in (
         contribution_from_records(contribution_to_records(sent)),
-        answer_from_bytes(contribution_to_bytes(sent)),
+        answer_from_bytes(to_bytes(sent)),
     ):
         assert isinstance(found, Contribution)
         assert (found.kind, found.images, found.remaining) == ("moments", images, remaining)
@@ -70,7 +68,7 @@ def test_contributions_arrive_as_they_were(
 @given(described, counts)
 def test_agreements_arrive_as_they_were(described: dict[str, Any], images: int) -> None:
     sent = Agreement(arrays_of(described), images)
-    for found in (agreement_from_records(agreement_to_records(sent)), agreement_from_bytes(agreement_to_bytes(sent))):
+    for found in (agreement_from_records(agreement_to_records(sent)), agreement_from_bytes(to_bytes(sent))):
         assert found.images == images
         assert_same(found.tensors, sent.tensors)
 
@@ -79,11 +77,11 @@ def test_agreements_arrive_as_they_were(described: dict[str, Any], images: int) 
 def test_reasons_arrive_and_are_cut_where_they_are_long(reason: str) -> None:
     with contextlib.suppress(UnicodeEncodeError):  # lone surrogates
         reason.encode()
-        assert answer_from_bytes(failure_to_bytes(reason)) == reason[:TEXT_LIMIT]
+        assert answer_from_bytes(to_bytes(reason)) == reason[:TEXT_LIMIT]
 
 
 def test_the_longest_reason_fits_the_header() -> None:
-    assert answer_from_bytes(failure_to_bytes("\U0001f4a5" * TEXT_LIMIT)) == "\U0001f4a5" * TEXT_LIMIT
+    assert answer_from_bytes(to_bytes("\U0001f4a5" * TEXT_LIMIT)) == "\U0001f4a5" * TEXT_LIMIT
 
 
 def file(header: str, values: bytes = b"") -> bytes:
@@ -92,7 +90,7 @@ def file(header: str, values: bytes = b"") -> bytes:
 
 def changed(**entries: Any) -> bytes:
     """A valid contribution's bytes, with other entries in the header of the file."""
-    data = contribution_to_bytes(Contribution("mean", {"mean": np.ones(2, np.float32)}, 4, 1))
+    data = to_bytes(Contribution("mean", {"mean": np.ones(2, np.float32)}, 4, 1))
     end = 8 + int.from_bytes(data[:8], "little")
     return file(json.dumps(json.loads(data[8:end]) | entries), data[end:])
 
@@ -129,7 +127,7 @@ def test_the_bytes_that_are_changed_below_are_valid() -> None:
         changed(__metadata__={"records": "[]"}),
         changed(__metadata__={"records": "[[[[["}),
         changed(__metadata__={"records": "9" * 5000}),
-        agreement_to_bytes(Agreement({"mean": np.ones(2, np.float32)}, 4)),
+        to_bytes(Agreement({"mean": np.ones(2, np.float32)}, 4)),
     ],
 )
 def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:

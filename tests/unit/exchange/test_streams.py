@@ -19,9 +19,8 @@ from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.exchange.codec import (
     Agreement,
     Contribution,
-    agreement_to_bytes,
     answer_from_bytes,
-    contribution_to_bytes,
+    to_bytes,
 )
 from fedbn_flwr.exchange.config import METHOD, TOKEN, ExchangeConfig
 from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
@@ -46,7 +45,7 @@ def moments(value: float = 1.0) -> Contribution:
 
 
 def agreed(value: float = 2.0) -> bytes:
-    return agreement_to_bytes(Agreement(moments(value).tensors, 12))
+    return to_bytes(Agreement(moments(value).tensors, 12))
 
 
 @contextlib.contextmanager
@@ -167,8 +166,8 @@ def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: py
     [
         b"",
         b"\0" * 8,
-        contribution_to_bytes(moments()),
-        agreement_to_bytes(Agreement({"mean": np.ones(4, np.float32)}, 12)),
+        to_bytes(moments()),
+        to_bytes(Agreement({"mean": np.ones(4, np.float32)}, 12)),
     ],
 )
 def test_an_answer_that_does_not_fit_is_an_error(service: ExchangeService, answer: bytes) -> None:
