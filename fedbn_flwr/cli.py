@@ -1,4 +1,4 @@
-"""The command `fedbn`. Nothing heavy is imported before it is known to be needed."""
+"""The command `fedbn`. Nothing heavy is imported before it is needed."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
     splitting = commands.add_parser(
         "partition",
-        help="who holds what: a table and a plot",
-        description="Show how an experiment's data is split: images of each class that each client holds.",
+        help="the images of each client, as a table and a plot",
+        description="Show how an experiment's data is partitioned: the images of each class that each client has.",
         epilog="Example: fedbn partition demo clients=10 data.partition='{kind: dirichlet, alpha: 0.1}'",
     )
     _add_experiment(splitting, "clients=10")
@@ -158,13 +158,13 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _partition(arguments: argparse.Namespace) -> int:
     from .experiment.find import load_experiment
-    from .experiment.partition import who_holds_what
+    from .experiment.partition import count_partitions
     from .results.partition import holdings_table, plot_holdings
 
-    held = who_holds_what(load_experiment(arguments.experiment, arguments.overrides))
+    counts = count_partitions(load_experiment(arguments.experiment, arguments.overrides))
     out = arguments.out or Path("partition.png")
-    plot_holdings(held, out)
-    print("\n\n".join(map(holdings_table, held)) + f"\n\nplot: {out}")
+    plot_holdings(counts, out)
+    print("\n\n".join(map(holdings_table, counts)) + f"\n\nplot: {out}")
     return 0
 
 
@@ -244,7 +244,7 @@ def _flwr(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _stopped_by_hand(out: Path | None) -> Iterator[None]:
-    """Flower ends its processes; what they leave is to say so."""
+    """Ctrl-C ends Flower's processes before they can mark their runs as interrupted."""
     try:
         yield
     except KeyboardInterrupt:

@@ -23,11 +23,11 @@ from .settings import Settings
 
 
 def resolve(run: Settings) -> Settings:
-    """The run with what the catalogue says of its data filled in; what the file says stays."""
+    """The run with the catalogue's defaults for its data filled in where the file gives none."""
     data, entry = run.data, CATALOGUE.get(run.data.name)
     moments = entry is not None and entry.moments is not None
     if data.normalise == "official" and not moments:
-        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
+        known = ", ".join(name for name, entry in CATALOGUE.items() if entry.moments is not None)
         raise SettingsError(
             f"data.normalise is 'official', but {data.name!r} has no official mean and deviation; use moments or unit "
             f"(official is known for {known})"
@@ -42,7 +42,7 @@ def resolve(run: Settings) -> Settings:
     return run.model_copy(update={"data": data.model_copy(update=changes)})
 
 
-# What has no say in which images there are, or who holds them.
+# Settings that affect neither the images loaded nor their partition.
 PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
 
 
@@ -77,9 +77,9 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         memory=data.memory,
         readers=data.readers,
     ).to(torch.device(device))
-    for key, found in (("classes", dataset.classes), ("channels", dataset.channels)):
-        if (given := getattr(data, key)) is not None and given != found:
-            raise SettingsError(f"data.{key} is {given}, but {data.name!r} has {found} {key}")
+    for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
+        if (given := getattr(data, key)) is not None and given != count:
+            raise SettingsError(f"data.{key} is {given}, but {data.name!r} has {count} {key}")
     return dataset
 
 
@@ -90,8 +90,8 @@ def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> l
     kind = options.pop("kind")
     if dataset.dense and KINDS[kind].by_class:
         raise SettingsError(
-            f"data.partition.kind is {kind!r}, which goes by the class of each image, but {data.name!r} has a label "
-            "for each pixel; use iid, domain or natural"
+            f"data.partition.kind is {kind!r}, which splits images by class, but {data.name!r} is segmentation data; "
+            "use iid, domain or natural"
         )
     groups = dataset.natural if kind == "natural" else dataset.domains
     return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
@@ -103,13 +103,13 @@ def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[
     parts = partition_of(data, clients, seed, device)
     train, test = dataset.train.labels.cpu(), dataset.test.labels.cpu()
     if (domains := dataset.domains) is not None and domains.test is not None:
-        # A class of one domain and that of another are two: what a client holds of each, it is tested on.
+        # A class counts once per domain: a client is tested on the domains that it trains on.
         train, test = train + dataset.classes * domains.train, test + dataset.classes * domains.test
     return share_test(parts, train, test, seed)
 
 
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
-    """Indices of each domain's test images, by a name that can be part of a metric's."""
+    """Indices of each domain's test images; the domains' names are made fit for the keys of metrics."""
     domains = dataset.domains
     if domains is None or domains.test is None:
         return {}
@@ -134,16 +134,16 @@ def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tupl
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model must know of the images; a DataSet knows it too."""
+    """The properties of images that a model depends on; a DataSet has them too."""
 
     classes: int
     channels: int
     size: tuple[int, int]
-    dense: bool  # whether each pixel has a label
+    dense: bool  # segmentation: labels are per pixel
 
 
 def shape_without_data(run: Settings) -> Shape:
-    """As the experiment says it, for a server that has no data."""
+    """The shape by the settings, for a server that has no data."""
     data = run.data
     missing = [f"data.{key}" for key in ("classes", "channels", "size") if getattr(data, key) is None]
     if missing:
@@ -159,19 +159,19 @@ def shape_without_data(run: Settings) -> Shape:
 
 
 def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
-    """What a file says of crops fits the labels: one for each image, or one for each pixel."""
+    """Check that crops and augmentations suit the labels, which are per image or per pixel."""
     name, cut = run.data.name, run.data.crop
     if not dataset.dense:
         if cut is not None:
             raise SettingsError(
-                f"data.crop is {cut}, but {name!r} has one label for each image; it is for data with a label for each "
-                "pixel (data.augment has crops of images: crop, resized_crop)"
+                f"data.crop is {cut}, but {name!r} has one label per image; data.crop is for segmentation data "
+                "(data.augment has crops for classification: crop, resized_crop)"
             )
         return
-    if moved := [each for each in run.data.augment or () if each != "flip"]:
+    if moved := [kind for kind in run.data.augment or () if kind != "flip"]:
         raise SettingsError(
-            f"data.augment has {moved[0]!r}, but {name!r} has a label for each pixel, which would stay where it is; "
-            "there are flip, and data.crop"
+            f"data.augment has {moved[0]!r}, but {name!r} is segmentation data, whose labels it would not move; use "
+            "flip, and data.crop"
         )
     if cut is not None and cut > min(dataset.size):
         height, width = dataset.size

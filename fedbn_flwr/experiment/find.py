@@ -53,7 +53,7 @@ def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
     return _from_run_config(str(run_config["experiment"]), str(run_config.get("set", "")))
 
 
-# A node's process is asked for a client with each message.
+# A client is made for each message.
 @functools.lru_cache(maxsize=8)
 def _from_run_config(source: str, changes: str) -> Experiment:
     return load_experiment(source, shlex.split(changes))
@@ -100,7 +100,7 @@ def run_names(experiment: Experiment) -> list[str]:
     ]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise SettingsError(f"two runs are both called {twice!r}; give each a label of its own and each seed once")
+        raise SettingsError(f"two runs are both called {twice!r}; give each run its own label and list each seed once")
     return names
 
 

@@ -41,7 +41,7 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
 
 
 def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
-    """Two images through the model: a wrong size shows here rather than on a client."""
+    """Run two images through the model: a wrong size shows here rather than on a client."""
     model.eval()
     sizes = [dataset.size]
     if run.data.crop is not None:
@@ -59,18 +59,18 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
             ) from None
         if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
             raise SettingsError(
-                f"model.name={run.model.name!r} has an answer for each pixel, but {run.data.name!r} has one label for "
-                "each image; use a model of images, such as resnet18, or data with a label for each pixel"
+                f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but {run.data.name!r} "
+                "has one label per image; use a classifier, such as resnet18, or segmentation data"
             )
         if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
             raise SettingsError(
-                f"model.name={run.model.name!r} has one answer for each image, but {run.data.name!r} has a label for "
-                "each pixel; use a model of pixels, such as deeplabv3plus_mobilenet_v2"
+                f"model.name={run.model.name!r} is a classifier (one output per image), but {run.data.name!r} has one "
+                "label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
             )
         expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
         if not isinstance(logits, Tensor) or list(logits.shape[: len(expected)]) != expected:
             found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
             raise SettingsError(
-                f"model.name={run.model.name!r} answers a batch of 2 images with {found}; expected logits of shape "
+                f"model.name={run.model.name!r} returns {found} for a batch of 2 images; expected logits of shape "
                 f"{expected}, as {run.data.name!r} has {dataset.classes} classes"
             )

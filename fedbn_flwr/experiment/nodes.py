@@ -18,9 +18,9 @@ from .settings import Settings
 
 
 def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[int, int]:
-    """Check that one node holds each partition; `config` names the run, and its last round.
+    """Check that each partition is held by exactly one node; `config` names the run and its last round.
 
-    Returns, for each partition whose node has a folder for its memory, the round that this is of.
+    Returns, for each partition whose node stores its state in a folder, the round of the state stored there.
     """
     nodes = wait_for_nodes(
         grid,

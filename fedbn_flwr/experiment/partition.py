@@ -15,32 +15,32 @@ from .data import PLAIN, load_data, partition_of, resolve
 from .settings import Experiment
 
 
-def who_holds_what(experiment: Experiment) -> list[PartitionCounts]:
-    """The partitions of an experiment, counted: one for each that its runs use, with the first seed of each."""
-    found: dict[tuple[settings.Data, int], list[str]] = {}
+def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
+    """The image counts of each partition that the runs of an experiment use, with its first seed."""
+    labels_of: dict[tuple[settings.Data, int], list[str]] = {}
     seeds: dict[tuple[settings.Data, int], int] = {}
     for run in map(resolve, experiment.runs):
         key = run.data.model_copy(update=PLAIN), run.clients
         seeds.setdefault(key, run.seed)
-        found.setdefault(key, []).append(run.label)
-    held = []
-    for (data, clients), labels in found.items():
+        labels_of.setdefault(key, []).append(run.label)
+    counted = []
+    for (data, clients), labels in labels_of.items():
         dataset = load_data(data, "cpu")
         parts = partition_of(data, clients, seeds[data, clients], "cpu")
-        # Where each pixel has a label, images are counted, whatever is in them.
+        # Images of segmentation data have many classes each: only the images are counted.
         classes = ("images",) if dataset.dense else dataset.class_names
         counts = [torch.bincount(dataset.train.labels[part], minlength=len(classes)).tolist() for part in parts]
         options = {key: value for key, value in data.partition.model_dump().items() if value is not None}
         words = [options.pop("kind"), *(f"{key}={value}" for key, value in options.items())]
         title = f"{data.name}: {', '.join(words)}, clients={clients}, seed={seeds[data, clients]}"
-        if len(found) > 1:  # whose it is
+        if len(labels_of) > 1:  # the runs that use it
             names = list(dict.fromkeys(labels))
             title += f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        held.append(PartitionCounts(title, classes, tuple(map(tuple, counts)), _names_of(data, dataset, parts)))
-    return held
+        counted.append(PartitionCounts(title, classes, tuple(map(tuple, counts)), _names_of(data, dataset, parts)))
+    return counted
 
 
 def _names_of(data: settings.Data, dataset: DataSet, parts: Sequence[Tensor]) -> tuple[str, ...]:
-    """What the clients of a split by groups are called: the group of their images."""
+    """The clients' names in a partition by groups: the group of their images."""
     groups = {"domain": dataset.domains, "natural": dataset.natural}.get(data.partition.kind)
     return () if groups is None else tuple(groups.names[int(groups.train[part[0]])] for part in parts)

@@ -56,7 +56,7 @@ Augment = Annotated[tuple[Literal["flip", "crop", "resized_crop", "rotate"], ...
 class Data(_Section):
     name: str = "digits"  # "digits", a name of the catalogue, a folder, or a hub name
     root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
-    image: str | None = None  # column; found by its type where not given
+    image: str | None = None  # column; by default the one of image type
     label: str | None = None
     domain: str | None = None  # column; "domain" where there is one
     domains: Names = ()  # those to be used; none: all
@@ -141,16 +141,16 @@ class Train(_Section):
 
 class Evaluate(_Section):
     every: Positive = 1  # rounds between evaluations of the global model; the last round always counts
-    # Let clients evaluate their models too; None: where the rule personalises, or nobody else evaluates.
+    # Clients evaluate their models too; None: if the rule personalises, or if the server does not evaluate.
     clients: bool | None = None
     server: bool = True  # false: the server has no data
     statistics: Literal["model", "reestimated"] = "model"  # batch norm's, of the global model on the test images
     batch_size: Positive = 500
 
     @model_validator(mode="after")
-    def _somebody_does(self) -> Evaluate:
+    def _one_of_them_does(self) -> Evaluate:
         if not self.server and self.clients is False:
-            raise ValueError("server and clients are both false; somebody must evaluate")
+            raise ValueError("server and clients are both false; one of them must evaluate")
         if not self.server and self.statistics == "reestimated":
             raise ValueError("statistics cannot be 'reestimated' on the server's test images where server is false")
         return self

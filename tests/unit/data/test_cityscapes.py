@@ -216,17 +216,15 @@ def test_fedbn_partition_counts_the_images_of_each_city(
 )
 def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
     name = kind.split(",")[0]
-    with pytest.raises(
-        SettingsError, match=f"kind is '{name}', which goes by the class of each image, but 'cityscapes'"
-    ):
+    with pytest.raises(SettingsError, match=f"kind is '{name}', which splits images by class, but 'cityscapes'"):
         prepare(experiment_of(root, f"partition: {{kind: {kind}}}", "model.name=resnet20"))
 
 
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("", ["model.name=resnet20"], r"'resnet20' has one answer for each image, but 'cityscapes' has a label for"),
-        ("augment: [flip, rotate]", [], r"data\.augment has 'rotate', but 'cityscapes' has a label for each pixel"),
+        ("", ["model.name=resnet20"], r"'resnet20' is a classifier \(one output per image\), but 'cityscapes' has one"),
+        ("augment: [flip, rotate]", [], r"data\.augment has 'rotate', but 'cityscapes' is segmentation data"),
         ("augment: [resized_crop]", [], r"data\.augment has 'resized_crop', but 'cityscapes'"),
         ("", ["data.crop=33"], r"data\.crop is 33, but the images of 'cityscapes' have 32x64 pixels"),
         ("test: test", [], r"no leftImg8bit/test/; leftImg8bit/ holds train, val"),
@@ -246,7 +244,7 @@ def test_a_model_of_pixels_is_refused_for_labels_of_images(tmp_path: Path, monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     experiment = read_experiment({"model": {"name": "pixels_model:make"}})
-    with pytest.raises(SettingsError, match=r"make' has an answer for each pixel, but 'digits' has one label for"):
+    with pytest.raises(SettingsError, match=r"make' is a segmentation network .* but 'digits' has one label per image"):
         prepare(experiment)
 
 

@@ -18,9 +18,6 @@ from fedbn_flwr.experiment.find import (
 )
 from fedbn_flwr.experiment.settings import Settings
 
-EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
-FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
-
 
 def read(text: str, *overrides: str) -> Settings:
     (run,) = read_experiment(parse_yaml(text), overrides).runs

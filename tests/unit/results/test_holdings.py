@@ -10,7 +10,7 @@ from PIL import Image
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
-from fedbn_flwr.experiment.partition import who_holds_what
+from fedbn_flwr.experiment.partition import count_partitions
 from fedbn_flwr.results.partition import PartitionCounts, _colours, holdings_table, plot_holdings
 
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
@@ -53,10 +53,10 @@ def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
 
 
 def test_runs_that_split_alike_share_a_table() -> None:
-    held = who_holds_what(load_experiment("demo"))
+    held = count_partitions(load_experiment("demo"))
     assert len({item.title for item in held}) == len(held)
     text = "{clients: 3, runs: {a: {rounds: 1}, b: {data: {augment: [flip]}}, c: {clients: 2}}}"
-    split_alike = who_holds_what(read_experiment(parse_yaml(text)))
+    split_alike = count_partitions(read_experiment(parse_yaml(text)))
     assert [len(item.counts) for item in split_alike] == [3, 2]
     assert "(a, b)" in split_alike[0].title
 
