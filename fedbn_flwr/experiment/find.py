@@ -117,7 +117,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
-                raise SettingsError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1})")
+                raise SettingsError(f"the key {key!r} is given twice (line {key_node.start_mark.line + 1})")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 

@@ -59,8 +59,8 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
             ) from None
         if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
             raise SettingsError(
-                f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but {run.data.name!r} "
-                "has one label per image; use a classifier, such as resnet18, or segmentation data"
+                f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
+                f"{run.data.name!r} has one label per image; use a classifier, such as resnet18, or segmentation data"
             )
         if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
             raise SettingsError(

@@ -58,7 +58,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
 
 def make_rule(run: Settings) -> Rule:
     # All clients train unless the file says otherwise; whether they evaluate is `evaluate.clients`. A run begins with
-    # all clients (run.check_nodes), and goes on without those that it loses.
+    # all clients (run.check_nodes), and continues without those that it loses.
     least = 1 if run.clients == 1 else 2
     _check_demands(run.strategy, run.clients)
     strategy = build_strategy(

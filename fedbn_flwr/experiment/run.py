@@ -102,7 +102,7 @@ class Outcome:
     table: str
     page: Path
     picture: Path
-    failures: tuple[str, ...]  # runs that could not go on, each with its reason
+    failures: tuple[str, ...]  # failed runs, each with its reason
 
     def announce(self) -> None:
         """Print the table and the files; raise where a run failed."""

@@ -39,7 +39,7 @@ def _size(value: Any) -> int | tuple[int, int]:
     raise ValueError(f"it is {value!r}; expected pixels of a side, or [height, width]")
 
 
-# Written as it stands: a list in JSON is none of the two types, of which Pydantic would warn.
+# Serialised unchanged: Pydantic would warn because a JSON list matches neither type.
 Pixels = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
 
 
@@ -67,7 +67,7 @@ class Data(_Section):
     size: Pixels | None = None  # resize to size x size, or to a height and a width
     # How an image of another shape gets there, the catalogue's where not given: stretch; crop: the middle is cut out
     fit: Literal["stretch", "crop"] | None = None
-    crop: Positive | None = None  # where each pixel has a label: the side of the boxes to train on
+    crop: Positive | None = None  # of segmentation data: the side of the boxes to train on
     # moments: each channel has mean zero and deviation one over the training set; unit: pixels from 0 to 1;
     # official: by the catalogue's mean and deviation. None: official where there is one, else moments
     normalise: Literal["moments", "unit", "official"] | None = None

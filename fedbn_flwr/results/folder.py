@@ -40,7 +40,7 @@ class RunFolder:
         self.path = path
 
     def check(self, config: Mapping[str, Any], *, resume: bool) -> None:
-        """Refuse to write over a run, or to go on with another one."""
+        """Refuse to write over a run, or to continue another one."""
         found = self.config()
         if not found:
             return
@@ -57,7 +57,7 @@ class RunFolder:
             )
 
     def begin(self, config: Mapping[str, Any]) -> int:
-        """Make the folder ready; returns the round after which to go on, 0 for a new run."""
+        """Make the folder ready; returns the round after which to continue, 0 for a new run."""
         done = self.checkpoint.round()
         kept = [line for line in self.history() if line["round"] <= done]
         if (rounds := [line["round"] for line in kept]) != list(range(1, done + 1)):

@@ -21,7 +21,7 @@ class RunState:
     prepared: Prepared
     grid: GridAround
     identity: Mapping[str, str]  # the config keys that name the run to its clients
-    arrays: ArrayRecord  # what training goes on from
+    arrays: ArrayRecord  # what training continues from
     round: int = 0  # the last one that is done
     trained: dict[int, int] = field(default_factory=dict)  # client -> the last round that it trained in
     kept_round: int = 0  # the round that the run would be resumed from
@@ -38,7 +38,7 @@ class RunState:
 
 
 class Listener:
-    """Is called as a run goes; a hook that is not overridden does nothing."""
+    """Is called during a run; a hook that is not overridden does nothing."""
 
     def on_start(self, state: RunState) -> None:
         """Before the first round of this session."""

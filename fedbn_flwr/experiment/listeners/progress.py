@@ -92,7 +92,7 @@ class Progress(Listener):
         if self._bar is not None:
             self._task = self._bar.add_task(self.label, total=rounds, completed=done, figures="")
         else:
-            self._say(f"{self.label}: {rounds} rounds" + (f", going on after round {done}" if done else ""))
+            self._say(f"{self.label}: {rounds} rounds" + (f", continuing after round {done}" if done else ""))
 
     def on_round(self, state: RunState) -> None:
         state.stop = self._stop_asked

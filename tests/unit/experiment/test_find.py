@@ -74,9 +74,9 @@ def test_learning_rate_in_exponent_form_is_accepted() -> None:
 
 
 def test_a_key_given_twice_is_an_error_with_its_line() -> None:
-    with pytest.raises(SettingsError, match=r"'rounds' stands twice \(line 3\)"):
+    with pytest.raises(SettingsError, match=r"'rounds' is given twice \(line 3\)"):
         parse_yaml("rounds: 1\nclients: 2\nrounds: 3\n")
-    with pytest.raises(SettingsError, match="'lr' stands twice"):
+    with pytest.raises(SettingsError, match="'lr' is given twice"):
         parse_yaml("train: {lr: 1, momentum: 0, lr: 2}")
 
 

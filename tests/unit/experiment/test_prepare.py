@@ -44,7 +44,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     classes = data.classes or (entry.classes if entry else 10)
     count = 1000 * classes
     images = torch.zeros(1, *shape, dtype=torch.uint8).expand(count, *shape)
-    if entry is not None and entry.ids is not None:  # each pixel has a label
+    if entry is not None and entry.ids is not None:  # segmentation data
         part = Images(images, torch.zeros(count, dtype=torch.int64), images[:, 0])
     else:
         part = Images(images, torch.arange(count) % classes)
@@ -126,7 +126,7 @@ def test_more_nodes_than_there_are_cannot_be_asked_for(spec: str) -> None:
         strategy_of(f"{{clients: 3, strategy: {spec}}}")
 
 
-# --- what only the objects can tell ------------------------------------------
+# --- faults that show once the objects are built ------------------------------------------
 
 
 def refused(text: str) -> str:

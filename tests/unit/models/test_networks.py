@@ -382,8 +382,8 @@ def prepared(model: str) -> nn.Module:
         ),
         ("{name: cnn, norm: brn, brn: {rmax: 2}}", r"unknown key 'model\.brn\.rmax' .*did you mean 'r_max'"),
         ("{name: mobilenet_v2, norm: fixup}", "norm 'fixup': MobileNetV2 is not a residual network"),
-        ("{name: 'own_nets:Twelve'}", r"answers a batch of 2 images with shape \[2, 12\]; expected .*\[2, 10\]"),
-        ("{name: 'own_nets:Pair'}", "answers a batch of 2 images with a tuple; expected"),
+        ("{name: 'own_nets:Twelve'}", r"returns shape \[2, 12\] for a batch of 2 images; expected .*\[2, 10\]"),
+        ("{name: 'own_nets:Pair'}", "returns a tuple for a batch of 2 images; expected"),
     ],
 )
 def test_a_model_that_does_not_fit_is_one_message_before_training(own: str, model: str, message: str) -> None:

@@ -160,7 +160,7 @@ def test_progress_names_each_run_and_its_last_round(state: RunState, capsys: pyt
         progress.on_round(state)
     assert capsys.readouterr().out.splitlines() == [
         "[1/2] first: finished already",
-        "[2/2] second: 5 rounds, going on after round 3",
+        "[2/2] second: 5 rounds, continuing after round 3",
         "[2/2] second: round 5/5  accuracy 0.5000  loss 2.0000",
     ]
     assert not state.stop
