@@ -55,7 +55,8 @@ def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bo
     index: dict[str, tuple[int, int, int]] = {}
     offset = 0
     try:
-        with replacing(path) if durable else nullcontext(path) as target, target.open("wb") as stream:
+        target = replacing(path) if durable else nullcontext(path)
+        with target as file, file.open("wb", buffering=1 << 20) as stream:
             for name, data in entries:
                 stream.write(data)
                 index[name] = (offset, len(data), zlib.crc32(data))

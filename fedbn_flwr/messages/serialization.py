@@ -15,9 +15,8 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from .arrays import pack, unpack
 
-_DTYPES = frozenset(
-    {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
-)
+_NAMES = "bool float16 float32 float64 int16 int32 int64 int8 uint16 uint32 uint64 uint8"
+_DTYPES = frozenset(np.dtype(name) for name in _NAMES.split())  # in native byte order
 _KINDS: dict[str, type[MetricRecord] | type[ConfigRecord]] = {"metrics": MetricRecord, "config": ConfigRecord}
 
 
@@ -58,8 +57,8 @@ def parse(data: bytes) -> RecordDict:
 
 
 def _storable(value: np.ndarray, what: str) -> np.ndarray:
-    if value.dtype.name not in _DTYPES or not value.dtype.isnative:
-        raise ValueError(f"{what} is of dtype {value.dtype}; supported are {', '.join(sorted(_DTYPES))}")
+    if value.dtype not in _DTYPES:
+        raise ValueError(f"{what} is of dtype {value.dtype}; expected one of {_NAMES}")
     return np.asarray(value, order="C")
 
 
