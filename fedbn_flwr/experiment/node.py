@@ -43,25 +43,8 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     device = choose_device(run.engine.device)
     node = context.node_config
     client = number_of(context, run.clients)
-    if "data-path" in node or "domain" in node:  # the site has data of its own, all of which is this client's
-        mine: dict[str, Any] = {"partition": KINDS["iid"].options()}
-        mine["domains"] = (str(node["domain"]),) if "domain" in node else ()
-        if "data-path" in node:
-            mine |= {"name": str(node["data-path"]), "root": None}
-        dataset = load_data(run.data.model_copy(update=mine), str(device))
-        check_labels(run, dataset)
-        indices, own = torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
-    else:
-        dataset = load_data(run.data, str(device))
-        indices = partition_of(run.data, run.clients, run.seed, str(device))[client]
-        own = own_test(run.data, run.clients, run.seed, str(device))[client]
-    last = run.train.channels_last
-    pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
-    if (tensors := pool.take()) is None:
-        model = make_model(run, dataset).to(device)
-        if last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        tensors = ModelTensors(model if ":" in run.model.name else flatten_storage(model))
+    dataset, indices, own = _data_of(run, node, client, str(device))
+    pool, tensors = _model_of(run, dataset, device)
     made = BNClient(
         tensors,
         ClientBatches(
@@ -82,7 +65,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         momentum=run.train.momentum,
         keep_momentum=run.train.keep_momentum,
         weight_decay=run.train.weight_decay,
-        channels_last=last,
+        channels_last=run.train.channels_last,
         precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
         seed=run.seed,
         device=device,
@@ -109,6 +92,34 @@ def number_of(context: Context, clients: int) -> int:
             "\"data-path='...'\" for a site with its own data"
         )
     return client
+
+
+def _data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -> tuple[DataSet, Tensor, Tensor]:
+    """The data set of a client, and the indices of its training images and of its own test images."""
+    if "data-path" not in node and "domain" not in node:
+        dataset = load_data(run.data, device)
+        indices = partition_of(run.data, run.clients, run.seed, device)[client]
+        return dataset, indices, own_test(run.data, run.clients, run.seed, device)[client]
+    # The site has data of its own, all of which is this client's.
+    changes: dict[str, Any] = {"partition": KINDS["iid"].options()}
+    changes["domains"] = (str(node["domain"]),) if "domain" in node else ()
+    if "data-path" in node:
+        changes |= {"name": str(node["data-path"]), "root": None}
+    dataset = load_data(run.data.model_copy(update=changes), device)
+    check_labels(run, dataset)
+    return dataset, torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
+
+
+def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[ModelPool, ModelTensors]:
+    """A model with the values that the run's seed gives it, and the pool of such models."""
+    last = run.train.channels_last
+    pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
+    if (tensors := pool.take()) is not None:
+        return pool, tensors
+    model = make_model(run, dataset).to(device)
+    if last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return pool, ModelTensors(model if ":" in run.model.name else flatten_storage(model))
 
 
 def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBatches]:
