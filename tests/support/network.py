@@ -64,6 +64,14 @@ def read_compose(variables: Mapping[str, str] | None = None, file: Path = COMPOS
     return content
 
 
+def copy_app(folder: Path) -> None:
+    """The Flower app of this checkout without the environment beside it, which `flwr run` would search each time."""
+    for name in ("apps", "fedbn_flwr", "strategies"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, folder)
+
+
 def wait_for(what: str, ready: Callable[[], bool], seconds: float, every: float = 0.2) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
@@ -351,11 +359,8 @@ class Deployment:
     def submit(self, run_config: Mapping[str, Any]) -> str:
         """Have this checkout's app run with `run_config`, and return the run's id."""
         app = self.folder / "fedbn-flwr"
-        if not app.exists():  # without the environment in the checkout, which Flower would search at each run
-            for name in ("apps", "fedbn_flwr", "strategies"):
-                shutil.copytree(ROOT / name, app / name, ignore=shutil.ignore_patterns("__pycache__"))
-            for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
-                shutil.copy(ROOT / name, app)
+        if not app.exists():
+            copy_app(app)
         settings = self.folder / "run-config.toml"
         # JSON's strings, numbers and booleans are TOML's.
         settings.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in run_config.items()))

@@ -1,0 +1,96 @@
+"""docker-compose.yml, and what deploy/sites.sh makes of it, in containers of a Docker engine.
+
+The images must exist (`docker compose build`). Every container runs as in production, so a message takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.containers import Containers, skip_without_an_engine
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+
+UID = "49999"  # of Flower's images
+
+EXPERIMENT: dict[str, Any] = {
+    "rounds": 1,
+    "clients": 3,
+    "data": {"name": "digits", "partition": {"kind": "classes", "classes_per_client": 4}},
+    "model": {"name": "mlp", "norm": "bn"},
+    "train": {"lr": 0.05, "batch_size": 32, "steps": 1},
+    "evaluate": {"clients": False},
+    "engine": {"device": "cpu", "checkpoint_every": 1},
+}
+FIXBN = {"strategy": {"name": "FixBN", "freeze_round": 1}}
+FEDTAN = {"strategy": {"name": "FedTAN"}}
+
+
+@pytest.fixture
+def containers(tmp_path: Path) -> Iterator[Containers]:
+    skip_without_an_engine()
+    found = Containers(tmp_path)
+    try:
+        yield found
+    finally:
+        found.down()
+
+
+def check_owners(containers: Containers, sites: int) -> None:
+    """Each volume belongs to the containers' user; only that user reads a site's state and key, and only its own."""
+    assert containers.inside("superexec-serverapp", "stat -c '%u' /runs").split() == [UID]
+    written = containers.inside("superexec-serverapp", "find /runs -type f -exec stat -c '%u' {} +").split()
+    assert set(written) == {UID}
+    for site in range(sites):
+        app = f"superexec-clientapp-{site}"
+        assert containers.inside(app, "id -u").strip() == UID
+        assert containers.inside(app, "stat -c '%u %a' /state").split() == [UID, "700"]
+        assert containers.inside(app, "touch /data/new 2>/dev/null || echo read-only").strip() == "read-only"
+        assert containers.inside(app, "ls /keys 2>/dev/null || echo none").strip() == "none"
+        node = f"supernode-{site}"
+        key = containers.inside(node, "stat -c '%u %a' /keys/node.key").split()
+        assert key == [UID, "600"]
+        assert containers.inside(node, "touch /keys/new 2>/dev/null || echo read-only").strip() == "read-only"
+
+
+def run_both(containers: Containers, clients: int) -> None:
+    for name, change in (("fixbn", FIXBN), ("fedtan", FEDTAN)):
+        containers.wait_for_end(containers.submit(name, EXPERIMENT | {"clients": clients} | change))
+        assert [line["clients"] for line in containers.history(name)] == [clients]
+
+
+def test_three_sites_train_lose_a_site_and_a_server_and_go_on(containers: Containers) -> None:
+    containers.script("deploy/keys.sh")
+    containers.up()
+    containers.wait_for_nodes(3)
+    run_both(containers, 3)
+
+    # FedBN's clients keep their own norms in the volumes of their sites.
+    experiment = EXPERIMENT | {"rounds": 6, "strategy": {"name": "FedBN", "min_train_nodes": 2}}
+    run_id = containers.submit("fedbn", experiment)
+    containers.wait_for("round 1", lambda: containers.history("fedbn"))
+    containers.compose("kill", "supernode-1", "superexec-clientapp-1")
+    containers.wait_for("a round without site 1", lambda: containers.history("fedbn")[-1]["clients"] == 2)
+    containers.compose("start", "supernode-1", "superexec-clientapp-1")
+    containers.wait_for("a round with site 1", lambda: containers.history("fedbn")[-1]["clients"] == 3)
+    containers.compose("kill", "superexec-serverapp")
+    containers.wait_for_end(run_id, "finished:failed")
+    containers.compose("start", "superexec-serverapp")
+    containers.wait_for_nodes(3)
+    done = len(containers.history("fedbn"))
+    assert done < 6
+    containers.wait_for_end(containers.submit("fedbn", experiment, resume=True))
+    assert [line["round"] for line in containers.history("fedbn")] == [1, 2, 3, 4, 5, 6]
+    check_owners(containers, 3)
+
+
+def test_five_sites_train(containers: Containers) -> None:
+    containers.script("deploy/sites.sh", "5")
+    containers.up()
+    containers.wait_for_nodes(5)
+    run_both(containers, 5)
+    check_owners(containers, 5)
