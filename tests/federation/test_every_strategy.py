@@ -19,6 +19,7 @@ from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import STRATEGIES, build_strategy
 from tests.conftest import Batches
+from tests.support.federations import same
 
 # What a rule needs beyond its name, and the normaliser it is for.
 SPECS: dict[str, dict[str, Any]] = {"FixBN": {"freeze_round": 1}, "FedTANII": {"fedtan_rounds": 1}}
@@ -81,10 +82,6 @@ class Case:
             self.arrays(), num_rounds=rounds, evaluate_fn=lambda _, arrays: models.append(arrays),
         )  # fmt: skip
         return unpack(models[-1])
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
 
 
 def test_every_promised_rule_is_there() -> None:

@@ -10,32 +10,21 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
 from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedProx
+from tests.support.federations import last_model, same
 
 Federations = Callable[..., Any]
 
 
-def run(fed: Any, strategy: Any, rounds: int = 3) -> dict[str, np.ndarray]:
-    models: list[ArrayRecord] = []
-    strategy.start(fed.grid(), fed.arrays(), num_rounds=rounds, evaluate_fn=lambda _, arrays: models.append(arrays))
-    return unpack(models[-1])
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return all(a[key].tobytes() == b[key].tobytes() for key in a)
-
-
 def test_mu_of_zero_is_fedavg(federation: Federations) -> None:
     fed = federation((4, 8), lr=0.1, momentum=0.9)
-    plain = run(fed, FedAvg(fraction_evaluate=0.0))
-    assert same(run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.0)), plain)
-    assert not same(run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.5)), plain)
+    plain = last_model(fed, FedAvg(fraction_evaluate=0.0), 3)
+    assert same(last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.0), 3), plain)
+    assert not same(last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.5), 3), plain)
 
 
 def test_a_round_equals_sgd_on_the_loss_with_the_term(federation: Federations) -> None:
@@ -52,15 +41,15 @@ def test_a_round_equals_sgd_on_the_loss_with_the_term(federation: Federations) -
             (F.cross_entropy(model(x), y) + 0.7 / 2 * distance).backward()
             optimizer.step()
         ends.append(model.state_dict())
-    ours = run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.7), 1)
+    ours = last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.7), 1)
     for key, value in ours.items():
         np.testing.assert_allclose(value, (ends[0][key] + ends[1][key]).numpy() / 2, rtol=1e-12, atol=1e-13)
 
 
 def test_flowers_own_fedprox_asks_our_client_for_the_same(federation: Federations) -> None:
     fed = federation((6, 6), lr=0.1)
-    ours = run(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.4))
-    theirs = run(fed, flower.FedProx(fraction_evaluate=0.0, proximal_mu=0.4))
+    ours = last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
+    theirs = last_model(fed, flower.FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
     for key, value in ours.items():
         np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-6)
 
@@ -88,6 +77,6 @@ def test_group_norm_with_one_local_step_is_centralised_sgd(federation: Federatio
         optimizer.zero_grad()
         F.cross_entropy(twin(x), y).backward()
         optimizer.step()
-    ours = run(fed, FedAvg(fraction_evaluate=0.0), 10)
+    ours = last_model(fed, FedAvg(fraction_evaluate=0.0), 10)
     for key, value in twin.state_dict().items():
         np.testing.assert_allclose(ours[key], value.numpy(), rtol=1e-10, atol=1e-12)

@@ -21,17 +21,10 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedAvgGlobalStats, FedTAN, FedTANII
 from tests.support.cohort import run_cohort
+from tests.support.federations import last_model, same
 from tests.support.models import two_norms, two_norms_with_dropout
 
 Federations = Callable[..., Any]
-
-
-def run(fed: Any, strategy: Any, rounds: int, grid: Any = None) -> dict[str, np.ndarray]:
-    last: list[ArrayRecord] = []
-    strategy.start(
-        grid or fed.grid(), fed.arrays(), num_rounds=rounds, evaluate_fn=lambda _, arrays: last.append(arrays)
-    )
-    return unpack(last[-1])
 
 
 def centralised(fed: Any, rounds: int, *, lr: float, momentum: float = 0.0) -> dict[str, np.ndarray]:
@@ -66,41 +59,44 @@ def test_twenty_rounds_equal_twenty_steps_of_centralised_sgd(
         momentum=momentum,
         keep_momentum=True,
     )
-    ours = run(fed, FedTAN(fraction_evaluate=0.0, exchange=exchange), 20)
+    ours = last_model(fed, FedTAN(fraction_evaluate=0.0, exchange=exchange), 20)
     twin = centralised(fed, 20, lr=0.1, momentum=momentum)
     assert distance(ours, twin) < 1e-10
-    plain = run(fed, FedAvg(fraction_evaluate=0.0), 20)
+    plain = last_model(fed, FedAvg(fraction_evaluate=0.0), 20)
     assert distance(plain, twin) > 1e-3
 
 
 def test_unequal_batches_equal_the_union_when_weighted_by_batch(federation: Federations) -> None:
     fed = federation((3, 8, 5), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
-    assert distance(run(fed, FedTAN(fraction_evaluate=0.0, weights="batch"), 5), centralised(fed, 5, lr=0.1)) < 1e-10
+    assert (
+        distance(last_model(fed, FedTAN(fraction_evaluate=0.0, weights="batch"), 5), centralised(fed, 5, lr=0.1))
+        < 1e-10
+    )
 
 
 def test_weights_by_data_differ_from_those_by_batch_where_batches_are_equal(federation: Federations) -> None:
     fed = federation((4, 8), model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
     fed.data[1].batches = [(x[:2], y[:2]) for x, y in fed.data[1].batches]  # as large as the other's
     assert len({len(data.batches[0][1]) for data in fed.data}) == 1
-    by_data, by_batch = (run(fed, FedTAN(fraction_evaluate=0.0, weights=w), 1) for w in ("data", "batch"))
+    by_data, by_batch = (last_model(fed, FedTAN(fraction_evaluate=0.0, weights=w), 1) for w in ("data", "batch"))
     assert distance(by_data, by_batch) > 1e-6
 
 
 def test_one_client_equals_fedavg(federation: Federations) -> None:
     fed = federation((8,), model=two_norms, dtype=torch.float64, lr=0.1)
     alone = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
-    plain = run(fed, FedAvg(**alone), 3)
+    plain = last_model(fed, FedAvg(**alone), 3)
     for rule in (FedTAN, FedAvgGlobalStats):
-        assert distance(run(fed, rule(**alone), 3), plain) < 1e-10
+        assert distance(last_model(fed, rule(**alone), 3), plain) < 1e-10
 
 
 def test_local_steps_after_the_first_are_ordinary(federation: Federations) -> None:
     """Three steps by hand: one with the others, which leaves client i at w - lr g_i, then two apart, then the mean."""
     fed = federation((6, 6), batches=3, model=two_norms, dtype=torch.float64, lr=0.1, steps=3)
-    ours = run(fed, FedTAN(fraction_evaluate=0.0), 1)
+    ours = last_model(fed, FedTAN(fraction_evaluate=0.0), 1)
     copies = [copy.deepcopy(fed.model).train() for _ in fed.data]
     works = [
-        lambda exchange, m=m, b=data.batches[0]: LayerwiseStep(exchange)(m, *b, F.cross_entropy)
+        lambda exchange, m=m, b=data.batches[0]: LayerwiseStep(exchange)(m, *b, F.cross_entropy)  # type: ignore[call-arg]
         for m, data in zip(copies, fed.data, strict=True)
     ]
     run_cohort(works, [1.0, 1.0])
@@ -141,7 +137,7 @@ def test_parked_and_replayed_rounds_give_the_same_model(
     federation: Federations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = federation((6, 6), model=two_norms_with_dropout, lr=0.1, momentum=0.9)
-    parked = run(fed, FedTAN(fraction_evaluate=0.0), 2)
+    parked = last_model(fed, FedTAN(fraction_evaluate=0.0), 2)
 
     class Forgetful(ParkedRounds):
         """As if every message came to another process."""
@@ -150,16 +146,16 @@ def test_parked_and_replayed_rounds_give_the_same_model(
             self.clear()
 
     monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", Forgetful())
-    replayed = run(fed, FedTAN(fraction_evaluate=0.0), 2)
-    assert all(parked[key].tobytes() == replayed[key].tobytes() for key in parked)
+    replayed = last_model(fed, FedTAN(fraction_evaluate=0.0), 2)
+    assert same(parked, replayed)
 
 
 def test_workers_and_one_process_give_the_same_model(federation: Federations) -> None:
     fed = federation((6, 6, 6), model=two_norms)
-    here = run(fed, FedTAN(fraction_evaluate=0.0), 2)
+    here = last_model(fed, FedTAN(fraction_evaluate=0.0), 2)
     with fed.grid(workers=2) as grid:
-        apart = run(fed, FedTAN(fraction_evaluate=0.0), 2, grid)
-    assert all(here[key].tobytes() == apart[key].tobytes() for key in here)
+        apart = last_model(fed, FedTAN(fraction_evaluate=0.0), 2, grid)
+    assert same(here, apart)
 
 
 def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
@@ -177,7 +173,7 @@ def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
             return [r for r in replies if r.metadata.src_node_id != 2 or self.exchanges < 2]
 
     strategy = FedTAN(fraction_evaluate=0.0)
-    ours = run(fed, strategy, 1, Losing(fed.app(), 3))
+    ours = last_model(fed, strategy, 1, Losing(fed.app(), 3))
     assert all(np.isfinite(value).all() for value in ours.values())
     assert list(strategy.shares) == [1, 3]
 
@@ -265,4 +261,4 @@ def test_wrong_arguments_are_named(make: Callable[[], Any], says: str) -> None:
 def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
     fed = federation((4, 4), model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 3)))
     with pytest.raises(SettingsError, match=r"model\.norm=bn"):
-        run(fed, FedTAN(fraction_evaluate=0.0), 1)
+        last_model(fed, FedTAN(fraction_evaluate=0.0), 1)

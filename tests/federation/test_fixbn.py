@@ -10,7 +10,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
@@ -20,24 +20,12 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN
+from tests.support.federations import Arrays, models_of
 
 Federations = Callable[..., Any]
-Arrays = dict[str, np.ndarray]
 STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
 WEIGHTS = {"0.weight", "4.weight", "4.bias"}
-
-
-def run(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None) -> list[Arrays]:
-    """The global model before the first round and after each."""
-    models: list[Arrays] = []
-
-    def keep(server_round: int, arrays: ArrayRecord) -> None:
-        models.append(unpack(arrays))
-
-    strategy.start(fed.grid(app), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
-    assert len(models) == rounds + 1
-    return models
 
 
 def moved(before: Arrays, after: Arrays) -> set[str]:
@@ -52,7 +40,7 @@ def freezes(fed: Any, strategy: Any, rounds: int) -> list[str]:
         asked.setdefault(int(config["server-round"]), str(config.get("fedbn.freeze", "")))
         return fed.make_client(context)
 
-    run(fed, strategy, rounds, client_app(make))
+    models_of(fed, strategy, rounds, client_app(make))
     return [asked[number] for number in range(1, rounds + 1)]
 
 
@@ -93,7 +81,7 @@ def test_evaluation_is_not_asked_to_freeze(federation: Federations) -> None:
         seen.append(dict(config))
         return fed.make_client(context)
 
-    run(fed, FixBN(FedAvg(), freeze_round=0), 1, client_app(make))
+    models_of(fed, FixBN(FedAvg(), freeze_round=0), 1, client_app(make))
     assert sum("fedbn.freeze" in config for config in seen) == 2
     assert len(seen) == 4
 
@@ -101,18 +89,23 @@ def test_evaluation_is_not_asked_to_freeze(federation: Federations) -> None:
 def test_freezing_after_the_last_round_equals_the_base_bit_for_bit(federation: Federations) -> None:
     fed = federation((8, 12), momentum=0.9)
     for freeze_round in (3, 1.0):
-        assert not moved(run(fed, FedAvg(), 3)[-1], run(fed, FixBN(FedAvg(), freeze_round=freeze_round), 3)[-1])
+        assert not moved(
+            models_of(fed, FedAvg(), 3)[-1], models_of(fed, FixBN(FedAvg(), freeze_round=freeze_round), 3)[-1]
+        )
 
 
 def test_freezing_changes_what_is_learned(federation: Federations) -> None:
     fed = federation((8, 12))
-    assert moved(run(fed, FedAvg(), 2)[-1], run(fed, FixBN(FedAvg(), freeze_round=1), 2)[-1]) >= WEIGHTS | AFFINE
+    assert (
+        moved(models_of(fed, FedAvg(), 2)[-1], models_of(fed, FixBN(FedAvg(), freeze_round=1), 2)[-1])
+        >= WEIGHTS | AFFINE
+    )
 
 
 def test_freezing_after_more_rounds_than_there_are_is_refused(federation: Federations) -> None:
     fed = federation()
     with pytest.raises(SettingsError, match="freeze_round is 4, but there are 3 rounds; expected 0 to 3"):
-        run(fed, FixBN(FedAvg(), freeze_round=4), 3)
+        models_of(fed, FixBN(FedAvg(), freeze_round=4), 3)
 
 
 @pytest.mark.parametrize("freeze_round", [-1, -0.5, 1.5, True, "half", None, float("nan")])
@@ -145,7 +138,7 @@ def test_it_wraps_a_strategy() -> None:
     ],
 )
 def test_what_is_frozen_stands_still_and_all_else_moves(federation: Federations, freeze: Any, still: set[str]) -> None:
-    models = run(federation((8, 12, 6)), FixBN(FedAvg(), freeze_round=2, freeze=freeze), 5)
+    models = models_of(federation((8, 12, 6)), FixBN(FedAvg(), freeze_round=2, freeze=freeze), 5)
     everything = STATISTICS | AFFINE | WEIGHTS
     for server_round in (1, 2):
         assert moved(models[server_round - 1], models[server_round]) == everything
@@ -154,7 +147,7 @@ def test_what_is_frozen_stands_still_and_all_else_moves(federation: Federations,
 
 
 def test_round_zero_freezes_what_the_model_came_with(federation: Federations) -> None:
-    models = run(federation(), FixBN(FedAvg(), freeze_round=0), 2)
+    models = models_of(federation(), FixBN(FedAvg(), freeze_round=0), 2)
     assert models[-1]["1.running_mean"].tolist() == [0] * 4
     assert models[-1]["1.running_var"].tolist() == [1] * 4
 
@@ -165,7 +158,7 @@ def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation:
     The twin is one model on the union with its batch norm in evaluation mode, in float64.
     """
     fed = federation((6, 6, 6), batches=1, dtype=torch.float64, lr=0.3, steps=1)
-    models = run(fed, FixBN(FedAvg(), freeze_round=2), 6)
+    models = models_of(fed, FixBN(FedAvg(), freeze_round=2), 6)
     twin = copy.deepcopy(fed.model)
     twin.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in models[2].items()}, strict=False)
     twin.train()
@@ -185,7 +178,7 @@ def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation:
 def test_before_the_freeze_it_does_not_equal_centralised_sgd(federation: Federations) -> None:
     """The mismatch that FixBN removes: clients that differ normalise by other statistics than their union."""
     fed = federation((6, 6, 6), batches=1, dtype=torch.float64, lr=0.3, steps=1)
-    models = run(fed, FedAvg(), 1)
+    models = models_of(fed, FedAvg(), 1)
     twin = copy.deepcopy(fed.model).train()
     inputs, targets = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
     F.cross_entropy(twin(inputs), targets).backward()
@@ -215,7 +208,7 @@ def test_a_client_that_ignores_the_freeze_is_refused_by_name(federation: Federat
     fed = federation((4, 4, 4))
     base = FedAvg(fraction_evaluate=0.0, min_train_nodes=3)
     with pytest.raises(RunFailed) as caught:
-        run(fed, FixBN(base, freeze_round=1, freeze=[freeze]), 2, ignoring(fed, 1))
+        models_of(fed, FixBN(base, freeze_round=1, freeze=[freeze]), 2, ignoring(fed, 1))
     assert str(caught.value).startswith("round 2: 2 of 3 clients sent a usable reply, 3 are needed")
     assert f"(node 2): it changed {key!r}, which is frozen" in str(caught.value)
     assert "fedbn.freeze" in str(caught.value)
@@ -225,7 +218,7 @@ def test_the_others_go_on_without_a_client_that_ignores_the_freeze(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
     fed = federation((4, 4, 4))
-    models = run(fed, FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1), 2, ignoring(fed, 1))
+    models = models_of(fed, FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1), 2, ignoring(fed, 1))
     assert moved(models[1], models[2]) == WEIGHTS | AFFINE
     assert "it changed '1.running_mean', which is frozen" in flower_log.text
 
@@ -238,7 +231,7 @@ def test_a_client_that_fails_in_a_frozen_round_is_left_out(federation: Federatio
             raise OSError("gone")
         return fed.make_client(context)
 
-    models = run(fed, FixBN(FedAvg(), freeze_round=1), 2, client_app(make))
+    models = models_of(fed, FixBN(FedAvg(), freeze_round=1), 2, client_app(make))
     assert moved(models[1], models[2]) == WEIGHTS | AFFINE
 
 
@@ -248,20 +241,20 @@ def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
         return convert_norm(layers, "gn")
 
     with pytest.raises(SettingsError, match="FixBN freezes batch norm, and the model has none"):
-        run(federation(model=net), FixBN(FedAvg(), freeze_round=1), 2)
+        models_of(federation(model=net), FixBN(FedAvg(), freeze_round=1), 2)
 
 
 def test_around_flower_s_own_fedavg(federation: Federations) -> None:
     fed = federation((8, 12, 6))
-    theirs = run(fed, FixBN(flower.FedAvg(), freeze_round=1), 3)
-    ours = run(fed, FixBN(FedAvg(), freeze_round=1), 3)
+    theirs = models_of(fed, FixBN(flower.FedAvg(), freeze_round=1), 3)
+    ours = models_of(fed, FixBN(FedAvg(), freeze_round=1), 3)
     assert moved(theirs[1], theirs[3]) == WEIGHTS | AFFINE
     for key, value in theirs[3].items():
         np.testing.assert_allclose(value, ours[3][key], rtol=1e-4, atol=1e-5)
 
 
 def test_around_flower_s_own_fedprox(federation: Federations) -> None:
-    models = run(federation((8, 12)), FixBN(flower.FedProx(proximal_mu=0.5), freeze_round=1), 3)
+    models = models_of(federation((8, 12)), FixBN(flower.FedProx(proximal_mu=0.5), freeze_round=1), 3)
     assert moved(models[1], models[3]) == WEIGHTS | AFFINE
 
 

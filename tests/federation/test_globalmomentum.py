@@ -10,7 +10,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
@@ -23,22 +23,11 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid, elements
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, GlobalMomentum
+from tests.support.federations import Arrays, models_of
 from tests.support.records import BAD_RECORDS, between
 
 Federations = Callable[..., Any]
-Arrays = dict[str, np.ndarray]
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-
-
-def run(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None) -> list[Arrays]:
-    """The global model before the first round and after each."""
-    models: list[Arrays] = []
-
-    def keep(server_round: int, arrays: ArrayRecord) -> None:
-        models.append(unpack(arrays))
-
-    strategy.start(fed.grid(app), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
-    return models
 
 
 def fedavg(**options: Any) -> FedAvg:
@@ -82,16 +71,16 @@ def test_with_one_full_batch_step_it_is_centralised_sgd_with_momentum(
 ) -> None:
     fed = federation((8, 8, 8), batches=1, model=model, dtype=torch.float64, **SGD)
     expected = centralised(fed, 6)
-    assert distance(run(fed, GlobalMomentum(fedavg()), 6)[-1], expected) < 1e-10
-    assert distance(run(fed, fedavg(), 6)[-1], expected) > 1e-2
+    assert distance(models_of(fed, GlobalMomentum(fedavg()), 6)[-1], expected) < 1e-10
+    assert distance(models_of(fed, fedavg(), 6)[-1], expected) > 1e-2
 
 
 def test_around_fedtan_it_is_centralised_sgd_with_batch_norm(federation: Federations) -> None:
     fed = federation((8, 8, 8), batches=1, model=with_batch_norm, dtype=torch.float64, **SGD)
     expected = centralised(fed, 4)
-    assert distance(run(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 4)[-1], expected) < 1e-10
-    assert distance(run(fed, FedTAN(fraction_evaluate=0.0), 4)[-1], expected) > 1e-3
-    assert distance(run(fed, GlobalMomentum(fedavg()), 4)[-1], expected) > 1e-3
+    assert distance(models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 4)[-1], expected) < 1e-10
+    assert distance(models_of(fed, FedTAN(fraction_evaluate=0.0), 4)[-1], expected) > 1e-3
+    assert distance(models_of(fed, GlobalMomentum(fedavg()), 4)[-1], expected) > 1e-3
 
 
 def traced(fed: Any, strategy: Any, rounds: int) -> tuple[dict[tuple[int, int], RecordDict], ...]:
@@ -103,7 +92,7 @@ def traced(fed: Any, strategy: Any, rounds: int) -> tuple[dict[tuple[int, int], 
         key = int(message["config"]["server-round"]), partition
         down[key], up[key] = message, reply
 
-    run(fed, strategy, rounds, between(fed.app(), hook))
+    models_of(fed, strategy, rounds, between(fed.app(), hook))
     return down, up
 
 
@@ -133,7 +122,7 @@ def test_node_ids_do_not_matter(federation: Federations) -> None:
 
 def test_the_first_round_is_that_of_the_base(federation: Federations) -> None:
     fed = federation((8, 12), **SGD)
-    ours, theirs = run(fed, GlobalMomentum(fedavg()), 2), run(fed, fedavg(), 2)
+    ours, theirs = models_of(fed, GlobalMomentum(fedavg()), 2), models_of(fed, fedavg(), 2)
     assert all(ours[1][key].tobytes() == value.tobytes() for key, value in theirs[1].items())
     assert any(ours[2][key].tobytes() != value.tobytes() for key, value in theirs[2].items())
 
@@ -158,7 +147,7 @@ def test_messages_grow_by_the_parameters_upwards_and_from_the_second_round_downw
 
 def test_a_strategy_that_is_used_again_begins_anew(federation: Federations) -> None:
     fed, rule = federation((8, 12), **SGD), GlobalMomentum(fedavg())
-    once, again = run(fed, rule, 2), run(fed, rule, 2)
+    once, again = models_of(fed, rule, 2), models_of(fed, rule, 2)
     assert all(once[2][key].tobytes() == value.tobytes() for key, value in again[2].items())
 
 
@@ -177,8 +166,8 @@ def test_inside_fixbn_around_fedprox_all_three_are_asked_for(federation: Federat
 
 def test_inside_and_outside_fixbn_are_the_same(federation: Federations) -> None:
     fed = federation((8, 12), **SGD)
-    inside = run(fed, FixBN(GlobalMomentum(fedavg()), freeze_round=1, freeze=["statistics", "affine"]), 4)
-    outside = run(fed, GlobalMomentum(FixBN(fedavg(), freeze_round=1, freeze=["statistics", "affine"])), 4)
+    inside = models_of(fed, FixBN(GlobalMomentum(fedavg()), freeze_round=1, freeze=["statistics", "affine"]), 4)
+    outside = models_of(fed, GlobalMomentum(FixBN(fedavg(), freeze_round=1, freeze=["statistics", "affine"])), 4)
     for key, value in outside[-1].items():
         assert value.tobytes() == inside[-1][key].tobytes(), key
     assert inside[1]["1.running_mean"].tobytes() == inside[4]["1.running_mean"].tobytes()
@@ -203,7 +192,7 @@ def test_around_fedtan_the_record_rides_on_the_last_message_alone(federation: Fe
 
 def test_a_fedtan_client_whose_process_is_gone_replays_with_the_momentum(federation: Federations) -> None:
     fed = federation((8, 8), batches=1, model=with_batch_norm, **SGD)
-    expected = run(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3)
+    expected = models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3)
     app, forgetful = fed.app(), ClientApp()
 
     def forgets(message: Any, context: Context) -> Any:
@@ -212,7 +201,7 @@ def test_a_fedtan_client_whose_process_is_gone_replays_with_the_momentum(federat
 
     for register in (forgetful.train(), forgetful.query("cohort"), forgetful.query("partition")):
         register(forgets)
-    found = run(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3, forgetful)
+    found = models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3, forgetful)
     for key, value in expected[-1].items():
         assert value.tobytes() == found[-1][key].tobytes(), key
 
@@ -229,7 +218,7 @@ def test_around_fedbn_the_momentum_of_what_stays_at_home_stays_there_too(federat
     def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
         ups.append(set(reply["momentum"]))
 
-    run(fed, GlobalMomentum(FedBN(fraction_evaluate=0.0)), 2, between(client_app(make), look))
+    models_of(fed, GlobalMomentum(FedBN(fraction_evaluate=0.0)), 2, between(client_app(make), look))
     assert ups == [{"0.weight", "4.weight", "4.bias"}] * 4
     own = [states[i].load("momentum") for i in (0, 1)]
     assert set(own[0]) == {"1.weight", "1.bias"}
@@ -253,7 +242,7 @@ def test_a_momentum_that_cannot_be_used_leaves_its_reply_out_and_is_named(
         if partition == 1 and number == 1:
             spoil("momentum")(reply)
 
-    run(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
+    models_of(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
     for key, value in seen[2, 0].items():
         expected = (8 * seen[1, 0][key] + 6 * seen[1, 2][key]) / 14
         np.testing.assert_allclose(value, expected, rtol=1e-13, atol=1e-16, err_msg=key)
@@ -272,7 +261,7 @@ def test_a_reply_that_the_base_leaves_out_counts_for_nothing_in_the_momentum_eit
         if partition == 0 and number == 1:
             BAD_RECORDS["NaN"][0]("arrays")(reply)
 
-    run(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
+    models_of(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
     for key, value in seen[2, 0].items():
         expected = (12 * seen[1, 1][key] + 6 * seen[1, 2][key]) / 18
         np.testing.assert_allclose(value, expected, rtol=1e-13, atol=1e-16, err_msg=key)
@@ -280,7 +269,7 @@ def test_a_reply_that_the_base_leaves_out_counts_for_nothing_in_the_momentum_eit
 
 def test_clients_that_train_without_momentum_say_so(federation: Federations) -> None:
     with pytest.raises(RunFailed, match=r"this client trains without \(momentum is 0\)"):
-        run(federation((4, 4)), GlobalMomentum(fedavg()), 1)
+        models_of(federation((4, 4)), GlobalMomentum(fedavg()), 1)
 
 
 def test_a_base_that_does_not_tell_its_weights_is_refused() -> None:
@@ -306,9 +295,9 @@ def test_one_client_that_keeps_its_momentum_is_one_long_run_of_sgd(federation: F
         F.cross_entropy(twin(inputs), targets).backward()
         optimizer.step()
     expected = twin.state_dict()
-    anew = run(fed, alone(), 4)[-1]
+    anew = models_of(fed, alone(), 4)[-1]
     fed.options["keep_momentum"] = True
-    for key, value in run(fed, alone(), 4)[-1].items():
+    for key, value in models_of(fed, alone(), 4)[-1].items():
         assert value.tobytes() == expected[key].numpy().tobytes(), key
     assert distance(anew, {"0.weight": expected["0.weight"].numpy()}) > 1e-3
 
@@ -320,12 +309,12 @@ def test_each_client_keeps_its_own(federation: Federations) -> None:
         states[int(context.node_config["partition-id"])] = NodeState(context.state)
         return fed.make_client(context)
 
-    local = run(fed, fedavg(), 3, client_app(make))
+    local = models_of(fed, fedavg(), 3, client_app(make))
     assert set(states[0].load("momentum")) == {name for name, _ in fed.model.named_parameters()}
     assert (states[0].load("momentum")["4.bias"] != states[1].load("momentum")["4.bias"]).any()
     fed.options["keep_momentum"] = False
     for other in (fedavg(), GlobalMomentum(fedavg())):
-        assert any(run(fed, other, 3)[-1][key].tobytes() != value.tobytes() for key, value in local[-1].items())
+        assert any(models_of(fed, other, 3)[-1][key].tobytes() != value.tobytes() for key, value in local[-1].items())
 
 
 def test_what_is_kept_does_not_travel(federation: Federations) -> None:

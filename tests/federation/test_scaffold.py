@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -17,21 +17,10 @@ from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
 from tests.conftest import Batches, Federation
+from tests.support.federations import Arrays, models_of
 from tests.support.records import BAD_RECORDS, between
 
 Federations = Callable[..., Any]
-Arrays = dict[str, np.ndarray]
-
-
-def run(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None) -> list[Arrays]:
-    """The global model after each round."""
-    models: list[Arrays] = []
-
-    def keep(server_round: int, arrays: ArrayRecord) -> None:
-        models.append(unpack(arrays))
-
-    strategy.start(fed.grid(app), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
-    return models[1:]
 
 
 def one_weight(images: tuple[int, int] = (1, 1)) -> Federation:
@@ -54,7 +43,8 @@ def strategy(**options: Any) -> Scaffold:
 
 
 def weights(models: list[Arrays]) -> list[float]:
-    return [float(model["weight"].item()) for model in models]
+    """After each round."""
+    return [float(model["weight"].item()) for model in models[1:]]
 
 
 def test_two_clients_with_one_weight_by_hand() -> None:
@@ -74,14 +64,14 @@ def test_two_clients_with_one_weight_by_hand() -> None:
       client 1: c - c_1 = 5.390625; g = -6.390625, y = 2.52734375; g = -5.890625, y = 2.58984375.
       x = (3.10272216796875 + 2.58984375)/2 = 2.846282958984375
     """
-    assert weights(run(one_weight(), strategy(), 3)) == [1.5, 2.40234375, 2.846282958984375]
-    assert weights(run(one_weight(), FedAvg(fraction_evaluate=0.0), 2))[1] != 2.40234375
+    assert weights(models_of(one_weight(), strategy(), 3)) == [1.5, 2.40234375, 2.846282958984375]
+    assert weights(models_of(one_weight(), FedAvg(fraction_evaluate=0.0), 2))[1] != 2.40234375
 
 
 def test_it_ends_where_the_mean_loss_is_least_and_fedavg_does_not() -> None:
     """The mean of the gradients, (w + 4 (w - 4))/2, is zero at 3.2; FedAvg's fixed point is 1.5/0.4921875."""
-    assert weights(run(one_weight(), strategy(), 60))[-1] == pytest.approx(3.2, abs=1e-6)
-    assert weights(run(one_weight(), FedAvg(fraction_evaluate=0.0), 60))[-1] == pytest.approx(3.0476190, abs=1e-6)
+    assert weights(models_of(one_weight(), strategy(), 60))[-1] == pytest.approx(3.2, abs=1e-6)
+    assert weights(models_of(one_weight(), FedAvg(fraction_evaluate=0.0), 60))[-1] == pytest.approx(3.0476190, abs=1e-6)
 
 
 def test_x_is_weighted_by_examples_and_c_is_not() -> None:
@@ -89,7 +79,7 @@ def test_x_is_weighted_by_examples_and_c_is_not() -> None:
     client 0 has c - c_0 = -6 and takes 2.25 to 2.71875 and 3.12890625,
     client 1 has c - c_1 = 6 and takes 2.25 to 2.375 and 2.4375; x = (3.12890625 + 3 * 2.4375)/4.
     """
-    assert weights(run(one_weight((1, 3)), strategy(), 2)) == [2.25, (3.12890625 + 3 * 2.4375) / 4]
+    assert weights(models_of(one_weight((1, 3)), strategy(), 2)) == [2.25, (3.12890625 + 3 * 2.4375) / 4]
 
 
 def by_hand(present: list[set[int]]) -> list[float]:
@@ -125,7 +115,7 @@ def test_a_client_that_misses_rounds_comes_back_with_its_own_control_variate(par
     """Its share of c stays as it was: c moves by |S|/N of the mean change."""
     present = [{0, 1} - ({partition} if number in rounds else set()) for number in range(1, 6)]
     fed = one_weight()
-    found = weights(run(fed, strategy(), 5, absent(fed, partition, rounds)))
+    found = weights(models_of(fed, strategy(), 5, absent(fed, partition, rounds)))
     assert found == pytest.approx(by_hand(present), rel=1e-13)
     assert found != pytest.approx(by_hand([{0, 1}] * 5), rel=1e-3)
 
@@ -141,7 +131,7 @@ def test_partial_participation_counts_all_nodes_in_n(federation: Federations, ro
         return fed.make_client(context)
 
     rule = strategy(fraction_train=0.5, min_train_nodes=2)
-    run(fed, rule, rounds, client_app(make))
+    models_of(fed, rule, rounds, client_app(make))
     own = [state.load("control") for state in states.values()]
     if rounds == 1:
         assert sum(bool(each) for each in own) == 2
@@ -152,7 +142,7 @@ def test_partial_participation_counts_all_nodes_in_n(federation: Federations, ro
 
 def test_the_first_round_is_fedavg_s(federation: Federations) -> None:
     fed = federation((8, 12), momentum=0.9)
-    (ours,), (theirs,) = run(fed, strategy(), 1), run(fed, FedAvg(), 1)
+    (_, ours), (_, theirs) = models_of(fed, strategy(), 1), models_of(fed, FedAvg(), 1)
     for key, value in theirs.items():
         assert value.tobytes() == ours[key].tobytes(), key
 
@@ -160,8 +150,8 @@ def test_the_first_round_is_fedavg_s(federation: Federations) -> None:
 def test_one_client_equals_fedavg(federation: Federations) -> None:
     """c and c_i are one, so nothing is corrected."""
     fed = federation((8,), dtype=torch.float64, epochs=2)
-    ours = run(fed, strategy(), 4)
-    theirs = run(fed, FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0), 4)
+    ours = models_of(fed, strategy(), 4)
+    theirs = models_of(fed, FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0), 4)
     for key, value in theirs[-1].items():
         np.testing.assert_allclose(ours[-1][key], value, rtol=1e-12, atol=1e-12, err_msg=key)
 
@@ -174,7 +164,7 @@ def test_control_variates_are_of_parameters_alone(federation: Federations) -> No
         if "control" in message:
             assert set(message["control"]) == set(reply["control"])
 
-    run(fed, strategy(), 2, between(fed.app(), look))
+    models_of(fed, strategy(), 2, between(fed.app(), look))
     parameters = {name for name, _ in fed.model.named_parameters()}
     assert [round_ for round_, _, _ in seen] == [1, 1, 2, 2]
     assert [records for _, records, _ in seen] == [{"arrays"}] * 2 + [{"arrays", "control"}] * 2
@@ -199,7 +189,7 @@ def test_what_a_node_keeps_is_the_mean_of_its_gradients(federation: Federations)
             np.testing.assert_allclose(new, expected, rtol=1e-9, atol=1e-12)
         seen.append(partition)
 
-    run(fed, strategy(), 3, between(client_app(make), look))
+    models_of(fed, strategy(), 3, between(client_app(make), look))
     assert sorted(seen) == [0, 0, 0, 1, 1, 1]
 
 
@@ -217,8 +207,8 @@ def test_a_control_record_that_cannot_be_used_leaves_its_reply_out_and_is_named(
             good.append(unpack(reply["control"]))
 
     rule = strategy()
-    (found,) = run(fed, rule, 1, between(fed.app(), hook))
-    (expected,) = run(fed, strategy(), 1, absent(fed, 1, {1}))
+    _, found = models_of(fed, rule, 1, between(fed.app(), hook))
+    _, expected = models_of(fed, strategy(), 1, absent(fed, 1, {1}))
     for key, value in expected.items():
         assert value.tobytes() == found[key].tobytes(), key
     for key, c in rule.memory.control.items():
@@ -231,7 +221,8 @@ def test_a_control_record_that_cannot_be_used_leaves_its_reply_out_and_is_named(
 
 def test_frozen_affine_parameters_keep_their_control_variates(federation: Federations) -> None:
     """Inside FixBN: what does not train has no gradient; its c and c_i stand still."""
-    fed, kept, states = federation((8, 12)), [], {}
+    fed, kept = federation((8, 12)), []
+    states: dict[int, Any] = {}
 
     class Noting(Scaffold):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
@@ -244,7 +235,7 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
         return fed.make_client(context)
 
     inner = Noting(fraction_evaluate=0.0)
-    run(fed, FixBN(inner, freeze_round=1, freeze=["affine"]), 3, client_app(make))
+    models_of(fed, FixBN(inner, freeze_round=1, freeze=["affine"]), 3, client_app(make))
     for first, second, third in zip(*kept, strict=True):  # c, then c_0
         assert set(first) == set(third) == {name for name, _ in fed.model.named_parameters()}
         for key in ("1.weight", "1.bias"):

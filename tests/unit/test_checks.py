@@ -66,7 +66,7 @@ def test_every_promised_name_can_be_imported() -> None:
 
 
 def test_strategies_have_one_identity_whichever_way_they_are_imported() -> None:
-    from fedbn_flwr.strategies.fixbn import FixBN as Same
+    from fedbn_flwr.strategies.fixbn import FixBN as Same  # type: ignore[import-untyped]
 
     from fedbn_flwr.strategies import FixBN
 

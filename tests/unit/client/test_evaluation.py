@@ -121,7 +121,11 @@ def test_clients_of_rules_that_personalise_are_evaluated_and_no_others(runs: dic
 
 def test_a_client_without_own_test_images_is_left_out_of_their_mean_alone() -> None:
     """Flower's mean has only what all clients sent; sizes of 100 and 300 do not weigh: (0.5 + 0.7) / 2."""
-    told = [{"own-accuracy": 0.5, "num-examples": 100}, {"own-accuracy": 0.7, "num-examples": 300}, {"num-examples": 9}]
+    told: list[dict[str, float | int]] = [
+        {"own-accuracy": 0.5, "num-examples": 100},
+        {"own-accuracy": 0.7, "num-examples": 300},
+        {"num-examples": 9},
+    ]
     question = Message(RecordDict(), 1, "evaluate")
     replies = [
         Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)

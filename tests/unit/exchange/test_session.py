@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
     model = Dropping().double()
     x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 5
 
-    def work(m: nn.Module):
-        def run(exchange):
+    def work(m: nn.Module) -> Any:
+        def run(exchange: Any) -> Any:
             torch.manual_seed(7)
             LayerwiseStep(exchange)(m, x, y, F.cross_entropy)
             return [p.grad for p in m.parameters()]
@@ -46,8 +47,8 @@ def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
         return Agreement({key: value * 1.1 + 0.01 * (k + 1) for key, value in contribution.tensors.items()}, 16)
 
     parked = Session(work(copy.deepcopy(model)))
-    state, agreed = parked.advance(), []
-    asked = []
+    agreed: list[Agreement] = []
+    state, asked = parked.advance(), []
     while isinstance(state, Contribution):
         asked.append(state)
         agreed.append(answer(state, len(agreed)))
@@ -63,7 +64,7 @@ def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
 
 
 def test_a_failing_round_raises_where_it_is_asked() -> None:
-    def work(exchange):
+    def work(exchange: Any) -> None:
         raise RuntimeError("no data")
 
     with pytest.raises(RuntimeError, match="no data"):

@@ -44,7 +44,7 @@ def test_float32_is_summed_in_float64() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
 def test_dtype_and_shape_are_kept(dtype: type, shape: tuple[int, ...]) -> None:
-    replies = [{"w": np.ones(shape, dtype)}, {"w": np.zeros(shape, dtype)}]
+    replies: list[dict[str, np.ndarray]] = [{"w": np.ones(shape, dtype)}, {"w": np.zeros(shape, dtype)}]
     mean = weighted_mean(replies, [3, 1])["w"]
     assert isinstance(mean, np.ndarray)
     assert mean.dtype == dtype

@@ -1,0 +1,33 @@
+"""Runs of a small federation (the fixture `federation`), and its models compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.messages.arrays import unpack
+
+Arrays = dict[str, np.ndarray]
+
+
+def models_of(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None, grid: Any = None) -> list[Arrays]:
+    """The global model before the first round and after each."""
+    models: list[Arrays] = []
+
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
+        models.append(dict(unpack(arrays)))
+
+    strategy.start(grid or fed.grid(app), fed.arrays(), num_rounds=rounds, evaluate_fn=keep)
+    assert len(models) == rounds + 1
+    return models
+
+
+def last_model(fed: Any, strategy: Any, rounds: int, grid: Any = None) -> Arrays:
+    return models_of(fed, strategy, rounds, grid=grid)[-1]
+
+
+def same(a: Arrays, b: Arrays) -> bool:
+    return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
