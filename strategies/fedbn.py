@@ -21,14 +21,14 @@ from .fedavg import FedAvg, FedAvgOptions
 class LocalNorm(FedAvg):
     """FedAvg over everything that clients do not keep; for a model without batch norm it is plain FedAvg.
 
+    Takes FedAvg's arguments too.
+
     Parameters
     ----------
     global_norm : "average" | "initial" (default: "average")
         What the global model, which no client uses, has in the place of the clients' batch norm: the mean over
         the clients of this round, who then send theirs as well; or what the model began with, and nothing of it
         travels. Neither is ever sent to a client: one that is new begins with the batch norm it was built with.
-
-    The other arguments are FedAvg's.
     """
 
     kept: frozenset[Role]  # the roles that stay on the client
@@ -50,12 +50,12 @@ class LocalNorm(FedAvg):
 class FedBN(LocalNorm):
     """Gamma, beta and the statistics stay on the client.
 
+    Takes LocalNorm's and FedAvg's arguments too.
+
     Parameters
     ----------
     share : "nothing" | "statistics" (default: "nothing")
         With "statistics" these are averaged and sent as in FedAvg, and only gamma and beta stay.
-
-    The other arguments are LocalNorm's and FedAvg's.
     """
 
     def __init__(

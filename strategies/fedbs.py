@@ -35,6 +35,8 @@ from .fedavg import FedAvg, FedAvgOptions
 class FedBS(FedAvg):
     """FedAvg weighted by loss, then FedProx with equal weights.
 
+    Takes FedAvg's arguments too; `weighted_by_key` has no effect but on the mean of metrics.
+
     Parameters
     ----------
     epsilon : float (default: 0.1)
@@ -43,8 +45,6 @@ class FedBS(FedAvg):
         r, the rounds in a row in which they must.
     proximal_mu : float (default: 0.01)
         mu of FedProx, from the next round on.
-
-    The other arguments are FedAvg's; `weighted_by_key` has no effect but on the mean of metrics.
     """
 
     @dataclass

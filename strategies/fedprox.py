@@ -19,12 +19,12 @@ from .fedavg import FedAvg, FedAvgOptions
 class FedProx(FedAvg):
     """FedAvg with a proximal term.
 
+    Takes FedAvg's arguments too.
+
     Parameters
     ----------
     proximal_mu : float (default: 0.01)
         mu; 0 is FedAvg.
-
-    The other arguments are FedAvg's.
     """
 
     def __init__(self, *, proximal_mu: float = 0.01, **options: Unpack[FedAvgOptions]) -> None:

@@ -42,6 +42,8 @@ from .fixbn import FixBN
 class FedTAN(FedAvg):
     """FedAvg whose first local step has the gradient of the union of the clients' batches.
 
+    Takes FedAvg's arguments too.
+
     Parameters
     ----------
     exchange : "fused" | "paper" (default: "fused")
@@ -55,8 +57,6 @@ class FedTAN(FedAvg):
     direct : ExchangeConfig | bool (default: True)
         The exchange service for streams between clients and server; True: as the environment names it
         (`FEDBN_EXCHANGE_ADDRESS`, ...; messages where it names none), False: messages.
-
-    The other arguments are FedAvg's.
     """
 
     backward = True  # gradients are exchanged too
@@ -179,12 +179,12 @@ class FedAvgGlobalStats(FedTAN):
 class FedTANII(FixBN):
     """FedTAN for M rounds, then FedAvg with the statistics frozen (FedTAN paper, Section 5).
 
+    Takes FedTAN's arguments too.
+
     Parameters
     ----------
     fedtan_rounds : int | float (default: 0.1)
         M, a round as an int or a fraction of all rounds as a float.
-
-    The other arguments are FedTAN's.
     """
 
     inner = FedTAN

@@ -25,12 +25,12 @@ from .fedavg import FedAvg, FedAvgOptions
 class FedWon(FedAvg):
     """FedAvg of a network without normalisation.
 
+    Takes FedAvg's arguments too.
+
     Parameters
     ----------
     clip : float or None (default: 0.1)
         lambda: a unit's gradient is at most so many times as long as its weights. None or 0 clips nothing.
-
-    The other arguments are FedAvg's.
     """
 
     def __init__(self, *, clip: float | None = 0.1, **options: Unpack[FedAvgOptions]) -> None:

@@ -27,6 +27,8 @@ from .fedavg import FedAvg, FedAvgOptions
 class HeteroBN(FedAvg):
     """FedAvg for models with static batch norm.
 
+    Takes FedAvg's arguments too.
+
     Parameters
     ----------
     statistics : "batch" | "query" (default: "batch")
@@ -34,8 +36,6 @@ class HeteroBN(FedAvg):
         all clients are asked for, in rounds that are evaluated. Clients' own evaluation uses the batch's.
     query_timeout : float (default: 3600)
         Seconds that the clients may take to answer.
-
-    The other arguments are FedAvg's.
     """
 
     def __init__(

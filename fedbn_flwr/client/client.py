@@ -43,6 +43,9 @@ TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 class BNClient(NumPyClient):
     """Trains `model` on `train_data` by SGD and evaluates it on `eval_data`.
 
+    The server decides which arrays travel: the client loads those it is sent, and sends the same ones back.
+    What it is not sent (counters of batch norm, say) stays in the node's state.
+
     Parameters
     ----------
     model
@@ -57,9 +60,9 @@ class BNClient(NumPyClient):
     epochs, steps
         Length of a round: passes over `train_data`, or optimiser steps. One epoch by default.
     momentum, weight_decay
-        Of SGD. Momentum starts anew each round, unless
+        Of SGD; momentum buffers are reset each round.
     keep_momentum
-        the node keeps its momentum from round to round.
+        Keep the momentum buffers from round to round, in the node's state.
     loss
         A function of (logits, targets); cross entropy by default (of pixels, without those labelled 255, where the
         model has logits for each).
@@ -74,10 +77,7 @@ class BNClient(NumPyClient):
     device
         Where to train; that of the model's parameters by default.
     context
-        The node's Flower context: its number (`partition-id`), and the home of what it keeps between rounds.
-
-    The server decides which arrays travel: the client loads those it is sent, and sends the same ones back.
-    What it is not sent (counters of batch norm, say) stays in the node's state.
+        The node's Flower context: its number (`partition-id`), and its state.
     """
 
     def __init__(

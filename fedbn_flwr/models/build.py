@@ -50,6 +50,8 @@ def build_model(
 ) -> nn.Module:
     """The network `name`, its batch norms replaced by `norm` (see `convert_norm`, which takes `norm_options`).
 
+    Weights are drawn from torch's global generator: seed that first.
+
     Parameters
     ----------
     name
@@ -59,8 +61,6 @@ def build_model(
         which they do not matter goes without.
     stem
         How an image enters a torchvision network: `small`, `large`, or `auto` by the size (see `vision`).
-
-    Weights are drawn from torch's global generator: seed that first.
     """
     if ":" in name:
         make = custom(name)
