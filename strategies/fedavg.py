@@ -140,6 +140,8 @@ class FedAvg(Rule, FlowerFedAvg):
 
     def expected(self, arrays: ArrayRecord) -> list[str]:
         """The keys that a client sends back."""
+        if not self.traits.kept:
+            return list(arrays)
         of = roles(arrays)
         absent = self.traits.kept - returned_roles(self.traits, of.values())
         return [key for key, role in of.items() if role not in absent]
@@ -176,7 +178,8 @@ class FedAvg(Rule, FlowerFedAvg):
 
     def _wait_for_nodes(self, grid: Grid, needed: int) -> list[int]:
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-        return wait_for_nodes(grid, needed, self.node_timeout, hint)
+        nodes = list(grid.get_node_ids())
+        return nodes if len(nodes) >= needed else wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
         """Node ids are random in every run; who is chosen must not be."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 
 from .client import BNClient, Config
-from .layerwise import abandon_parked, train_by_messages, train_over_stream
+from .layerwise import abandon_parked, parked_rounds, train_by_messages, train_over_stream
 from .node_state import return_to_round, stored_state
 from .rules import Update
 
@@ -50,7 +51,8 @@ def client_app(make_client: MakeClient) -> ClientApp:
             return make_client(context, _config(message))  # type: ignore[call-arg]
 
         try:
-            with stored_state(message, _config(message), context):
+            on_disk = "state" in context.node_config
+            with stored_state(message, _config(message), context) if on_disk else nullcontext():
                 return Message(handle(make, message, context), reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would take Flower's process along
             who = context.node_config.get("partition-id", f"node {context.node_id}")
@@ -61,7 +63,8 @@ def client_app(make_client: MakeClient) -> ClientApp:
         config = _config(message)
         if protocol.COHORT_STEP in config:
             return answer("train", _train_by_messages, message, context)
-        abandon_parked(context)  # the server has continued without the end of that round
+        if parked_rounds:
+            abandon_parked(context)  # the server has continued without the end of that round
         return answer("train", _train_over_stream if protocol.DIRECT in config else _train, message, context)
 
     @app.evaluate()

@@ -30,8 +30,8 @@ from fedbn_flwr.norms.statistics import reestimate
 
 from .evaluation import evaluate
 from .model_tensors import ModelTensors
-from .node_state import NodeState
-from .rules import LocalRound, Update, known_keys, rules_by_key
+from .node_state import NodeState, run_of
+from .rules import ClientRule, LocalRound, Update, known_keys, rules_by_key
 from .rules.globalmomentum import GlobalMomentum
 from .training import SGD, Batch, Epochs, Loss, cross_entropy, local_batches, train
 
@@ -154,12 +154,19 @@ class BNClient(NumPyClient):
 
         `exchange` carries a layer-wise step's tensors to the other clients and back.
         """
-        protocol.check_known(config, known_keys())
+        wanted = rules_for(config)
+        if self.keep_momentum:
+            wanted.add(GlobalMomentum)
         with _alone(self.model):
-            return self._train_round(arrays, config, {} if extras is None else extras, exchange)
+            return self._train_round(arrays, config, {} if extras is None else extras, exchange, wanted)
 
     def _train_round(
-        self, arrays: Arrays, config: Config, extras: Mapping[str, Arrays], exchange: Exchange | None
+        self,
+        arrays: Arrays,
+        config: Config,
+        extras: Mapping[str, Arrays],
+        exchange: Exchange | None,
+        wanted: set[type[ClientRule]],
     ) -> Update:
         server_round = int(config.get(protocol.ROUND, 1))
         self._load(arrays, config)
@@ -167,9 +174,6 @@ class BNClient(NumPyClient):
             config, arrays, extras, self.model, self._state, self.num_examples, self.identity.get(protocol.PARTITION),
             exchange,
         )  # fmt: skip
-        wanted = {rule for key, rule in rules_by_key().items() if config.get(key)}
-        if self.keep_momentum:
-            wanted.add(GlobalMomentum)
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self.lr(server_round) if callable(self.lr) else self.lr
         seed = seeding.seed_for(self.seed, "model", server_round, int(self.partition_id or 0))
@@ -219,7 +223,7 @@ class BNClient(NumPyClient):
 
         Where there are several sets, the metrics of the second and later ones begin with their name.
         """
-        protocol.check_known(config, known_keys())
+        rules_for(config)
         if self.eval_data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         self._load(arrays, config)
@@ -236,7 +240,7 @@ class BNClient(NumPyClient):
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """Mean batch statistics of this client's training data under `arrays`; `num-examples` counts batches."""
-        protocol.check_known(config, known_keys())
+        rules_for(config)
         self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
         found, batches = reestimate(self.model, epoch, self.device)
@@ -294,7 +298,7 @@ class BNClient(NumPyClient):
         """The received arrays, and for all other keys what this node last had (or was built with)."""
         if not (self._is_fixed or self._parts.are_current()):
             self._parts = ModelTensors(self.model, self.device)
-        self._state = NodeState(self.records, protocol.run_of(config))
+        self._state = NodeState(self.records, run_of(config))
         kept = self._state.load("local")
         if not self._parts.fits(arrays, kept):
             self._check(arrays, kept)
@@ -325,6 +329,17 @@ class BNClient(NumPyClient):
         for key, shape in {**{key: value.shape for key, value in kept.items()}, **shapes}.items():
             if shape != own[key]:
                 raise MessageError(f"{key!r} has shape {shape} in the message and {own[key]} in this client's model")
+
+
+def rules_for(config: Config) -> set[type[ClientRule]]:
+    """The rules that a message asks for; it is refused where it has a key of ours that no rule declares."""
+    wanted, by_key = set(), rules_by_key()
+    for key, value in config.items():
+        if key in by_key:
+            wanted |= {by_key[key]} if value else set()
+        elif key.startswith(protocol.PREFIX) and key not in protocol.RUN_KEYS:
+            protocol.check_known(config, known_keys())
+    return wanted
 
 
 _TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those in the middle of a round

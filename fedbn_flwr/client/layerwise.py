@@ -22,7 +22,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 
 from .client import BNClient
-from .node_state import NodeState
+from .node_state import NodeState, run_of
 from .rules import Update
 
 MakeClient = Callable[[], BNClient]
@@ -39,28 +39,25 @@ class _Parked:
     extras: dict[str, Arrays]
 
 
-class ParkedRounds:
+class ParkedRounds(dict[tuple[int, int], _Parked]):
     """The rounds that wait in one process, by run and node."""
-
-    def __init__(self) -> None:
-        self._rounds: dict[tuple[int, int], _Parked] = {}
 
     def take(self, context: Context, token: tuple[str | None, int], step: int) -> _Parked | None:
         """The node's parked round if it waits for the answer to exchange `step`; any other ends here."""
-        parked = self._rounds.pop((context.run_id, context.node_id), None)
+        parked = self.pop((context.run_id, context.node_id), None)
         if parked is None or (step and (parked.token, parked.step) == (token, step - 1)):
             return parked
         parked.session.abandon()
         return None
 
     def park(self, context: Context, parked: _Parked) -> None:
-        self._rounds[context.run_id, context.node_id] = parked
+        self[context.run_id, context.node_id] = parked
 
     def clear(self) -> None:
         """End all rounds, as if the process had ended."""
-        for parked in self._rounds.values():
+        for parked in self.values():
             parked.session.abandon()
-        self._rounds.clear()
+        super().clear()
 
 
 parked_rounds = ParkedRounds()
@@ -70,7 +67,7 @@ def train_by_messages(
     make: MakeClient, content: RecordDict, config: Mapping[str, Any], extras: dict[str, Arrays], context: Context
 ) -> Contribution | Update:
     """Begin a round (step 0), or continue with the answer to exchange `step`, up to the next exchange or the end."""
-    step, run = int(config[protocol.COHORT_STEP]), protocol.run_of(config)
+    step, run = int(config[protocol.COHORT_STEP]), run_of(config)
     token = (run, int(config.get(protocol.ROUND, 1)))
     state = NodeState(context.state, run)
     state.save_records(_name(step), _exchanged(content, config))

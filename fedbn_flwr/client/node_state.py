@@ -35,6 +35,12 @@ _RUN = "fedbn.run"  # the record that names the training run, and in a folder th
 _ARRAYS = "fedbn.arrays."
 
 
+def run_of(config: Mapping[str, Any]) -> str | None:
+    """The training run that a message belongs to; None where the server does not name any."""
+    words = [str(config[key]) for key in (protocol.RUN, protocol.TOKEN) if key in config]
+    return " ".join(words) or None
+
+
 class NodeState:
     """Named sets of arrays in a node's `Context.state`. A state of another training run than `run` is dropped;
     with None its owner is not checked."""
@@ -114,7 +120,7 @@ class StateFolder:
             raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
         name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
         client = int(context.node_config.get("partition-id", context.node_id))
-        run = protocol.run_of(config)
+        run = run_of(config)
         assert run is not None
         return cls(Path(str(given)).expanduser() / f"{name}-{token}" / f"client-{client}", run)
 

@@ -11,6 +11,7 @@ A server outside of Flower's runtime needs three of Flower's internals: `TaskIde
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import multiprocessing
@@ -24,6 +25,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -118,8 +120,9 @@ class LocalGrid(Capabilities, Grid):
             folder = Path(tempfile.mkdtemp(prefix="fedbn-nodes-"))
             self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         budget = state_memory * 2**30 / max(workers, 1)
-        self._here = _Nodes(client_app, Contexts(contexts, budget, folder), None if workers else threads)
-        self._workers = [_Worker(_Nodes(client_app, Contexts(part, budget, folder), 1)) for part in parts]
+        keep = functools.partial(Contexts, budget=budget, folder=folder) if folder else dict[int, Context]
+        self._here = _Nodes(client_app, keep(contexts), None if workers else threads)
+        self._workers = [_Worker(_Nodes(client_app, keep(part), 1)) for part in parts]
         self._worker_of = {node: worker for worker, part in zip(self._workers, parts, strict=True) for node in part}
 
     # --- Flower's interface ---
@@ -249,7 +252,7 @@ class _Nodes:
     """Nodes served by one process."""
 
     client_app: ClientApp
-    contexts: Contexts
+    contexts: Contexts | Mapping[int, Context]  # the former where the memory for states is limited
     threads: int | None
 
     def answer(self, message: Message) -> Message:
@@ -260,7 +263,7 @@ class _Nodes:
             content = message.content
             own = RecordDict({key: record.copy() for key, record in content.items()})
             message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
-            with self.contexts.using(message.metadata.dst_node_id) as context:
+            with self._using(message.metadata.dst_node_id) as context:
                 reply = self.client_app(message, context)
         except (Exception, SystemExit) as error:
             code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error) or type(error).__name__
@@ -274,11 +277,14 @@ class _Nodes:
         return Message(Error(code, reason), reply_to=message)
 
     def state(self, question: _State) -> RecordDict:
-        with self.contexts.using(question.node) as context:
+        with self._using(question.node) as context:
             if question.records is None:
                 return context.state
             context.state = question.records
         return RecordDict()
+
+    def _using(self, node: int) -> AbstractContextManager[Context]:
+        return self.contexts.using(node) if isinstance(self.contexts, Contexts) else nullcontext(self.contexts[node])
 
     def _limit_threads(self) -> None:
         if self.threads is not None and "torch" in sys.modules:

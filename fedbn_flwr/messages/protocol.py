@@ -76,12 +76,6 @@ def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
             )
 
 
-def run_of(config: Mapping[str, Any]) -> str | None:
-    """The training run that a message belongs to; None where the server does not name any."""
-    words = [str(config[key]) for key in (RUN, TOKEN) if key in config]
-    return " ".join(words) or None
-
-
 def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that say which run it is, and so which model clients build."""
     return {key: config[key] for key in OF_RUN if key in config}
