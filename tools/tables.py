@@ -18,9 +18,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from fedbn_flwr.client.rules import rules_by_key
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
@@ -164,6 +166,12 @@ def datasets() -> Table:
     return columns, rows
 
 
+def keys() -> Table:
+    rules = [rule for rule in rules_by_key().values() if rule.__module__.startswith("fedbn_flwr.")]
+    known = protocol.RUN_KEYS | {key: text for rule in rules for key, text in rule.keys.items()}
+    return ("key", "value", "asks the client to"), [(f"`{name}`", key.value, key.asks) for name, key in known.items()]
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "run": run_keys,
     "data": keys_of("data"),
@@ -176,6 +184,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "models": models,
     "norms": norms,
     "datasets": datasets,
+    "keys": keys,
 }
 
 

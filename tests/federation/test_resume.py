@@ -83,17 +83,6 @@ def test_what_cannot_be_saved_is_refused_by_name() -> None:
         FixBN(MeanStatistics(strategy), freeze_round=1).state()
 
 
-def test_the_rule_in_the_documentation_comes_back() -> None:
-    blocks = (ROOT / "docs" / "plugin.md").read_text().split("```python\n")
-    (code,) = [block.split("```")[0] for block in blocks if "class Patient" in block]
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    before, after = GlobalMomentum(scope["Patient"]()), GlobalMomentum(scope["Patient"]())
-    before.strategy.memory.waited = 3  # type: ignore[attr-defined]
-    as_rule(after).restore(parse(dump(as_rule(before).state())))
-    assert after.strategy.memory.waited == 3  # type: ignore[attr-defined]
-
-
 def test_a_rule_within_rules_keeps_its_own() -> None:
     make = lambda: FixBN(GlobalMomentum(FixBN(FedBS(patience=3), freeze_round="auto")), freeze_round="auto")  # noqa: E731
     before, after = make(), make()

@@ -1,0 +1,133 @@
+"""The rule that docs/plugin.md walks through, from the page's own code; and how many modules a round executes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context
+
+from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
+from fedbn_flwr.client.model_tensors import ModelTensors
+from fedbn_flwr.client.rules import rules_by_key
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum
+from tests.support.command import ROOT
+
+Federations = Callable[..., Any]
+
+
+def code(first_line: str) -> str:
+    blocks = (ROOT / "docs" / "plugin.md").read_text().split("```python\n")
+    (found,) = [block.split("```")[0] for block in blocks if block.startswith(first_line)]
+    return found
+
+
+@pytest.fixture
+def fed_nova() -> Iterator[Any]:
+    """The documented strategy, its client half registered for the length of a test."""
+    scope: dict[str, Any] = {"__name__": "mine"}
+    for first_line in ("# client/rules/fednova.py", "# strategies/fednova.py"):
+        exec(compile(code(first_line), first_line, "exec", dont_inherit=True), scope)
+    yield scope["FedNova"]
+    rules_by_key().pop("fednova.steps")  # type: ignore[attr-defined]
+
+
+def test_the_walk_through_is_short() -> None:
+    lines = (code("# client/rules/fednova.py") + code("# strategies/fednova.py")).splitlines()
+    assert len([line for line in lines if line.strip()]) < 60
+
+
+def test_with_equal_steps_it_is_fedavg(federation: Federations, fed_nova: Any) -> None:
+    fed = federation((8, 12), dtype=torch.float64, steps=3)
+    found = unpack(fed_nova().start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
+    for key, value in unpack(FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2).arrays).items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-12, atol=1e-14, err_msg=key)
+
+
+def test_with_unequal_steps_it_is_the_formula(federation: Federations, fed_nova: Any) -> None:
+    """p = (8, 16) / 24, tau_i = 1 and 4: tau = 3; w + 3 * sum_i p_i (w_i - w) / tau_i."""
+    fed = federation((8, 16), dtype=torch.float64)
+
+    def make(context: Context) -> BNClient:
+        partition = int(context.node_config["partition-id"])
+        return BNClient(copy.deepcopy(fed.model), fed.data[partition], lr=0.1, steps=(1, 4)[partition], context=context)
+
+    rule = fed_nova(fraction_evaluate=0.0)
+    found = unpack(rule.start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1).arrays)
+    assert rule.notes() == {"tau": pytest.approx(3.0, rel=1e-15)}
+    before = unpack(fed.arrays())
+    ends = [
+        BNClient(copy.deepcopy(fed.model), fed.data[i], lr=0.1, steps=(1, 4)[i]).train_round(before, {}).arrays
+        for i in (0, 1)
+    ]
+    for key, role in roles(before).items():
+        one, two = (end[key] - before[key] for end in ends)
+        move = one / 3 + two * 2 / 3 if role is Role.STATISTICS else 3 * (one / 3 / 1 + two * 2 / 3 / 4)
+        np.testing.assert_allclose(found[key], before[key] + move, rtol=1e-12, atol=1e-14, err_msg=key)
+
+
+def test_it_composes_and_is_saved(federation: Federations, fed_nova: Any) -> None:
+    fed = federation((8, 12), steps=2, momentum=0.9)
+    rule = GlobalMomentum(FixBN(fed_nova(), freeze_round=1))
+    models: list[Any] = []
+    rule.start(fed.grid(), fed.arrays(), num_rounds=2, evaluate_fn=lambda _, arrays: models.append(unpack(arrays)))
+    assert models[1]["1.running_mean"].tobytes() == models[2]["1.running_mean"].tobytes()
+    other = GlobalMomentum(FixBN(fed_nova(), freeze_round=1))
+    other.begin(2, fed.arrays())
+    other.restore(parse(dump(rule.state())))
+    assert other.notes() == rule.notes() == {"freeze_round": 1, "frozen": ["statistics"], "tau": 2.0}
+
+
+# --- the way of a round ------------------------------------------------------
+
+
+def test_a_round_of_fedavg_executes_twelve_modules(federation: Federations) -> None:
+    """From configure_train through two clients on the local engine to aggregate_train, each client with its model."""
+    fed = federation()
+    tensors = [ModelTensors(copy.deepcopy(fed.model)) for _ in fed.data]
+
+    def make(context: Context) -> BNClient:
+        partition = int(context.node_config["partition-id"])
+        return BNClient(tensors[partition], fed.data[partition], context=context)
+
+    grid, strategy, executed = LocalGrid(client_app(make), 2), FedAvg(), set()
+    arrays = fed.arrays()
+    strategy.begin(2, arrays)
+
+    def one_round(number: int) -> None:
+        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        strategy.aggregate_train(number, grid.send_and_receive(messages))
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in OURS:
+            executed.add(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+    one_round(1)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        one_round(2)
+    finally:
+        sys.setprofile(before)
+    assert executed == ROUND
+
+
+OURS = ("fedbn_flwr", "strategies")
+ROUND = {
+    "strategies.fedavg", "strategies._rule",
+    "fedbn_flwr.engines.local",
+    "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training",
+    "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",
+    "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.screening", "fedbn_flwr.messages.aggregate",
+    "fedbn_flwr.seeding",
+}  # fmt: skip
