@@ -36,7 +36,7 @@ class Contribution:
     tensors: Arrays
     images: int  # in this client's batch
     remaining: int  # exchanges that follow this one
-    examples: int = 0  # in this client's data set
+    examples: float = 0  # in this client's data set: p_i, up to scale
     partition: int | None = None  # by which the server orders clients
 
 
@@ -49,7 +49,7 @@ class Agreement:
 
 
 def contribution_to_records(contribution: Contribution) -> RecordDict:
-    numbers = {
+    numbers: dict[str, int | float] = {
         protocol.EXCHANGES_LEFT: contribution.remaining,
         protocol.BATCH_EXAMPLES: contribution.images,
         protocol.NUM_EXAMPLES: contribution.examples,
@@ -76,7 +76,7 @@ def contribution_from_records(content: RecordDict) -> Contribution:
         _tensors(content),
         images=_count(numbers, protocol.BATCH_EXAMPLES),
         remaining=_count(numbers, protocol.EXCHANGES_LEFT),
-        examples=_count(numbers, protocol.NUM_EXAMPLES),
+        examples=_number(numbers, protocol.NUM_EXAMPLES),
         partition=partition if isinstance(partition, int) else None,
     )
 
@@ -138,8 +138,15 @@ def _tensors(content: RecordDict) -> Arrays:
         raise CodecError(f"its arrays cannot be read: {error}") from None
 
 
-def _count(numbers: MetricRecord, key: str) -> int:
+def _number(numbers: MetricRecord, key: str) -> float:
     value: Any = numbers.get(key)
-    if isinstance(value, int | float) and 0 <= value <= _LARGEST and value == int(value):
+    if isinstance(value, int | float) and 0 <= value <= _LARGEST:
+        return value
+    raise CodecError(f"its metrics have {key!r} = {value!r}, expected a number, zero or more")
+
+
+def _count(numbers: MetricRecord, key: str) -> int:
+    value = _number(numbers, key)
+    if value == int(value):
         return int(value)
-    raise CodecError(f"its metrics have {key!r} = {value!r}, expected a whole number, zero or more")
+    raise CodecError(f"its metrics have {key!r} = {value!r}, expected a whole number")

@@ -152,10 +152,17 @@ def with_number(key: str, value: Any) -> RecordDict:
 
 
 @pytest.mark.parametrize("key", ["num-examples", "batch-examples", "exchanges-left"])
-@pytest.mark.parametrize("value", [-1, 0.5, float("nan"), float("inf"), 2**60, [4]])
-def test_counts_are_whole_numbers(key: str, value: Any) -> None:
-    with pytest.raises(CodecError, match=f"{key}.*expected a whole number, zero or more"):
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 2**60, [4]])
+def test_numbers_are_finite_and_not_negative(key: str, value: Any) -> None:
+    with pytest.raises(CodecError, match=f"{key}.*expected a number, zero or more"):
         contribution_from_records(with_number(key, value))
+
+
+def test_counts_are_whole_numbers_and_weights_need_not_be() -> None:
+    for key in ("batch-examples", "exchanges-left"):
+        with pytest.raises(CodecError, match=f"{key}.*expected a whole number"):
+            contribution_from_records(with_number(key, 0.5))
+    assert contribution_from_records(with_number("num-examples", 0.5)).examples == 0.5
 
 
 def test_records_of_another_kind_of_reply_are_refused() -> None:
