@@ -18,8 +18,8 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run import serve
+from tests.support.images import numbered, write_parquet
 from tests.support.network import Deployment, missing_tools
-from tests.unit.data.test_catalogue import numbered, write
 
 SIZES = (24, 30, 18)
 EXPERIMENT: dict[str, Any] = {
@@ -44,7 +44,7 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             rows: dict[str, Any] = {"label": [(i + k) % 3 for k in range(count)]}
             if i == 2:
                 rows["domain"] = ["sea" if k % 3 else "farm" for k in range(count)]
-            write(folder / f"{split}.parquet", (8, 8, 3), rows, {"label": numbered(3)}, "image")
+            write_parquet(folder / f"{split}.parquet", (8, 8, 3), rows, {"label": numbered(3)}, "image")
     return folders
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,8 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, SiloBN, Standalone
+from tests.support.federations import replaced
+from tests.support.foreign import Foreign
 from tests.support.localnorm import by_hand
 
 Federations = Callable[..., Any]
@@ -44,18 +45,6 @@ def at_work(fed: Any) -> tuple[Any, dict[int, BNClient]]:
         return living.setdefault(context.node_id, fed.make_client(context))
 
     return client_app(make), living
-
-
-def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
-    """The same with a new client for each message: only a copy of `Context.state` goes from one to the next."""
-    latest: dict[int, BNClient] = {}
-
-    def make(context: Context) -> BNClient:
-        context.state = RecordDict({key: copy.deepcopy(record) for key, record in context.state.items()})
-        latest[context.node_id] = fed.make_client(context)
-        return latest[context.node_id]
-
-    return client_app(make), latest
 
 
 # --- against a twin ----------------------------------------------------------
@@ -223,8 +212,6 @@ def test_notes_say_which_batch_norm_the_global_model_carries() -> None:
 
 
 def test_a_client_that_cannot_send_its_batch_norm_back_is_named(federation: Federations) -> None:
-    from tests.unit.client.test_client import Foreign
-
     fed = federation()
     with pytest.raises(RunFailed, match=r"client 0(.|\n)*fedbn\.return"):
         FedBN().start(LocalGrid(client_app(lambda context: Foreign()), 2), fed.arrays(), num_rounds=1)

@@ -22,8 +22,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, MeanStatistics, SiloBN
-from tests.federation.test_plugin import python_blocks
-from tests.support.command import ROOT
+from tests.support.command import ROOT, python_blocks
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
 Federations = Callable[..., Any]

@@ -14,7 +14,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 
 from fedbn_flwr.client.layerwise import ParkedRounds
-from tests.support.command import ROOT, fedbn
+from tests.support.command import ROOT, fedbn, python_blocks
 from tests.support.packages import CLEAN, needs_uv, run
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, RecordingGrid, copied, imported
 
@@ -167,10 +167,6 @@ def test_fedtan_draws_the_same_whichever_process_a_message_meets(
 
             replace(project, client_app=work).serve()
             assert scores(capsys.readouterr().out) == expected
-
-
-def python_blocks(text: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def test_the_readme_s_lines_work() -> None:

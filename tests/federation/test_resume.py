@@ -129,8 +129,7 @@ def memory_of(out: Path) -> tuple[Any, ...]:
     return read.round, dict(read.trained), content(read.model), content(read.strategy), clients
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "workers"), [*((case, 0) for case in CASES), ("FedTAN", 2), ("Scaffold", 2)])
 def test_an_interrupted_run_equals_an_uninterrupted_one(
     case: str, workers: int, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import Standalone
-from tests.federation.test_fedbn import replaced
+from tests.support.federations import replaced
 
 Federations = Callable[..., Any]
 

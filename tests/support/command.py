@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,7 @@ def fedbn(*words: str | Path, cwd: Path, timeout: float = 300, **more: str) -> s
         timeout=timeout,
         stdin=subprocess.DEVNULL,
     )
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

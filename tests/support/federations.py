@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.messages.arrays import unpack
 
 Arrays = dict[str, np.ndarray]
@@ -31,3 +33,15 @@ def last_model(fed: Any, strategy: Any, rounds: int, grid: Any = None) -> Arrays
 
 def same(a: Arrays, b: Arrays) -> bool:
     return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
+
+
+def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
+    """The same with a new client for each message: only a copy of `Context.state` goes from one to the next."""
+    latest: dict[int, BNClient] = {}
+
+    def make(context: Context) -> BNClient:
+        context.state = RecordDict({key: copy.deepcopy(record) for key, record in context.state.items()})
+        latest[context.node_id] = fed.make_client(context)
+        return latest[context.node_id]
+
+    return client_app(make), latest

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, unpack
+from tests.support.foreign import Foreign
 
 Federations = Callable[..., Any]
 
@@ -412,16 +413,6 @@ def test_counters_that_are_sent_as_floats_are_rounded(federation: Federations) -
 
 
 # --- somebody else's NumPyClient ---------------------------------------------
-
-
-class Foreign(NumPyClient):
-    """Adds one to every array, as its only knowledge of federated learning."""
-
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        return [array + 1 for array in parameters], 7, {"flag": True, "score": np.float32(0.5), "name": "left out"}
-
-    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        return 0.25, 3, {"accuracy": np.float64(0.5), "count": np.int64(4)}
 
 
 def test_a_foreign_numpy_client_is_served() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -20,31 +19,9 @@ from fedbn_flwr.experiment.data import moments_of, resolve
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
-from tests.unit.data.test_data import png
+from tests.support.images import numbered, picture, write_parquet
 
 AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
-
-
-def picture(seed: int, shape: tuple[int, ...]) -> dict[str, Any]:
-    return {"bytes": png(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)), "path": None}
-
-
-def write(
-    file: Path, shape: tuple[int, ...], rows: dict[str, list[int] | list[str]], names: dict[str, list[str]], image: str
-) -> None:
-    """A Parquet file with a column of images beside `rows`; `names` are the columns that are ClassLabels."""
-    count = len(next(iter(rows.values())))
-    features: dict[str, Any] = {image: datasets.Image()}
-    for column, values in rows.items():
-        label = datasets.ClassLabel(names=names[column]) if column in names else None
-        features[column] = label or datasets.Value("string" if isinstance(values[0], str) else "int64")
-    columns = {image: [picture(i, shape) for i in range(count)], **rows}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    datasets.Dataset.from_dict(columns, features=datasets.Features(features)).to_parquet(file)
-
-
-def numbered(count: int) -> list[str]:
-    return [f"c{i}" for i in range(count)]
 
 
 def run_of(text: str, *overrides: str) -> Settings:
@@ -96,7 +73,7 @@ LAYOUTS: dict[str, tuple[str, str, tuple[int, ...], dict[str, Any], dict[str, li
 def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
     folder, test, shape, rows, names, image = LAYOUTS[name]
     for split in ("train", test):
-        write(root / name / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
+        write_parquet(root / name / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
     data = load(name, root=str(root))
     entry = CATALOGUE[name]
     assert data.train.images.shape == (3, entry.channels, entry.size, entry.size)
@@ -116,7 +93,7 @@ def write_domainnet(root: Path) -> list[str]:
     }
     for split in ("train", "test"):
         file = root / "domainnet10" / "data" / f"{split}-00000-of-00001.parquet"
-        write(file, (20, 30, 3), rows, {"domain": domains, "label": classes}, "image")
+        write_parquet(file, (20, 30, 3), rows, {"domain": domains, "label": classes}, "image")
     return kept
 
 
@@ -134,8 +111,8 @@ def test_domainnet_is_reduced_to_its_ten_classes(root: Path) -> None:
 
 def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
     names = {"label": numbered(10)}
-    write(root / "set" / "train.parquet", (6, 6), {"label": [1, 2]}, names, "image")
-    write(root / "set" / "test.parquet", (6, 6, 3), {"label": [3]}, names, "image")
+    write_parquet(root / "set" / "train.parquet", (6, 6), {"label": [1, 2]}, names, "image")
+    write_parquet(root / "set" / "test.parquet", (6, 6, 3), {"label": [3]}, names, "image")
     grey = load(str(root / "set"), test="train")
     data = load(str(root / "set"))
     assert (data.channels, grey.channels) == (3, 1)
@@ -146,15 +123,15 @@ def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
 
 
 def test_the_variable_names_a_root_where_the_file_names_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(root / "mnist" / "train.parquet", (28, 28), {"label": [1]}, {"label": numbered(10)}, "image")
-    write(root / "mnist" / "test.parquet", (28, 28), {"label": [2]}, {"label": numbered(10)}, "image")
+    write_parquet(root / "mnist" / "train.parquet", (28, 28), {"label": [1]}, {"label": numbered(10)}, "image")
+    write_parquet(root / "mnist" / "test.parquet", (28, 28), {"label": [2]}, {"label": numbered(10)}, "image")
     monkeypatch.setenv("FEDBN_DATA", str(root))
     assert load("mnist").train.labels.tolist() == [1]
 
 
 def test_other_names_are_found_under_the_root_too(root: Path) -> None:
-    write(root / "mine" / "train.parquet", (5, 5), {"kind": [1]}, {"kind": ["a", "b"]}, "photo")
-    write(root / "mine" / "test.parquet", (5, 5), {"kind": [0]}, {"kind": ["a", "b"]}, "photo")
+    write_parquet(root / "mine" / "train.parquet", (5, 5), {"kind": [1]}, {"kind": ["a", "b"]}, "photo")
+    write_parquet(root / "mine" / "test.parquet", (5, 5), {"kind": [0]}, {"kind": ["a", "b"]}, "photo")
     assert load("mine", root=str(root)).class_names == ("a", "b")
 
 
@@ -186,7 +163,7 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
 def test_bad_input_is_one_message_before_training(text: str, message: str, root: Path) -> None:
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
-        write(file, (28, 28), {"label": list(range(10))}, {"label": numbered(10)}, "image")
+        write_parquet(file, (28, 28), {"label": list(range(10))}, {"label": numbered(10)}, "image")
     experiment = load_experiment(f"clients: 2\ndata: {text.replace('ROOT', str(root))}")
     with pytest.raises((DataError, SettingsError), match=message) as caught:
         prepare(experiment)
@@ -195,7 +172,7 @@ def test_bad_input_is_one_message_before_training(text: str, message: str, root:
 
 def test_data_of_another_number_of_classes_is_not_taken_for_the_named_set(root: Path) -> None:
     for split in ("train", "test"):
-        write(root / "cifar10" / f"{split}.parquet", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
+        write_parquet(root / "cifar10" / f"{split}.parquet", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
     with pytest.raises(DataError, match=r"CIFAR-10\) has 10 classes, the data 7 in 'label'"):
         load("cifar10", root=str(root))
 
@@ -240,7 +217,9 @@ def test_without_an_entry_nothing_is_assumed() -> None:
 
 def test_official_images_have_the_published_mean_and_deviation(root: Path) -> None:
     for split in ("train", "test"):
-        write(root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img")
+        write_parquet(
+            root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img"
+        )
     run = resolve(run_of(f"data: {{name: cifar10, root: {root}}}"))
     data = load("cifar10", root=str(root))
     assert moments_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -251,7 +230,7 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
 def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> None:
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
-        write(file, (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)}, "image")
+        write_parquet(file, (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)}, "image")
     with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'mnist', but these images have 3"):
         prepare(load_experiment(f"clients: 2\ndata: {{name: mnist, root: {root}}}"))
 
@@ -259,7 +238,7 @@ def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> N
 def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
-        write(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
+        write_parquet(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
     run = load_experiment("mnist", ["seed=0", f"data.root={root}"]).runs[1]
     assert prepare_run(run, "run", make_rule(run)).dataset.train.images.shape == (20, 1, 28, 28)
 

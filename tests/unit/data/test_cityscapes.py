@@ -22,7 +22,7 @@ from fedbn_flwr.experiment.data import own_test, partition_of, resolve
 from fedbn_flwr.experiment.find import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.settings import Experiment, Settings
-from tests.unit.data.test_data import png
+from tests.support.images import png
 
 # Label id -> train id, as Cityscapes defines them; all other ids are 255.
 TRAIN_IDS = {7: 0, 8: 1, 11: 2, 12: 3, 13: 4, 17: 5, 19: 6, 20: 7, 21: 8, 22: 9, 23: 10, 24: 11, 25: 12, 26: 13}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition
 from fedbn_flwr.errors import DataError
+from tests.support.images import pixels, png, write_split
 
 # --- the embedded digits -----------------------------------------------------
 
@@ -365,45 +365,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def png(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def pixels(count: int, shape: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
-
-
-def write(folder: Path, split: str, images: list[bytes | None], labels: list[int], *, classes: int = 3) -> None:
-    import datasets
-
-    features = datasets.Features(
-        {
-            "picture": datasets.Image(),
-            "kind": datasets.ClassLabel(names=[f"kind {i}" for i in range(classes)]),
-            "number": datasets.Value("int64"),
-        }
-    )
-    rows = {
-        "picture": [None if image is None else {"bytes": image, "path": None} for image in images],
-        "kind": labels,
-        "number": [10 * label for label in labels],
-    }
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
-
-
 def write_both(folder: Path, images: list[np.ndarray], labels: list[int]) -> None:
     for split in ("train", "test"):
-        write(folder, split, [png(image) for image in images], labels)
+        write_split(folder, split, [png(image) for image in images], labels)
 
 
 def test_parquet_loads_what_was_written(folder: Path) -> None:
     train, test = pixels(6, (5, 4, 3)), pixels(3, (5, 4, 3), seed=1)
-    write(folder, "train-00000", [png(image) for image in train[:4]], [0, 1, 2, 0])
-    write(folder, "train-00001", [png(image) for image in train[4:]], [1, 2])
-    write(folder, "test", [png(image) for image in test], [2, 1, 0])
+    write_split(folder, "train-00000", [png(image) for image in train[:4]], [0, 1, 2, 0])
+    write_split(folder, "train-00001", [png(image) for image in train[4:]], [1, 2])
+    write_split(folder, "test", [png(image) for image in test], [2, 1, 0])
     data = load(str(folder))
     np.testing.assert_array_equal(data.train.images.numpy(), np.stack(train).transpose(0, 3, 1, 2))
     np.testing.assert_array_equal(data.test.images.numpy(), np.stack(test).transpose(0, 3, 1, 2))
@@ -472,30 +443,30 @@ def test_resizing_equals_that_of_pil(folder: Path) -> None:
 
 
 def test_train_and_test_of_different_sizes_are_an_error(folder: Path) -> None:
-    write(folder, "train", [png(image) for image in pixels(2, (4, 4))], [0, 1])
-    write(folder, "test", [png(image) for image in pixels(2, (6, 6))], [0, 1])
+    write_split(folder, "train", [png(image) for image in pixels(2, (4, 4))], [0, 1])
+    write_split(folder, "test", [png(image) for image in pixels(2, (6, 6))], [0, 1])
     with pytest.raises(DataError, match=r"\(1, 4, 4\), test images \(1, 6, 6\)"):
         load(str(folder))
 
 
 def test_an_unreadable_image_is_named_by_its_row(folder: Path) -> None:
-    write(folder, "train", [png(pixels(1, (4, 4))[0]), b"not an image"], [0, 1])
-    write(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
+    write_split(folder, "train", [png(pixels(1, (4, 4))[0]), b"not an image"], [0, 1])
+    write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(DataError, match="the image in row 1 cannot be read"):
         load(str(folder))
 
 
 def test_a_cut_off_image_is_named_by_its_row(folder: Path) -> None:
     whole = png(pixels(1, (32, 32))[0])
-    write(folder, "train", [whole, whole, whole[: len(whole) // 2]], [0, 1, 2])
-    write(folder, "test", [whole], [0])
+    write_split(folder, "train", [whole, whole, whole[: len(whole) // 2]], [0, 1, 2])
+    write_split(folder, "test", [whole], [0])
     with pytest.raises(DataError, match="the image in row 2 cannot be read"):
         load(str(folder))
 
 
 def test_a_missing_image_is_named_by_its_row(folder: Path) -> None:
-    write(folder, "train", [png(pixels(1, (4, 4))[0]), None], [0, 1])
-    write(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
+    write_split(folder, "train", [png(pixels(1, (4, 4))[0]), None], [0, 1])
+    write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(DataError, match="the image in row 1 cannot be read"):
         load(str(folder))
 
@@ -528,7 +499,7 @@ def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> 
 
 
 def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
-    write(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
+    write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(
         DataError, match=r"no validation\*\.parquet for data\.test='validation'; .* holds train\.parquet"
     ):
@@ -543,8 +514,8 @@ def test_a_file_that_is_no_parquet_is_named(folder: Path) -> None:
 
 
 def test_splits_with_different_classes_are_an_error(folder: Path) -> None:
-    write(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
-    write(folder, "test", [png(pixels(1, (4, 4))[0])], [0], classes=2)
+    write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
+    write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0], classes=2)
     with pytest.raises(DataError, match="training split has 3 classes in 'kind', the test split 2"):
         load(str(folder))
 

@@ -14,7 +14,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.experiment.data import own_test, resolve, rows_by_domain
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.settings import Settings
-from tests.unit.data.test_catalogue import numbered, write
+from tests.support.images import numbered, write_parquet
 
 SITES = ["farm yard", "sea"]
 TEST = {"label": [0, 1, 2, 0, 1, 2, 0, 1], "domain": ["sea", "farm yard"] + ["sea"] * 4 + ["farm yard"] * 2}
@@ -25,8 +25,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "sites"
     rows: dict[str, Any] = {"label": [i % 3 for i in range(24)], "domain": [SITES[i // 3 % 2] for i in range(24)]}
-    write(folder / "train.parquet", (8, 8, 3), rows, {"label": numbered(3)}, "image")
-    write(folder / "test.parquet", (8, 8, 3), TEST, {"label": numbered(3)}, "image")
+    write_parquet(folder / "train.parquet", (8, 8, 3), rows, {"label": numbered(3)}, "image")
+    write_parquet(folder / "test.parquet", (8, 8, 3), TEST, {"label": numbered(3)}, "image")
     return folder
 
 

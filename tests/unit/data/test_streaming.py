@@ -24,7 +24,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.find import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from tests.unit.data.test_data import pixels, png, write
+from tests.support.images import pixels, png, write_split
 
 EVERYTHING = ("resized_crop", "crop", "flip", "rotate")
 
@@ -38,8 +38,8 @@ def folder(root: Path) -> Path:
 def fill(folder: Path, shapes: list[tuple[int, ...]]) -> None:
     """So many training images, and four for testing, of three classes."""
     images = [pixels(1, shape, seed)[0] for seed, shape in enumerate(shapes)]
-    write(folder, "train", [png(image) for image in images], [i % 3 for i in range(len(images))])
-    write(folder, "test", [png(image) for image in images[:4]], [0, 1, 2, 0])
+    write_split(folder, "train", [png(image) for image in images], [i % 3 for i in range(len(images))])
+    write_split(folder, "test", [png(image) for image in images[:4]], [0, 1, 2, 0])
 
 
 def epochs(data: DataSet, augment: tuple[str, ...] = EVERYTHING, count: int = 2) -> list[tuple[Tensor, Tensor]]:
@@ -203,8 +203,8 @@ def test_moments_of_a_stream_are_of_a_bounded_sample(folder: Path, monkeypatch: 
 def breaking(folder: Path, bad: int, image: bytes = b"not an image", count: int = 40) -> None:
     images: list[Any] = [png(array) for array in pixels(count, (6, 6, 3))]
     images[bad] = image
-    write(folder, "train", images, [i % 3 for i in range(count)])
-    write(folder, "test", images[:1], [0])
+    write_split(folder, "train", images, [i % 3 for i in range(count)])
+    write_split(folder, "test", images[:1], [0])
 
 
 @pytest.mark.parametrize("bad", [0, 39, 13])
@@ -231,8 +231,8 @@ def test_an_unfit_image_that_was_not_tried_is_named_when_it_is_met(folder: Path,
 def test_colour_among_grey_is_named(folder: Path) -> None:
     images = [png(array) for array in pixels(40, (6, 6))]
     images[12] = png(pixels(1, (6, 6, 3))[0])
-    write(folder, "train", images, [0] * 40)
-    write(folder, "test", images[:1], [0])
+    write_split(folder, "train", images, [0] * 40)
+    write_split(folder, "test", images[:1], [0])
     data = load(str(folder), stream=True)
     assert data.channels == 1
     with pytest.raises(DataError, match=r"the image in row 12 has colour.*data\.stream to false"):

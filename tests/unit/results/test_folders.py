@@ -14,7 +14,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.data import partition_of, resolve, rows_by_domain
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
-from tests.unit.data.test_data import png
+from tests.support.images import png
 
 KEPT = CATALOGUE["domainnet10"].keep
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
