@@ -46,8 +46,8 @@ def arguments(name: str) -> dict[str, inspect.Parameter]:
 def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
     """The strategy of `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}`.
 
-    A rule that wraps takes its `base`, FedAvg where none is given. `defaults` go to every strategy that has
-    such an argument and is not told otherwise.
+    A rule that wraps takes its `base`, FedAvg where none is given. `defaults` go to every strategy that
+    has such an argument where the file does not set it.
     """
     options = dict(spec)
     name = options.pop("name", None)
@@ -78,7 +78,7 @@ def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
 
 
 def _check_type(name: str, key: str, value: Any, default: Any) -> None:
-    """Flower does not check what it is given; a text for a fraction would fail in the middle of a run."""
+    """Flower does not validate its arguments: a string passed as a fraction would only fail mid-run."""
     expected: tuple[type, ...]
     match default:
         case bool():

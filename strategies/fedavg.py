@@ -240,7 +240,7 @@ class FedAvg(Rule, FlowerFedAvg):
         def problem(message: Message) -> str | None:
             return number_problem(only_metrics(message.content), self.weighted_by_key)
 
-        # A run does not end for want of an evaluation: no reply is needed.
+        # A run does not end because an evaluation is missing: no reply is needed.
         usable = self.screen(f"round {server_round}, evaluation", replies, 0, problem)
         return self._mean_metrics(usable, self.evaluate_metrics_aggr_fn) if usable else None
 

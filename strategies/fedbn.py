@@ -1,10 +1,10 @@
 """FedBN (Li et al. 2021, ICLR, https://arxiv.org/abs/2102.07623): batch norm stays on the client, all else is averaged.
 
 Algorithm 1 of the paper: in a round each layer that is not batch norm is replaced by the clients' mean; gamma, beta
-and the running statistics of each client go on from where its own last round left them. So there are as many models
-as clients, and each client is to be judged by its own (`evaluate.clients` is on by default).
+and the running statistics of each client continue from its own last round. So there are as many models as clients, and
+each client is evaluated with its own (`evaluate.clients` is on by default).
 
-The paper leaves open what somebody outside the federation uses, and what its server holds; see `global_norm`.
+The paper leaves open which model a user outside the federation uses, and what the server holds; see `global_norm`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FedBS (Idrissi, Berrada, Noubir, "FedBS: Learning on Non-IID Data in Federated Learning using Batch Normalization").
 
-Clients that are behind weigh more: each counts by its training loss, until the losses lie close together; then
+Clients that are behind weigh more: each counts by its training loss, until the losses are close together; then
 FedProx, all alike. Close together means that the standard deviation over a round's clients has been at most epsilon
 for r rounds in a row.
 

@@ -41,7 +41,7 @@ class FixBN(Wrapper):
         "auto" decides as in its Appendix B.6: see `window` and `threshold`.
     freeze : sequence of str (default: ["statistics"])
         What is frozen: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H) and
-        freezes the statistics alone.
+        freezes only the statistics.
     window : int (default: 10)
         W, with "auto": rounds over which the variance of the change is taken.
     threshold : float (default: 1e-4)

@@ -38,8 +38,8 @@ class GlobalMomentum(Wrapper):
         super().__init__(strategy)
         if self.shares is None:
             raise SettingsError(
-                f"GlobalMomentum averages as its base does, and {type(strategy).__name__} does not tell how; wrap one "
-                "of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
+                f"GlobalMomentum averages as its base does, and {type(strategy).__name__} does not report how; wrap "
+                "one of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
             )
 
     def instructions(self, round: Round) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Standalone: each client trains alone, the lower bound that a federation has to beat.
+"""Standalone: each client trains on its own, the lower bound that a federation has to beat.
 
 A round has its messages, but no array travels. Clients begin with the model they were built with, the same for all
 where they build it from one seed, and keep everything from round to round. There is no global model, so a run's

@@ -116,7 +116,7 @@ def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dic
 
 
 def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arrays) -> list[Message]:
-    """The replies, those with a record of `names` that cannot be used as errors that say so."""
+    """The replies, those with an unusable record among `names` as errors with the reason."""
     problems: dict[int, str] = {}
     for name in names:
         problems = record_problems([reply for reply in replies if reply.has_content()], name, model) | problems
@@ -157,7 +157,7 @@ def refused(reply: Message, reason: str) -> Message:
 
 
 def check_some_left(server_round: int, replies: Sequence[Message]) -> None:
-    """Raise RunFailed where every reply is an error: Flower's strategies would go on with the old model."""
+    """Raise RunFailed where every reply is an error: Flower's strategies would continue with the old model."""
     if replies and not any(reply.has_content() for reply in replies):
         reasons = sorted(f"node {r.metadata.src_node_id}: {one_line(str(r.error.reason))}" for r in replies)
         listed = "".join(f"\n  - {reason}" for reason in reasons)

@@ -273,9 +273,9 @@ def test_clients_that_train_without_momentum_say_so(federation: Federations) -> 
 
 
 def test_a_base_that_does_not_tell_its_weights_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"FedAvg does not tell how; wrap one of fedbn_flwr\.strategies"):
+    with pytest.raises(SettingsError, match=r"FedAvg does not report how; wrap one of fedbn_flwr\.strategies"):
         GlobalMomentum(flower.FedAvg())
-    with pytest.raises(SettingsError, match="does not tell how"):
+    with pytest.raises(SettingsError, match="does not report how"):
         GlobalMomentum(FixBN(flower.FedAvg()))
 
 

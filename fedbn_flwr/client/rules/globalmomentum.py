@@ -1,4 +1,4 @@
-"""Maintained momentum (Zhong, Chen, Chao): SGD goes on with the momentum of the server, or with the node's own."""
+"""Maintained momentum (Zhong, Chen, Chao): SGD continues with the momentum of the server, or with the node's own."""
 
 from __future__ import annotations
 
