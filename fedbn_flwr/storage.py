@@ -1,8 +1,8 @@
 """Stores: files of named byte strings, each file replaced as a whole. What must survive a process goes through here.
 
 A store is never changed in place. The new file is written under another name, flushed to the disk and renamed over
-the old one, so a crash at any moment leaves the old store or the new one, and no reader needs a lock. sqlite and zip
-files were measured for the same purpose and are slower, see docs/results/storage.txt.
+the old one, so a crash at any moment leaves the old store or the new one, and no reader needs a lock. Writing the same
+entries in a sqlite transaction takes 1.4 to 7 times as long, see docs/results/storage.txt.
 
     entries      one after the other, in the order in which they were written
     index        JSON: the name of each entry, and its offset, size and CRC-32
