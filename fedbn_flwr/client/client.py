@@ -119,6 +119,8 @@ class BNClient(NumPyClient):
         self._is_fixed = isinstance(model, ModelTensors)
         self._state = NodeState(RecordDict() if context is None else context.state)
         self.partition_id = None if context is None else context.node_config.get("partition-id")
+        # What draws depend on: a site without a partition has a node id.
+        self._number = 0 if context is None else int(context.node_config.get("partition-id", context.node_id))
 
     @property
     def model(self) -> nn.Module:
@@ -176,7 +178,7 @@ class BNClient(NumPyClient):
         )  # fmt: skip
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self.lr(server_round) if callable(self.lr) else self.lr
-        seed = seeding.seed_for(self.seed, "model", server_round, int(self.partition_id or 0))
+        seed = seeding.seed_for(self.seed, "model", server_round, self._number)
         self._parts.set_training()
         waiting = list(rules)  # to begin
 
