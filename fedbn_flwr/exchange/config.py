@@ -25,6 +25,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 PREFIX = "FEDBN_EXCHANGE_"
 METHOD = "/fedbn.Exchange/Stream"
 TOKEN = "fedbn-token"  # key of the call's metadata
+ACCEPTED = "fedbn-accepted"  # key of the metadata that an accepted call is answered with
 
 # With pings a lost machine at the other end is noticed within half a minute.
 KEEPALIVE = (

@@ -17,7 +17,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 
 from .codec import Agreement, Contribution, agreement_from_bytes, to_bytes
-from .config import KEEPALIVE, METHOD, TOKEN
+from .config import ACCEPTED, KEEPALIVE, METHOD, TOKEN
 
 CONNECT_SECONDS = 30
 SLACK_SECONDS = 15  # after the server's time limit a client waits so much longer
@@ -109,8 +109,9 @@ class ExchangeStream:
             requests = iter(self._requests.get, None)
             self._call = self._channel.stream_stream(METHOD)(requests, metadata=((TOKEN, self._address.token),))
             try:
-                self._wait(self._call.initial_metadata, max(1.0, end - time.monotonic()))
-                if self._call.is_active():
+                metadata = self._wait(self._call.initial_metadata, max(1.0, end - time.monotonic()))
+                # A rejected call has metadata too, and may count as active for a moment.
+                if any(key == ACCEPTED for key, _ in metadata):
                     return
                 # It has ended; reading from it raises the reason.
                 self._wait(lambda: next(self._call), 5)

@@ -21,7 +21,7 @@ import grpc
 
 from fedbn_flwr.errors import RunFailed
 
-from .config import KEEPALIVE, METHOD, TOKEN, ExchangeConfig, split_address
+from .config import ACCEPTED, KEEPALIVE, METHOD, TOKEN, ExchangeConfig, split_address
 
 _BIND_SECONDS = 60  # another run's round may have the port open
 _GRACE_SECONDS = 10  # for the last answers
@@ -182,7 +182,7 @@ class ExchangeService:
             gone()
             return
         self._read(connection, context)
-        context.send_initial_metadata(())
+        context.send_initial_metadata(((ACCEPTED, "1"),))
         for message in requests:
             with self._changed:
                 connection.received, connection.reading = message, None
