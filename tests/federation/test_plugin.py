@@ -197,7 +197,9 @@ def test_flower_s_simulation_runs_the_project_as_it_is() -> None:
 
 @pytest.mark.deployment
 @needs_uv
-@pytest.mark.parametrize("rule", SERVER)
+@pytest.mark.parametrize(
+    "rule", [rule if rule == "FedTAN" else pytest.param(rule, marks=pytest.mark.nightly) for rule in SERVER]
+)
 def test_with_our_wheel_installed_flower_s_simulation_gives_the_local_engine_s_numbers(
     rule: str,
     clean_environment: Path,
