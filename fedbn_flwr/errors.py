@@ -1,12 +1,12 @@
-"""Everything this project raises on purpose.
+"""The exceptions of this project.
 
-FedbnError                 anything below; one message, no traceback needed
-├── UserError              what was asked for cannot be done; nothing was trained (exit code 2)
+FedbnError                 base class; the message is enough, without a traceback
+├── UserError              the request is invalid; nothing was trained (exit code 2)
 │   ├── SettingsError      an experiment's key, or a strategy's argument
 │   └── DataError          data set, columns, partition
 ├── MessageError           a message or its arrays do not fit the model or the protocol
-├── StorageError           a file of our own cannot be written or is damaged
-└── RunFailed              training began and could not go on (exit code 1)
+├── StorageError           a file of this project cannot be written or read, or is damaged
+└── RunFailed              training began and could not continue (exit code 1)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 
 class FedbnError(Exception):
-    """Base of all; `exit_code` is what the command line ends with."""
+    """Base class; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 

@@ -1,6 +1,6 @@
-"""Every random draw depends on where it happens, (seed, round, client, step), and on nothing else.
+"""Every random draw is a function of its place, (seed, round, client, step), and of nothing else.
 
-So a resumed run, clients in another order, and another engine all see the same batches.
+Therefore a resumed run, another order of the clients, and another engine all use the same batches.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 
 
 def seed_for(seed: int, purpose: str, *where: int) -> int:
-    """A 63-bit number that is a function of its arguments; `purpose` keeps streams apart."""
-    # Hashed as text, where (1,) and (1, 0) differ; NumPy's SeedSequence takes them for the same.
+    """A 63-bit number that is a function of its arguments; `purpose` separates random streams."""
+    # Hashed as text, where (1,) and (1, 0) differ; NumPy's SeedSequence treats them as equal.
     text = "/".join([purpose, str(seed), *map(str, where)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
-    """A torch generator on the CPU, whatever the device of the data: devices draw different streams."""
+    """A torch generator on the CPU, for data on any device: devices draw different streams."""
     import torch
 
     return torch.Generator().manual_seed(seed_for(seed, purpose, *where))
 
 
 def states() -> list[torch.Tensor]:
-    """Where torch's global generators stand: the CPU's, and that of the GPU in use."""
+    """The states of torch's global generators: the CPU's, and the current GPU's."""
     import torch
 
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-def set_states(found: list[torch.Tensor]) -> None:
+def set_states(saved: list[torch.Tensor]) -> None:
     import torch
 
-    torch.set_rng_state(found[0])
-    for state in found[1:]:
+    torch.set_rng_state(saved[0])
+    for state in saved[1:]:
         torch.cuda.set_rng_state(state)
 
 
 @contextmanager
 def streams(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch's global generators of the CPU and of `device` begin at `seed`; outside they are as they were."""
+    """Seed torch's global generators of the CPU and of `device` inside the block; restore them afterwards."""
     import torch
 
     on_gpu = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Stores: files of named byte strings, each file replaced as a whole. What must survive a process goes through here.
+"""Stores: files of named byte strings, for checkpoints and states. A file is always replaced as a whole.
 
 A store is never changed in place. The new file is written under another name, flushed to the disk and renamed over
 the old one, so a crash at any moment leaves the old store or the new one, and no reader needs a lock. Writing the same
@@ -30,9 +30,9 @@ _MARK = b"fedbn-store1"
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A temporary path beside `path`; what the block writes there replaces `path` when it ends without an error.
+    """A temporary path beside `path`; the file written there replaces `path` if the block ends without an error.
 
-    With `durable` the new content has reached the disk when this returns, also if power fails afterwards.
+    With `durable` the new content is then on the disk and survives a loss of power.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -48,7 +48,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:
-    """Replace `path` by a store with these entries, whose names must differ; raises StorageError if it cannot.
+    """Replace `path` by a store with these entries, whose names must differ; raises StorageError if that fails.
 
     Without `durable` the file is written directly: for content that no other process will read.
     """
@@ -68,7 +68,7 @@ def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bo
 
 
 class Store(Mapping[str, bytes]):
-    """A store opened for reading. Raises StorageError where the file is missing or damaged."""
+    """A store opened for reading; raises StorageError if the file is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

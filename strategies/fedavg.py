@@ -38,7 +38,7 @@ from fedbn_flwr.messages.screening import (
     read_reply,
     refuse_records,
 )
-from fedbn_flwr.norms.roles import roles, split
+from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._rule import Round, Rule, returned_roles
 
@@ -136,7 +136,7 @@ class FedAvg(Rule, FlowerFedAvg):
     def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
         """The part of the global model that clients are sent: all but the roles that stay on the client."""
         kept = self.traits.kept
-        return record_of(split(arrays, roles(arrays), kept)[1]) if kept else arrays
+        return record_of(split_by_role(arrays, roles(arrays), kept)[1]) if kept else arrays
 
     def expected(self, arrays: ArrayRecord) -> list[str]:
         """The keys that a client sends back."""

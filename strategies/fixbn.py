@@ -22,7 +22,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.screening import Reply
-from fedbn_flwr.norms.roles import Role, roles, split
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
 from ._wrapper import Wrapper
@@ -113,7 +113,7 @@ class FixBN(Wrapper):
             last_free = int(self.freeze_round)
         self.memory.last_free = last_free
         freezes = self.freeze_round == "auto" or last_free < num_rounds
-        if freezes and not split(arrays, roles(arrays), self.freeze)[0]:
+        if freezes and not split_by_role(arrays, roles(arrays), self.freeze)[0]:
             raise SettingsError(
                 "FixBN freezes batch norm, and the model has none (no key ends in running_mean); use its base "
                 "strategy, or a model with model.norm=bn"
@@ -161,11 +161,11 @@ class FixBN(Wrapper):
             )
         if round.number <= self.memory.last_free:
             return {}
-        return split(unpack(round.arrays), roles(round.arrays), self.freeze if which is None else which)[0]
+        return split_by_role(unpack(round.arrays), roles(round.arrays), self.freeze if which is None else which)[0]
 
     def _is_steady(self, reply: Reply) -> bool:
         """Add a client's change |s_t - s_(t-1)| / |s_(t-1)|; whether its variance over W rounds is below tau."""
-        statistics = split(reply.arrays, roles(reply.arrays), {Role.STATISTICS})[0]
+        statistics = split_by_role(reply.arrays, roles(reply.arrays), {Role.STATISTICS})[0]
         if not statistics:
             raise SettingsError("freeze_round is 'auto', but the clients send no statistics to decide by")
         vector = np.concatenate([array.ravel().astype(np.float64) for array in statistics.values()])

@@ -17,7 +17,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.screening import Reply, number_problem
-from fedbn_flwr.norms.roles import Role, roles, split
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
 from ._wrapper import Wrapper
@@ -36,6 +36,6 @@ class MeanStatistics(Wrapper):
         sent = unpack(round.arrays)
         # In the dtypes that were sent: FedAdam returns float64 for all it steps.
         stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, replies, weights).items()}
-        of_norms = split(sent, roles(sent), {Role.STATISTICS, Role.COUNTER})[0]
+        of_norms = split_by_role(sent, roles(sent), {Role.STATISTICS, Role.COUNTER})[0]
         statistics = [{key: reply.arrays[key] for key in of_norms} for reply in replies]
         return {**stepped, **weighted_mean(statistics, weights)}

@@ -1,7 +1,7 @@
-"""What is done to images at random: pure functions of images, masks and a generator or a draw.
+"""Random augmentations: pure functions of images, masks and a generator or its draws.
 
-A `Window` draws its crop before the size of the image is known, so that the draws do not depend on when and by which
-thread an image is decoded. torchvision's transforms draw image by image; these handle a batch at a time on its device.
+A `Window` draws its crops before the sizes of the images are known, so that the draws do not depend on when and in
+which thread an image is decoded. torchvision's transforms work image by image; these process a batch on its device.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a resized crop: its share of the area, and its shape
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a resized crop: share of the image's area, and aspect ratio
 
 Box = tuple[int, int, int, int]  # top, left, height and width, in pixels
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which part of each image of a batch is seen, drawn: a box of any shape, or one of so many pixels."""
+    """The random crops of a batch: boxes that are resized, or squares of a fixed side."""
 
-    draw: Tensor  # resized: [4, count, 10]; cut: [2, count, 1]; float64, from 0 to 1
-    cut: int | None  # pixels of a side; None: a resized crop
+    draw: Tensor  # uniform float64 from 0 to 1; [4, count, 10] for resized crops, [2, count, 1] for squares
+    cut: int | None  # side of a square in pixels; None: resized crops
 
     @classmethod
     def resized(cls, count: int, generator: torch.Generator) -> Window:
@@ -33,7 +33,7 @@ class Window:
         return cls(torch.rand(2, count, 1, generator=generator, dtype=torch.float64), side)
 
     def boxes(self, height: int, width: int) -> Tensor:
-        """Top, left, height and width for each image, were all of them of this size: [count, 4], whole numbers."""
+        """Top, left, height and width of each crop, for images of this size: [count, 4], whole numbers."""
         if self.cut is None:
             return resized_crop_boxes(self.draw, height, width)
         top = (self.draw[0, :, 0] * (height - self.cut + 1)).floor()
@@ -42,7 +42,7 @@ class Window:
         return torch.stack([top, left, side, side], 1)
 
     def box(self, number: int, height: int, width: int) -> Box:
-        """That of one image of the batch."""
+        """The box of one image of the batch."""
         one = Window(self.draw[:, number : number + 1], self.cut)
         top, left, tall, wide = one.boxes(height, width)[0].int().tolist()
         return top, left, tall, wide
@@ -51,9 +51,9 @@ class Window:
 def resized_crop_boxes(
     draw: Tensor, height: int, width: int, scale: tuple[float, float] = SCALE, ratio: tuple[float, float] = RATIO
 ) -> Tensor:
-    """Boxes [count, 4] of the same law as torchvision's RandomResizedCrop, from uniform draws [4, count, tries].
+    """Boxes [count, 4] distributed as in torchvision's RandomResizedCrop, from uniform draws [4, count, tries].
 
-    The first try that is inside the image is used; where none does, the largest box in the middle.
+    The first try that fits into the image is used; if none fits, the largest box in the centre.
     """
     area = height * width * (scale[0] + draw[0] * (scale[1] - scale[0]))
     shape = torch.exp(math.log(ratio[0]) + draw[1] * (math.log(ratio[1]) - math.log(ratio[0])))
@@ -61,7 +61,7 @@ def resized_crop_boxes(
     fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
     first = fits.int().argmax(1, keepdim=True)
     wide, tall, across, down = (values.gather(1, first)[:, 0] for values in (wide, tall, draw[2], draw[3]))
-    # Uniform over the places where the box is inside.
+    # Uniform over all positions inside the image.
     left, top = (across * (width - wide + 1)).floor(), (down * (height - tall + 1)).floor()
     widest = min(width, round(height * ratio[1]))
     tallest = min(height, round(width / ratio[0]))
@@ -70,17 +70,17 @@ def resized_crop_boxes(
 
 
 def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Of each image [N, C, H, W] the part in its box, enlarged (bilinear) to `size`, or left as large.
+    """Cut each image [N, C, H, W] to its box and enlarge it (bilinear) to `size`.
 
-    Nothing may shrink: that would need smoothing beforehand.
+    A box must not be larger than `size`: shrinking would need smoothing first.
     """
     _, _, height, width = images.shape
     top, left, tall, wide = boxes.float().unbind(1)
 
-    def places(start: Tensor, length: Tensor, found: int, whole: int) -> Tensor:
-        """Where in the image each pixel's value is taken from; never outside the box: [N, found], -1 to 1."""
-        steps = torch.arange(found, dtype=torch.float32) + 0.5
-        inside = (steps * (length[:, None] / found) - 0.5).clamp(min=0)
+    def places(start: Tensor, length: Tensor, count: int, whole: int) -> Tensor:
+        """The source coordinate of each output pixel, never outside the box: [N, count], -1 to 1."""
+        steps = torch.arange(count, dtype=torch.float32) + 0.5
+        inside = (steps * (length[:, None] / count) - 0.5).clamp(min=0)
         return (2 * (start[:, None] + inside.minimum(length[:, None] - 1.0)) + 1) / whole - 1
 
     rows = places(top, tall, size[0], height).to(images.device, non_blocking=True)
@@ -88,14 +88,14 @@ def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Ten
     grid = torch.stack(
         [columns[:, None, :].expand(-1, size[0], -1), rows[:, :, None].expand(-1, -1, size[1])], dim=3
     )  # [N, h, w, (x, y)]
-    found = torch.nn.functional.grid_sample(
+    resized = torch.nn.functional.grid_sample(
         images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
     )
-    return found.round_().to(images.dtype)
+    return resized.round_().to(images.dtype)
 
 
 def crop(images: Tensor, boxes: Tensor) -> Tensor:
-    """Of each image [N, ..., H, W] the part in its box; all boxes are of one size."""
+    """Cut each image [N, ..., H, W] to its box; all boxes have the same size."""
     corners = boxes.int().tolist()
     return torch.stack(
         [
@@ -106,7 +106,7 @@ def crop(images: Tensor, boxes: Tensor) -> Tensor:
 
 
 def random_crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
-    """Each image padded with zeros and cut back to its size, at a place of its own."""
+    """Pad each image with zeros and cut it back to its size at a random position."""
     count, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, (pad, pad, pad, pad))
     corner = torch.randint(0, 2 * pad + 1, (2, count, 1), generator=generator).to(images.device, non_blocking=True)
@@ -118,31 +118,31 @@ def random_crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
 
 
 def random_flip(generator: torch.Generator, *parts: Tensor) -> list[Tensor]:
-    """Each image mirrored left to right, or not; what belongs to it, such as labels of pixels, with it."""
+    """Mirror each image left to right with probability 1/2, in all `parts`, for instance images and masks."""
     flipped = (torch.rand(len(parts[0]), generator=generator) < 0.5).to(parts[0].device, non_blocking=True)
     return [torch.where(flipped.view(-1, *[1] * (part.ndim - 1)), part.flip(-1), part) for part in parts]
 
 
 def random_rotate(images: Tensor, generator: torch.Generator, most: float = 30.0) -> Tensor:
-    """Each image turned around its middle by up to `most` degrees either way; zeros come in at the corners.
+    """Rotate each image about its centre by up to `most` degrees in either direction; empty corners are zero.
 
-    As torchvision's RandomRotation does by default, each pixel takes the value of the nearest one.
+    Each pixel takes the value of the nearest one, the default of torchvision's RandomRotation.
     """
     angle = torch.deg2rad((2 * torch.rand(len(images), generator=generator, dtype=torch.float64) - 1) * most)
     return rotate(images, angle)
 
 
 def rotate(images: Tensor, angle: Tensor) -> Tensor:
-    """Counter-clockwise, by `angle` [N] in radians."""
+    """Rotate counter-clockwise by `angle` [N] in radians."""
     height, width = images.shape[-2:]
     cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
     y = (torch.arange(height, dtype=torch.float64) - (height - 1) / 2)[:, None]
     x = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
-    # Where in the image each pixel comes from: [N, H, W].
+    # The source column and row of each output pixel: [N, H, W].
     column = (cos * x - sin * y + (width - 1) / 2).round().long()
     row = (sin * x + cos * y + (height - 1) / 2).round().long()
     inside = ((column >= 0) & (column < width) & (row >= 0) & (row < height))[:, None]
     place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).flatten(1)[:, None]
     inside, place = (values.to(images.device, non_blocking=True) for values in (inside, place))
-    found = images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view_as(images)
-    return found * inside
+    rotated = images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view_as(images)
+    return rotated * inside

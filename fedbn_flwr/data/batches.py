@@ -17,7 +17,7 @@ from .images import BatchRequest, Source
 
 @functools.lru_cache(maxsize=16)
 class _Normaliser:
-    """uint8 images to what the model sees: zero mean, unit deviation per channel."""
+    """Turns uint8 images into inputs of the model: zero mean and unit standard deviation per channel."""
 
     def __init__(self, moments: Moments, device: torch.device) -> None:
         mean, deviation = (torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in moments)
@@ -30,9 +30,9 @@ class _Normaliser:
 
 
 class TestBatches:
-    """All images of a set, or those of some indices, in order."""
+    """All images of a split, or those at `indices`, in order."""
 
-    __test__ = False  # not a test case, whatever pytest thinks of the name
+    __test__ = False  # for pytest: not a test case
 
     def __init__(self, data: Source, moments: Moments, batch_size: int, indices: Tensor | None = None) -> None:
         self.data = data
@@ -48,10 +48,10 @@ class TestBatches:
 
 
 class ClientBatches:
-    """The training batches of one client: a data set that all share, and the indices that are its own.
+    """The training batches of one client: a data set that all clients share, and the indices of its partition.
 
-    Order and augmentation are functions of (seed, round, client, epoch or step). `cut` trains on boxes of so many
-    pixels a side, each cut out of its image as it is.
+    Order and augmentation are functions of (seed, round, client, epoch, batch). `cut` is the side in pixels of random
+    square crops, which are not resized.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ClientBatches:
         self._normalise = _Normaliser(moments, data.device)
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The client's images once, in an order of this round and epoch."""
+        """Each image of the client once, in an order drawn for this round and epoch."""
         order = torch.randperm(
             self.num_examples, generator=seeding.generator(self.seed, "order", server_round, self.client, epoch)
         )
@@ -91,9 +91,9 @@ class ClientBatches:
     def _plan(self, chosen: Tensor, server_round: int, epoch: int) -> Iterator[BatchRequest[torch.Generator]]:
         for number, rows in enumerate(chosen.split(self.batch_size)):
             if len(rows) == 1 < self.batch_size and number:
-                # Batch norm has no variance of one image. It is among those of another epoch's larger batches.
+                # Batch norm cannot compute a variance from one image. Other epochs have this image in a larger batch.
                 return
-            # One for each batch: it draws the window here, and the other augmentations once the images are read.
+            # One generator per batch: it draws the window here, and the other augmentations after reading the images.
             generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
             window = None
             if "resized_crop" in self.augment:

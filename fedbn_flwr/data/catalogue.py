@@ -1,6 +1,6 @@
 """The data sets of the papers by name: where they are stored, and how the papers prepare them.
 
-A new data set is an entry in `CATALOGUE`.
+To add a data set, add an entry to `CATALOGUE`.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from . import Moments
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set. None: not known, or as in the data."""
+    """One data set. None means not known, or taken from the data."""
 
     title: str
     classes: int
     channels: int
-    size: int | None  # images are resized to size x size, as the papers do; None: they stay as they are
+    size: int | None  # images are resized to size x size, as in the papers; None: not resized
     hub: str | None = None  # name on the Hugging Face hub
-    test: str = "test"  # the hub's name of the split that has labels to test on
-    image: str = "image"  # columns
+    test: str = "test"  # the hub's split with public labels to test on
+    image: str = "image"  # names of columns
     label: str = "label"
     domain: str | None = None
-    domains: tuple[str, ...] = ()  # all that the set has; a copy at hand may have fewer
-    keep: tuple[str, ...] = ()  # classes that make the set, where the hub has more
-    moments: Moments | None = None  # the official mean and deviation of each channel, pixels from 0 to 1
+    domains: tuple[str, ...] = ()  # all domains of the set; a local copy may have fewer
+    keep: tuple[str, ...] = ()  # the classes of the set, if the hub's copy has more
+    moments: Moments | None = None  # published mean and standard deviation per channel
     augment: tuple[str, ...] = ()
-    fit: Literal["stretch", "crop"] = "stretch"  # how images of another shape become size x size
-    crop: int | None = None  # of each pixel's label: the side of the boxes to train on
-    ids: tuple[int, ...] | None = None  # of each pixel's label: what stands in a mask for each class
-    names: tuple[str, ...] = ()  # of the classes, where the data does not say
-    files: str = "train*.parquet and test*.parquet"  # of a local copy
+    fit: Literal["stretch", "crop"] = "stretch"  # how images with another aspect ratio become size x size
+    crop: int | None = None  # segmentation: side of the training crops in pixels
+    ids: tuple[int, ...] | None = None  # segmentation: the value of each class in a mask
+    names: tuple[str, ...] = ()  # of the classes, if the data has no names
+    files: str = "train*.parquet and test*.parquet"  # expected in a local copy
 
 
 _CROP = ("crop", "flip")
 _RESIZED = ("resized_crop", "flip")
-_TURNED = ("flip", "rotate")  # FedBN's
+_TURNED = ("flip", "rotate")  # as in FedBN's code
 
 _BY_DOMAIN = "DOMAIN/CLASS/*.jpg"
 
-# Of all pixels of the training set. ImageNet's deviation is torchvision's.
+# Over all pixels of the training set, except ImageNet's standard deviation, which is torchvision's.
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-# The classes that Cityscapes is judged on, and their label ids (its train ids are 0, 1, ... in this order).
+# The evaluation classes of Cityscapes and their label ids (the train ids are 0, 1, ... in this order).
 _CITYSCAPES = {
     "road": 7,
     "sidewalk": 8,
@@ -69,7 +69,7 @@ _CITYSCAPES = {
     "bicycle": 33,
 }
 
-# The ten classes of DomainNet with most images, as in FedBN's code.
+# The ten classes of DomainNet with the most images, as in FedBN's code.
 _DOMAINNET10 = (
     "bird",
     "feather",
@@ -145,7 +145,7 @@ CATALOGUE: Mapping[str, Entry] = {
         size=28,
         domain="domain",
         domains=("mnist", "svhn", "usps", "synth", "mnist_m"),
-        moments=((0.5,) * 3, (0.5,) * 3),  # not of the data: what FedBN's code normalises by
+        moments=((0.5,) * 3, (0.5,) * 3),  # not measured: the values in FedBN's code
     ),
     "office_caltech10": Entry(
         "Office-Caltech-10",
@@ -175,7 +175,7 @@ CATALOGUE: Mapping[str, Entry] = {
         channels=3,
         size=None,
         label="mask",
-        moments=_IMAGENET,  # as most who train on it
+        moments=_IMAGENET,  # as is usual
         augment=("flip",),
         crop=768,
         ids=tuple(_CITYSCAPES.values()),
@@ -189,9 +189,9 @@ def describe_datasets() -> dict[str, str]:
     """One line for each value of `data.name`."""
     lines = {
         name: f"{entry.title}: {entry.classes} classes"
-        + (f", {entry.size}x{entry.size}" if entry.size else f", cut to {entry.crop}x{entry.crop}")
+        + (f", {entry.size}x{entry.size}" if entry.size else f", crops of {entry.crop}x{entry.crop}")
         + (f", domains {', '.join(entry.domains)}" if entry.domains else "")
-        + (f" ({entry.hub} on the hub)" if entry.hub else " (a local copy by data.root)")
+        + (f" ({entry.hub} on the hub)" if entry.hub else " (local copy: data.root)")
         for name, entry in CATALOGUE.items()
     }
     return {

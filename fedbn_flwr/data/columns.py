@@ -1,4 +1,4 @@
-"""The columns of a split: images, labels and groups, found by type or by the name given."""
+"""The columns of a split: images, labels and groups, found by type or named in the settings."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def image_and_label(split: Any, name: str, image: str | None, label: str | None,
         if given is not None and given not in features:
             raise DataError(f"data.{key}={given!r} is not a column of {name!r}; its columns: {kinds}")
         candidates = [c for c, feature in features.items() if isinstance(feature, wanted) and c != domain]
-        if key == "image":  # labels of pixels are images too
+        if key == "image":  # masks are images too
             candidates = [c for c in candidates if c != label]
         if given is None and len(candidates) != 1:
             raise DataError(
-                f"{name!r} has {len(candidates) or 'no'} columns of type {wanted.__name__}; name one by data.{key}. "
+                f"{name!r} has {len(candidates) or 'no'} columns of type {wanted.__name__}; name one with data.{key}. "
                 f"Its columns: {kinds}"
             )
         chosen.append(given if given is not None else candidates[0])
     if not isinstance(features[chosen[0]], datasets.Image):
-        raise DataError(f"data.image={chosen[0]!r} of {name!r} holds no images; its columns: {kinds}")
+        raise DataError(f"data.image={chosen[0]!r} of {name!r} contains no images; its columns: {kinds}")
     return chosen[0], chosen[1]
 
 
@@ -49,13 +49,13 @@ def is_image(split: Any, column: str) -> bool:
 
 
 def pixel_classes(name: str, entry: Entry | None, classes: int | None) -> tuple[str, ...]:
-    """The names of the classes that pixels have."""
+    """The class names of a segmentation data set."""
     if entry is not None and entry.names:
         return entry.names
     if classes is None:
         raise DataError(
-            f"{name!r} is a segmentation data set; give the number of its classes by data.classes (pixels have labels "
-            f"from 0 to classes - 1, or {IGNORED} where they do not count)"
+            f"{name!r} is a segmentation data set; give its number of classes with data.classes (pixels of a mask are "
+            f"0 to classes - 1, or {IGNORED} if they are ignored)"
         )
     return tuple(str(number) for number in range(classes))
 
@@ -63,7 +63,7 @@ def pixel_classes(name: str, entry: Entry | None, classes: int | None) -> tuple[
 def check_classes(
     splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None
 ) -> tuple[str, ...]:
-    """The names of the classes, which must be those of both splits and as many as the catalogue says."""
+    """The class names, which must be the same in both splits and as many as the catalogue lists."""
     names = {part: _class_names(split, columns[part][1]) for part, split in splits.items()}
     if names["train"] != names["test"]:
         raise DataError(
@@ -80,7 +80,7 @@ def check_classes(
     if len(found) != entry.classes:
         raise DataError(
             f"data.name={name!r} ({entry.title}) has {entry.classes} classes, the data {len(found)} in "
-            f"{columns['train'][1]!r}; another column is named by data.label, other data by a folder or hub name"
+            f"{columns['train'][1]!r}; choose another column with data.label, or other data by a folder or hub name"
         )
     return found
 
@@ -93,8 +93,8 @@ def _class_names(split: Any, column: str) -> tuple[str, ...]:
 
 
 def labels_of(split: Any, name: str, column: str, class_names: tuple[str, ...]) -> Tensor:
-    """Numbers of classes; -1 for a class that is not to be kept."""
-    values = split[column][:]  # at once: row by row it takes 0.2 ms each
+    """The class number of each row; -1 for a class that is not in `class_names`."""
+    values = split[column][:]  # all at once: single rows take 0.2 ms each
     own = _class_names(split, column)
     if hasattr(split.features[column], "names"):
         labels = torch.tensor([int(value) for value in values], dtype=torch.int64)
@@ -121,7 +121,7 @@ def domain_column(split: Any, name: str, domain: str | None, domains: Sequence[s
         return "domain"
     if domains:
         raise DataError(
-            f"data.domains is {list(domains)}, but {name!r} has no column 'domain'; name one by data.domain. "
+            f"data.domains is {list(domains)}, but {name!r} has no column 'domain'; name one with data.domain. "
             f"Its columns: {_kinds(split)}"
         )
     return None
@@ -134,7 +134,7 @@ def _values(split: Any, name: str, column: str) -> list[str]:
         return [feature.names[value] for value in values]
     for row, value in enumerate(values):
         if value is None:
-            raise DataError(f"{name!r}: row {row} has nothing in {column!r}")
+            raise DataError(f"{name!r}: row {row} has no value in {column!r}")
     return [str(value) for value in values]
 
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from . import Moments, Size
 from .images import BatchRequest, Source, Stream
 
-_MEASURED = 512  # images of a streamed set that its mean and deviation are measured on
+_MEASURED = 512  # images of a streamed set from which its mean and standard deviation are estimated
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The values of a column that groups the images: by domain, or by client."""
+    """The values of a column that groups the images by domain or by client."""
 
     column: str
     names: tuple[str, ...]
-    train: Tensor  # int64 [N], an index into names; on the CPU, wherever the images are
-    test: Tensor | None  # None where the test images lack the column
+    train: Tensor  # int64 [N], an index into names; always on the CPU
+    test: Tensor | None  # None if the test split has no such column
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DataSet:
     test: Source
     class_names: tuple[str, ...]
     domains: Groups | None = None
-    natural: Groups | None = None  # of the column that a natural partition names
+    natural: Groups | None = None  # by the column of a natural partition
 
     @property
     def classes(self) -> int:
@@ -53,14 +53,14 @@ class DataSet:
 
     @cached_property
     def moments(self) -> Moments:
-        """Mean and deviation of each channel over the training images, in units of 0 to 1.
+        """Mean and standard deviation of each channel over the training images, pixels from 0 to 1.
 
-        Of a streamed set, over 512 of them, evenly spread.
+        For a streamed set they are estimated from 512 evenly spaced images.
         """
         rows = torch.arange(len(self.train.labels))
         if isinstance(self.train, Stream):
             rows = spread(len(rows), _MEASURED)
-        # Through histograms: exact, and no float copy of the data.
+        # Histograms are exact and need no float copy of the data.
         counts = torch.zeros(self.channels, 256, dtype=torch.int64, device=self.train.device)
         for images, _, _ in self.train.batches(BatchRequest(some, None) for some in rows.split(1_024)):
             for count, channel in zip(counts, images.unbind(1), strict=True):
@@ -79,5 +79,5 @@ class DataSet:
 
 
 def spread(count: int, most: int) -> Tensor:
-    """Up to `most` row numbers of `count`, the first and the last among them."""
+    """Up to `most` evenly spaced row numbers of `count` rows, including the first and the last."""
     return torch.from_numpy(np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)))

@@ -1,6 +1,6 @@
-"""Image files to pixels: opened and brought to the model's size, and, for what fits in memory, kept in a cache folder.
+"""Decodes image files and resizes them for the model; splits that fit in memory are cached as arrays in a folder.
 
-From there it is mapped: a second run starts at once, and processes on one machine share the pages.
+Cached arrays are memory-mapped: a second run starts at once, and processes on one machine share the pages.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual f
 
 @dataclass(frozen=True)
 class Files:
-    """The image files of a split, a column of a `datasets` split, and how they become pixels.
+    """The image files of a split, and how they are decoded.
 
     Parameters
     ----------
     split, column
-        Where they are.
+        A split of `datasets`, and its column of images.
     name
-        What messages call the data set.
+        The data set's name in error messages.
     size
-        What images are brought to; None leaves them as they are.
+        Images are resized to it; None leaves them unchanged.
     fit
-        How an image of another shape gets there: `stretch`, or `crop`, which resizes it until a margin is left around
-        the size and cuts that off.
+        How an image with another aspect ratio is resized: `stretch`, or `crop`, which leaves a margin around `size`
+        and cuts it off.
     masks
-        The column of the images whose pixels are labels; None where each image has one label.
+        The column of segmentation masks; None for classification.
     ids
-        What stands in a mask for class 0, 1, and so on; any other value does not count. None: the class itself.
+        The value of class 0, 1, and so on in a mask; other values are ignored. None: the value is the class.
     classes
-        How many, where there are masks.
+        Number of classes, for segmentation.
     """
 
     split: Any
@@ -63,36 +63,36 @@ class Files:
     def __len__(self) -> int:
         return len(self.split)
 
-    # --- a row at a time ---
+    # --- one row ---
 
     def pixels(self, row: int) -> np.ndarray:
-        """The image of a row as the model sees it, uint8 [C, H, W]."""
+        """The image of a row at the model's size, uint8 [C, H, W]."""
         return _array(self._fitted(self._open(row)))
 
     def pair(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Image and labels of its pixels, uint8 [C, H, W] and [H, W]."""
+        """Image and mask of a row, uint8 [C, H, W] and [H, W]."""
         return self._pair(self._open(row), self._open_mask(row), row)
 
     def look(self, row: int) -> np.ndarray:
-        """The image of a row, and an error where it or its labels cannot be read."""
+        """The image of a row; raises DataError if the image or its mask cannot be read."""
         return self.pixels(row) if self.masks is None else self.pair(row)[0]
 
     def window(self, row: int, window: Window, number: int, size: Size) -> np.ndarray:
-        """The resized crop with that number, of a row's image as it is stored."""
+        """Crop `number` of `window`, cut from the stored image of a row and resized."""
         picture = self._open(row)
         height, width = size
         top, left, tall, wide = window.box(number, picture.height, picture.width)
-        if tall <= height and wide <= width:  # the arithmetic of images in memory, which never shrink
+        if tall <= height and wide <= width:  # enlarge exactly as for images in memory
             whole = torch.from_numpy(np.array(_array(picture)))[None]
             return crop_and_resize(whole, torch.tensor([[top, left, tall, wide]]), size)[0].numpy()
         from PIL import Image
 
         box = picture.crop((left, top, left + wide, top + tall))
-        return _array(box.resize((width, height), Image.Resampling.BILINEAR))  # smooths what it shrinks
+        return _array(box.resize((width, height), Image.Resampling.BILINEAR))  # smooths when it shrinks
 
     @cached_property
     def _files(self) -> Any:
-        """The columns of files as bytes or paths, nothing decoded."""
+        """The columns of images and masks as bytes or paths, not decoded."""
         import datasets
 
         columns = [self.column] if self.masks is None else [self.column, self.masks]
@@ -107,19 +107,19 @@ class Files:
     def _open_mask(self, row: int) -> Any:
         return self._mask(self._files[row][self.masks], row)
 
-    # --- all at once ---
+    # --- all rows ---
 
     def decode(self) -> Tensor:
         """All images, uint8 [N, C, H, W]."""
         return self._cached("images", lambda: _stacked(self._all(self.column, self._whole), self.name))
 
     def decode_masks(self) -> Tensor:
-        """The labels of all their pixels, uint8 [N, H, W]."""
+        """All masks, uint8 [N, H, W]."""
         assert self.masks is not None
         return self._cached("masks", lambda: _stacked(self._all(self.masks, self._whole_mask), self.name))
 
     def _all(self, column: str | None, read: Any) -> list[np.ndarray]:
-        raw = self._files[column][:]  # at once: row by row it takes 0.2 ms each
+        raw = self._files[column][:]  # all at once: single rows take 0.2 ms each
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # PIL decodes outside the interpreter lock
             return list(pool.map(read, raw, range(len(raw))))
 
@@ -135,7 +135,7 @@ class Files:
         file = _cache_folder() / f"{key}.npy"
         if not file.is_file():
             _write(file, make())
-        # Copy-on-write rather than read-only: torch warns of the latter, and nobody writes.
+        # Copy-on-write, because torch warns about read-only arrays; no code writes to it.
         return torch.from_numpy(np.load(file, mmap_mode="c"))
 
     # --- one file ---
@@ -143,7 +143,7 @@ class Files:
     def _pair(self, picture: Any, mask: Any, row: int) -> tuple[np.ndarray, np.ndarray]:
         if picture.size != mask.size:
             raise DataError(
-                f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but labels for "
+                f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but a mask of "
                 f"{mask.height}x{mask.width} in {self.masks!r}"
             )
         return _array(self._fitted(picture)), np.asarray(self._fitted(mask, smooth=False))
@@ -153,7 +153,7 @@ class Files:
         return opened.convert("L" if opened.mode in ("1", "L", "I;16") else "RGB")
 
     def _mask(self, item: Any, row: int) -> Any:
-        """A mask with the numbers of classes, and 255 where a pixel does not count."""
+        """A mask of class numbers, with 255 for ignored pixels."""
         from PIL import Image
 
         opened = self._read(item, row, "mask")
@@ -163,7 +163,7 @@ class Files:
                 "one, the pixel's class"
             )
         values = np.asarray(opened).astype(np.int64)
-        table = np.full(257, -1)  # the last for values that no byte holds
+        table = np.full(257, -1)  # the last entry is for values outside 0 to 255
         table[IGNORED] = IGNORED
         if self.ids is None:
             table[: self.classes] = np.arange(self.classes)
@@ -174,7 +174,7 @@ class Files:
         if (labels < 0).any():
             raise DataError(
                 f"{self.name!r}: the mask in row {row} has the value {values[labels < 0][0]}; expected 0 to "
-                f"{self.classes - 1}, or {IGNORED} where a pixel does not count (data.classes is {self.classes})"
+                f"{self.classes - 1}, or {IGNORED} for an ignored pixel (data.classes is {self.classes})"
             )
         return Image.fromarray(labels.astype(np.uint8))
 
@@ -200,7 +200,7 @@ class Files:
         if self.fit == "stretch":
             return picture.resize((width, height), how)
         tall, wide = round(height / _MARGIN), round(width / _MARGIN)
-        if picture.width * tall >= picture.height * wide:  # the height decides
+        if picture.width * tall >= picture.height * wide:  # the height is resized to the margin, the width is cut
             wide = picture.width * tall // picture.height
         else:
             tall = picture.height * wide // picture.width
@@ -210,7 +210,7 @@ class Files:
 
 
 def coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Grey among colour: the grey, repeated."""
+    """Repeat the channel of a greyscale image if the data set has colour."""
     return np.repeat(pixels, channels, 0) if len(pixels) == 1 < channels else pixels
 
 
@@ -236,7 +236,7 @@ def _cache_folder() -> Path:
 
 
 def _write(file: Path, array: np.ndarray) -> None:
-    """Write so that another process sees the whole file or none."""
+    """Write so that other processes see the whole file or none."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as temporary:
         np.save(temporary, array)

@@ -1,10 +1,10 @@
-"""Where the rows of a data set come from: the Hugging Face hub, Parquet files, or image files in one of these layouts.
+"""Opens data sets: from the Hugging Face hub, Parquet files, or image files in one of these layouts.
 
     SPLIT/CLASS/*.jpg                                       (ImageNet)
     DOMAIN/CLASS/*.jpg, with or without DOMAIN_SPLIT.txt    (DomainNet, Office-Caltech-10)
     leftImg8bit/SPLIT/CITY/*.png and gtFine/SPLIT/CITY/     (Cityscapes)
 
-Whatever it was, what comes out are `datasets` splits with columns. Image files are listed, not opened.
+All become splits of `datasets` with columns. Image files are listed, not opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedbn_flwr.errors import DataError
 from .catalogue import CATALOGUE, Entry
 
 _PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-_EACH = 5  # where a set of domains has no lists of its own, so many images of a class make one test image
+_EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 
 Splits = dict[str, Any]  # "train" and "test"
 
@@ -29,23 +29,23 @@ Splits = dict[str, Any]  # "train" and "test"
 def open_splits(
     name: str, entry: Entry | None, root: str | None, train: str | None, test: str | None
 ) -> tuple[Splits, Entry | None]:
-    """The splits of the data set `name`, and its entry; a folder can be recognised as one by its layout."""
+    """The splits of the data set `name`, and its catalogue entry, which may follow from a folder's layout."""
     key = "data.root" if root else "FEDBN_DATA"
     root = root or os.environ.get("FEDBN_DATA")
     if root and not name.startswith((".", "/", "~")):
         base = Path(root).expanduser()
         if not base.is_dir():
             raise DataError(
-                f"{key}={root!r}: there is no such folder; give the one that holds {name}/ with train*.parquet and "
-                "test*.parquet"
+                f"{key}={root!r}: there is no such folder; give the folder that contains {name}/ with "
+                "train*.parquet and test*.parquet"
             )
         if (base / name).is_dir():
             return _folder(base / name, entry, train, test)
         if entry is not None:
-            held = sorted(folder.name for folder in base.iterdir() if folder.is_dir())
+            present = sorted(folder.name for folder in base.iterdir() if folder.is_dir())
             raise DataError(
-                f"{key}={root!r} has no folder {name!r}; it holds {', '.join(held[:12]) or 'none'}. Put a copy there"
-                + (f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry.hub else "")
+                f"{key}={root!r} has no folder {name!r}; it contains {', '.join(present[:12]) or 'none'}. Put a copy "
+                "there" + (f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry.hub else "")
             )
     if entry is None and _is_path(name):
         return _folder(Path(name).expanduser(), entry, train, test)
@@ -54,7 +54,7 @@ def open_splits(
     if entry.hub is None:
         raise DataError(
             f"data.name={name!r} ({entry.title}) is not on the Hugging Face hub; give data.root (or FEDBN_DATA), a "
-            f"folder that holds {name}/ with {entry.files}"
+            f"folder that contains {name}/ with {entry.files}"
         )
     return _hub(name, entry.hub, train or "train", test or entry.test), entry
 
@@ -66,7 +66,7 @@ def _is_path(name: str) -> bool:
 def _folder(
     folder: Path, entry: Entry | None, train: str | None, test: str | None
 ) -> tuple[dict[str, Any], Entry | None]:
-    """Parquet files whose names begin with the split's, here or one folder down; or image files in a known layout."""
+    """Parquet files whose names begin with the split's, here or one level below; or image files in a known layout."""
     if not folder.is_dir():
         raise DataError(
             f"data.name={str(folder)!r}: there is no such folder; give a folder with train*.parquet and "
@@ -80,7 +80,7 @@ def _folder(
     if domains := _domains(folder, entry):
         return _of_domains(folder, domains, entry.keep if entry else (), train or "train", test or "test"), entry
     found = {}
-    # Several sets have no labels for their test images; what they call validation is what papers test on.
+    # Several sets have no public test labels; papers test on their validation split.
     for part, names in (("train", (train or "train",)), ("test", (test,) if test else ("test", "val"))):
         for split in names:
             if parquet := sorted(folder.glob(f"{split}*.parquet")) or sorted(folder.glob(f"*/{split}*.parquet")):
@@ -93,7 +93,7 @@ def _folder(
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
                 f"data.name={str(folder)!r}: no {names[0]}*.parquet for data.{part}={names[0]!r}; "
-                f"the folder holds {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
+                f"the folder contains {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
             )
     return found, entry
 
@@ -130,11 +130,11 @@ def _quiet() -> None:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each of its retries
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
 
 
 def _root(error: BaseException) -> str:
-    """The cause at the bottom, on one line."""
+    """The root cause, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -149,10 +149,10 @@ def _table(
     classes: Sequence[str] = (),
     **words: Sequence[str],
 ) -> Any:
-    """A split whose images are files; `words` are further columns, of which `label` becomes one of `classes`."""
+    """A split of image files; `words` are further columns of strings, and `label` becomes an index of `classes`."""
     import datasets
 
-    # What the cache of decoded images goes by: a file that changed makes another split.
+    # The fingerprint is part of the cache's key: a changed file must give another one.
     facts = hashlib.sha256()
     features: dict[str, Any] = {"image": datasets.Image()}
     columns: dict[str, Sequence[Any]] = {"image": files}
@@ -173,7 +173,7 @@ def _table(
 
 
 def _pictures(folder: str | Path) -> list[str]:
-    """The image files in a folder and below, in order."""
+    """The image files in a folder and its subfolders, sorted."""
     found = [
         os.path.join(where, file)
         for where, _, files in os.walk(folder, followlinks=True)
@@ -189,7 +189,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _of_classes(folder: Path, split: Path) -> Any:
-    """SPLIT/CLASS/*.jpg; a folder with a metadata file is left to `datasets`, which reads columns from it."""
+    """SPLIT/CLASS/*.jpg; `datasets` reads a folder with a metadata file, which defines its columns."""
     if any(split.glob("metadata.*")):
         return _load(folder, "imagefolder", [f"{split}/**"])
     files: list[str] = []
@@ -199,23 +199,23 @@ def _of_classes(folder: Path, split: Path) -> Any:
         files += found
         labels += [name] * len(found)
     if not files:
-        loose = f"{len(_pictures(split))} images in no folder of a class" if _pictures(split) else "no images"
+        loose = f"{len(_pictures(split))} images outside of class folders" if _pictures(split) else "no images"
         raise DataError(
-            f"data.name={str(folder)!r}: {split.name}/ holds {loose}; expected a folder for each class, "
+            f"data.name={str(folder)!r}: {split.name}/ contains {loose}; expected a folder for each class, "
             f"{split.name}/CLASS/*.png"
         )
     return _table(files, classes=sorted(set(labels)), label=labels)
 
 
 def _domains(folder: Path, entry: Entry | None) -> list[str]:
-    """The domains that the folder holds a folder of each for; none where it is of another kind."""
+    """The domains with a subfolder here, known from lists or from the catalogue; empty for other layouts."""
     lists = {file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")}
     known = lists | set(entry.domains if entry else ())
     return [name for name in _subfolders(folder) if name in known]
 
 
 def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], train: str, test: str) -> Splits:
-    """DOMAIN/CLASS/*.jpg, split by lists `DOMAIN_train.txt` of lines `path label`, or else every fifth for testing."""
+    """DOMAIN/CLASS/*.jpg, split by lists `DOMAIN_train.txt` of lines `path number`, or every fifth for testing."""
     rows: dict[str, list[tuple[str, str, str]]] = {"train": [], "test": []}  # file, class, domain
     for domain in domains:
         lists = {part: folder / f"{domain}_{split}.txt" for part, split in (("train", train), ("test", test))}
@@ -237,14 +237,14 @@ def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], train
     for part, some in rows.items():
         if not some:
             kept = f" of the classes {', '.join(keep)}" if keep else ""
-            raise DataError(f"data.name={str(folder)!r}: no images{kept} to {part} in {', '.join(domains)}")
+            raise DataError(f"data.name={str(folder)!r}: no {part} images{kept} in {', '.join(domains)}")
         files, labels, names = zip(*some, strict=True)
         found[part] = _table(files, classes=classes, label=labels, domain=names)
     return found
 
 
 def _listed(folder: Path, file: Path, keep: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """Path and class of each line; the class is the folder's name, and the number must agree with it."""
+    """Path and class of each line; the class is the folder's name, and each number must belong to one class."""
     numbers: dict[str, str] = {}
     for count, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -263,10 +263,10 @@ def _listed(folder: Path, file: Path, keep: Sequence[str]) -> Iterable[tuple[str
 
 
 def _cityscapes(folder: Path, split: str) -> Any:
-    """Images and the masks of label ids that belong to them, by city."""
+    """Images and their masks of label ids, by city."""
     if not (folder / "leftImg8bit" / split).is_dir():
-        held = ", ".join(_subfolders(folder / "leftImg8bit")) or "nothing"
-        raise DataError(f"data.name={str(folder)!r}: no leftImg8bit/{split}/; leftImg8bit/ holds {held}")
+        present = ", ".join(_subfolders(folder / "leftImg8bit")) or "nothing"
+        raise DataError(f"data.name={str(folder)!r}: no leftImg8bit/{split}/; leftImg8bit/ contains {present}")
     files: list[str] = []
     masks: list[str] = []
     cities: list[str] = []
@@ -275,7 +275,7 @@ def _cityscapes(folder: Path, split: str) -> Any:
             mask = folder / "gtFine" / split / city / path.name.replace("_leftImg8bit.png", "_gtFine_labelIds.png")
             if not mask.is_file():
                 raise DataError(
-                    f"data.name={str(folder)!r}: {path.name} has no labels; there is no {mask.relative_to(folder)}"
+                    f"data.name={str(folder)!r}: {path.name} has no mask; there is no {mask.relative_to(folder)}"
                 )
             files.append(str(path))
             masks.append(str(mask))

@@ -25,15 +25,15 @@ Tag = TypeVar("Tag")
 
 @dataclass(frozen=True)
 class BatchRequest(Generic[Tag]):
-    """A requested batch: row indices, crop, and an opaque tag."""
+    """A requested batch: row indices, crops, and a tag that is returned with the batch."""
 
     rows: Tensor  # int64 [n], on the CPU
     tag: Tag
-    window: Window | None = None  # None: the whole image
+    window: Window | None = None  # None: whole images
 
 
 class Source(Protocol):
-    """What batches are cut from."""
+    """The images and labels of a split, in memory or on disk."""
 
     @property
     def labels(self) -> Tensor:
@@ -58,11 +58,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Images:
-    """Images in memory, or in that of a GPU."""
+    """Images in the memory of the host or of a GPU."""
 
     images: Tensor  # uint8 [N, C, H, W]
     labels: Tensor  # int64 [N]
-    masks: Tensor | None = None  # uint8 [N, H, W], for segmentation; pixels with 255 do not count
+    masks: Tensor | None = None  # uint8 [N, H, W], for segmentation; pixels with 255 are ignored
 
     @property
     def dense(self) -> bool:
@@ -79,7 +79,7 @@ class Images:
 
     def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
         for request in plan:
-            rows = request.rows.to(self.device, non_blocking=True)  # or the host would wait for the step before
+            rows = request.rows.to(self.device, non_blocking=True)  # otherwise the host waits for the previous step
             images = self.images[rows]
             targets = self.labels[rows] if self.masks is None else self.masks[rows]
             if request.window is not None:
@@ -98,10 +98,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Stream:
-    """Images on disk, decoded by a few threads ahead of the training.
+    """Images on disk, decoded by a few threads ahead of training.
 
-    Decoding runs outside the interpreter lock. The threads end with each pass over a plan, so no fork inherits them.
-    At most two batches (or two images for each thread) are decoded ahead.
+    Decoding releases the interpreter lock. The threads end after each pass over a plan, so that no forked process
+    inherits them. At most two batches (or two images per thread) are decoded ahead.
     """
 
     files: Files
@@ -117,11 +117,11 @@ class Stream:
     def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
         waiting: deque[tuple[BatchRequest[Tag], list[Future[tuple[np.ndarray, np.ndarray | None]]]]] = deque()
         todo = iter(plan)
-        # One thread of arithmetic in each: a forked process has no others, and would wait for them.
+        # One PyTorch thread in each: a forked process has no thread pool and would wait for it.
         pool = ThreadPoolExecutor(self.readers, "reader", initializer=torch.set_num_threads, initargs=(1,))
         try:
             while True:
-                while sum(len(each) for _, each in waiting) < 2 * self.readers or len(waiting) < 2:
+                while sum(len(futures) for _, futures in waiting) < 2 * self.readers or len(waiting) < 2:
                     request = next(todo, None)
                     if request is None:
                         break
@@ -137,7 +137,7 @@ class Stream:
                 else:
                     targets = self.labels[request.rows]
                 yield self._sent(images), self._sent(targets), request.tag
-        finally:  # also where a round ends before the plan does
+        finally:  # also if a round ends before the plan
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, row: int, number: int, window: Window | None) -> tuple[np.ndarray, np.ndarray | None]:
@@ -164,8 +164,8 @@ class Stream:
             )
         if len(pixels) > channels:
             raise DataError(
-                f"{self.files.name!r}: the image in row {row} has colour, and those checked before training had none; "
-                "set data.stream to false to check all of them"
+                f"{self.files.name!r}: the image in row {row} has colour, but those checked before training "
+                "are greyscale; set data.stream to false to check all images"
             )
 
     def _sent(self, values: Tensor) -> Tensor:

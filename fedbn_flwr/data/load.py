@@ -1,6 +1,6 @@
-"""Loads a data set: the embedded digits, a name of the catalogue, a folder, or a Hugging Face hub name.
+"""Loads a data set: the embedded digits, an entry of the catalogue, a folder, or a name on the Hugging Face hub.
 
-Small data sets are decoded into memory, one uint8 tensor for each split; large ones stay on disk (see images.py).
+Small data sets are decoded into memory, one uint8 tensor per split; large ones stay on disk (see images.py).
 """
 
 from __future__ import annotations
@@ -57,31 +57,33 @@ def load(
     memory: float = 8.0,
     readers: int = 2,
 ) -> DataSet:
-    """The data set called `name`: `digits`, a name of the catalogue, a folder, or a name on the Hugging Face hub.
+    """The data set `name`: `digits`, an entry of the catalogue, a folder, or a name on the Hugging Face hub.
 
-    `root` (by default $FEDBN_DATA) is a folder of local copies: `root/name` is read where it exists.
-    `image`, `label` and `domain` are columns, found by type (`domain` by name) where not given; a `label` that holds
-    images is one of segmentation masks. `domains` are those to be used; `natural` is the column of a natural partition;
+    `root` (by default $FEDBN_DATA) is a folder of local copies: `root/name` is read if it exists.
+    `image`, `label` and `domain` name columns; by default they are found by type (`domain` by name). A `label` column
+    of images contains segmentation masks. `domains` selects domains; `natural` is the column of a natural partition;
     `train` and `test` are names of splits.
 
-    `size` is the side (or height and width) that all images are brought to (by default the catalogue's), by `fit`:
-    `stretch`, or `crop`, which cuts the middle out. `classes` is how many labels of pixels there are.
+    All images are resized to `size`, a side or height and width (by default the catalogue's). `fit` is `stretch`, or
+    `crop`, which keeps the centre. `classes` is the number of classes of a segmentation data set.
 
-    With `stream` images are decoded by `readers` threads when they are asked for; `auto` does so where all of them
-    together take more than `memory` GiB.
+    With `stream`, `readers` threads decode images on request; `auto` does so if all images together would take more
+    than `memory` GiB.
     """
     if name == "digits":
         if size not in (None, 8, (8, 8)):
             raise DataError(f"data.size is {size}; the embedded digits are 8 by 8 and are not resized")
         if column := domain or natural or ", ".join(domains):
-            raise DataError(f"the embedded digits have neither domains nor other columns, but {column!r} is asked for")
+            raise DataError(
+                f"the embedded digits have neither domains nor other columns, but the settings name {column!r}"
+            )
         if stream is True:
             raise DataError("data.stream is true, but the embedded digits are in memory; leave it out")
         return _digits()
     splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test)
     first = next(iter(splits.values()))
     if entry is not None:
-        # A copy may have other column names: then columns are found by type.
+        # A copy may have other column names; its columns are then found by type.
         image = image or (entry.image if entry.image in first.features else None)
         label = label or (entry.label if entry.label in first.features else None)
         size = size or entry.size
@@ -100,9 +102,9 @@ def load(
         else:
             labels[part] = labels_of(split, name, label_column, class_names)
         rows = torch.ones(len(labels[part]), dtype=torch.bool) if part not in keep else keep[part]
-        rows &= labels[part] >= 0  # those of classes that are not among the ones to keep
+        rows &= labels[part] >= 0  # without the classes that are not kept
         if not rows.any():
-            raise DataError(f"{name!r} has no rows" + (f" of {', '.join(domains)} to {part}" if domains else ""))
+            raise DataError(f"{name!r} has no {part} images" + (f" of {', '.join(domains)}" if domains else ""))
         if not rows.all():
             split = splits[part] = split.select(rows.nonzero()[:, 0].numpy())
             labels[part] = labels[part][rows]
@@ -130,11 +132,11 @@ def load(
     )
 
 
-# --- in memory, or not -------------------------------------------------------
+# --- in memory or on disk -------------------------------------------------------
 
 
 def _decoded(files: dict[str, Files]) -> int:
-    """Bytes that all images take in memory, were they all like the first of their split."""
+    """Bytes of all decoded images, if each has the size of the first of its split."""
     total = 0
     for each in files.values():
         pixels, mask = each.pair(0) if each.masks is not None else (each.pixels(0), None)
@@ -148,7 +150,7 @@ def _in_memory(files: dict[str, Files], labels: dict[str, Tensor], name: str) ->
         images, masks = each.decode(), each.decode_masks() if each.masks is not None else None
         if masks is not None and images.shape[2:] != masks.shape[1:]:
             raise DataError(
-                f"{name!r} has images of {images.shape[2]}x{images.shape[3]} pixels, but labels for "
+                f"{name!r} has images of {images.shape[2]}x{images.shape[3]} pixels, but masks of "
                 f"{masks.shape[1]}x{masks.shape[2]}"
             )
         parts[part] = Images(images, labels[part], masks)
@@ -156,7 +158,7 @@ def _in_memory(files: dict[str, Files], labels: dict[str, Tensor], name: str) ->
 
 
 def _streams(files: dict[str, Files], labels: dict[str, Tensor], name: str, readers: int) -> dict[str, Stream]:
-    """Splits that stay on disk. Some images of each are decoded first, for the channels, and to find broken files."""
+    """Splits that stay on disk. Some images of each are decoded now, to count channels and to find broken files."""
     channels = 0
     sizes: dict[str, Size] = {}
     for part, each in files.items():
@@ -175,7 +177,7 @@ def _streams(files: dict[str, Files], labels: dict[str, Tensor], name: str, read
 
 
 def _same_shape(parts: dict[str, Images], name: str) -> dict[str, Images]:
-    """Grey becomes RGB where the other split has colour; other differences are an error."""
+    """Greyscale becomes RGB if the other split has colour; other differences are an error."""
     train, test = (parts[part].images.shape[1:] for part in ("train", "test"))
     if train[1:] == test[1:] and {train[0], test[0]} == {1, 3}:
         return {
@@ -195,11 +197,11 @@ def _other_shape(name: str, train: tuple[int, ...], test: tuple[int, ...]) -> Da
 
 
 def _digits() -> DataSet:
-    """1,797 handwritten digits of 8 by 8 pixels that come inside scikit-learn; every fifth is a test image."""
-    # The file is read without importing scikit-learn, which takes longer than everything else here.
+    """1,797 handwritten digits of 8 by 8 pixels, part of scikit-learn; every fifth is a test image."""
+    # Importing scikit-learn would take longer than reading its file.
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise DataError("data.name='digits' needs scikit-learn, which carries them: pip install scikit-learn")
+        raise DataError("data.name='digits' needs scikit-learn, which contains them: pip install scikit-learn")
     file = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(file, "rt") as lines:
         rows = np.loadtxt(lines, delimiter=",")

@@ -1,1 +1,1 @@
-"""What carries messages to clients: the local engine, real nodes, and Flower's simulation."""
+"""Engines, which carry messages to clients: the local engine, real nodes, and Flower's simulation."""

@@ -1,7 +1,7 @@
-"""What an engine can do beyond Flower's `Grid`, and a grid around another.
+"""The capabilities of engines beyond Flower's `Grid`, and a grid that wraps another.
 
-Code that uses a capability asks `capabilities(grid)` for it and never for the grid's class: the defaults suit any
-Flower grid.
+Code that uses a capability asks `capabilities(grid)` and never checks the grid's class: the defaults suit any Flower
+grid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReplyObserver(Protocol):
 
 
 class NodeStates(Protocol):
-    """Access to every node's `Context.state`; only while no message is under way."""
+    """Access to every node's `Context.state`, only while no message is being processed."""
 
     def read_state(self, node: int) -> RecordDict: ...
 
@@ -37,21 +37,21 @@ class NodeStates(Protocol):
 
 
 class Capabilities:
-    """What an engine can do beyond Flower's `Grid`; a method that is not overridden suits any grid."""
+    """The capabilities of an engine beyond Flower's `Grid`; a method that is not overridden suits any grid."""
 
     def start(self) -> int | None:
         """Start the processes that serve nodes. Returns how many nodes are served at once; None: all of them."""
         return None
 
     def observe(self, observer: ReplyObserver) -> None:
-        """Show `observer` the replies of the next `send_and_receive` as they arrive, where the engine can."""
+        """Pass the replies of the next `send_and_receive` to `observer` as they arrive, if the engine can."""
 
     def node_states(self) -> NodeStates | None:
-        """The nodes' states; None where the server cannot reach them."""
+        """The nodes' states; None if the server cannot access them."""
         return None
 
     def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
-        """Count an exchange that bypassed the grid, where there is a ledger; called from any thread."""
+        """Count an exchange that bypassed the grid, if there is a ledger; may be called from any thread."""
 
 
 def capabilities(grid: Grid) -> Capabilities:
@@ -81,7 +81,7 @@ def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str) -> list[i
 
 
 class GridAround(Capabilities, Grid):
-    """A grid around another: overrides what it changes and passes on the rest, capabilities included."""
+    """A grid that wraps another and forwards all calls, capabilities included; subclasses override some."""
 
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work
@@ -119,7 +119,7 @@ class GridAround(Capabilities, Grid):
         return self.inner.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.inner.push_messages(list(messages))  # Flower's grid walks them twice
+        return self.inner.push_messages(list(messages))  # Flower's grid iterates over them twice
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return self.inner.pull_messages(message_ids)

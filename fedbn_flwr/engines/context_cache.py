@@ -1,4 +1,4 @@
-"""Keeps node contexts in memory up to a limit and spills the rest to disk; and a setting of malloc for freed memory."""
+"""Keeps node contexts in memory up to a limit and spills the others to disk; also makes malloc keep freed memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next array of that size (glibc only).
 
     Otherwise a model's arrays are returned to the system after each message, and allocating them again page by page
-    takes longer than filling them. Only for processes of our own: the setting applies to all of their memory.
+    takes longer than filling them. Only for worker processes, because the setting applies to the whole process.
     """
     with contextlib.suppress(OSError, AttributeError):
         malloc = ctypes.CDLL(None).mallopt
@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
 
 
 class Contexts:
-    """Contexts by node, all of one process. The states used last stay in memory, up to `budget` bytes in all; the
+    """The contexts of one process, by node. The states used last stay in memory, up to `budget` bytes in all; the
     others are spilled to `folder`."""
 
     def __init__(self, contexts: Mapping[int, Context], budget: float = math.inf, folder: Path | None = None) -> None:

@@ -1,9 +1,8 @@
 """The local engine: a Flower `Grid` that calls the ClientApp directly with each message.
 
-It needs no polling and no object store. A node is always served by the same process, which keeps its `Context.state`;
-with `workers=0` this process serves all nodes, and a debugger can step through. Worker processes are forked: they
-share the memory of data loaded before, and only messages are pickled. (A GPU does not survive a fork: use `workers=0`
-there.)
+It needs no polling and no object store. The same process always serves a node and keeps its `Context.state`; with
+`workers=0` this process serves all nodes, and a debugger can step through. Worker processes are forked: they share the
+memory of data loaded before, and only messages are pickled. (CUDA does not work in forked processes: use `workers=0`.)
 
 A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
 """
@@ -52,16 +51,16 @@ class LocalGrid(Capabilities, Grid):
     Parameters
     ----------
     client_app
-        Answers the messages to the nodes.
+        The app that answers the messages to the nodes.
     num_nodes
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
-        Processes that serve them, node i by worker i modulo workers; 0 (default): this process.
+        Processes that serve the nodes, node i by worker i modulo workers; 0 (default): this process.
     threads
-        Threads of PyTorch that serve nodes: 1 in workers; in this process None leaves them as they are. Results
-        can depend on it in the last bit.
+        PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
+        Results can depend on it in the last bit.
     run_config, node_config
-        What the ClientApp finds in its context; `node_config` is one mapping for all, or one per node.
+        The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
     node_ids
         Node ids, 1 to `num_nodes` by default.
     state_memory
@@ -91,18 +90,18 @@ class LocalGrid(Capabilities, Grid):
         ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
         if len(ids) != num_nodes or len(set(ids)) != num_nodes:
             raise ValueError(f"node_ids must be {num_nodes} different numbers, found {ids}")
-        each = (
+        node_configs = (
             [node_config or {}] * num_nodes if node_config is None or isinstance(node_config, Mapping) else node_config
         )
-        if len(each) != num_nodes:
-            raise ValueError(f"node_config has {len(each)} entries for {num_nodes} nodes")
+        if len(node_configs) != num_nodes:
+            raise ValueError(f"node_config has {len(node_configs)} entries for {num_nodes} nodes")
         self._run = Run.create_empty(run_id=1)
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
         contexts = {
             node: Context(
                 run_id=1,
                 node_id=node,
-                node_config={"partition-id": i, "num-partitions": num_nodes, **each[i]},
+                node_config={"partition-id": i, "num-partitions": num_nodes, **node_configs[i]},
                 state=RecordDict(),
                 run_config=dict(run_config or {}),
             )
@@ -252,7 +251,7 @@ class _Nodes:
     """Nodes served by one process."""
 
     client_app: ClientApp
-    contexts: Contexts | Mapping[int, Context]  # the former where the memory for states is limited
+    contexts: Contexts | Mapping[int, Context]  # the former if the memory for states is limited
     threads: int | None
 
     def answer(self, message: Message) -> Message:
@@ -270,7 +269,7 @@ class _Nodes:
             if os.environ.get("FEDBN_DEBUG"):
                 traceback.print_exc(file=sys.stderr)
         else:
-            if isinstance(reply, Message):  # it is, unless a handler forgot to return one
+            if isinstance(reply, Message):  # always, unless a handler returned nothing
                 return reply
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # type: ignore[unreachable]
             reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"
@@ -305,7 +304,7 @@ class _Worker:
     connection: Connection = field(init=False)
 
     def send_next(self) -> None:
-        # One message under way: with several, both ends could wait for the other to read.
+        # One message at a time: with several, each end could wait for the other to read.
         if self.current is not None or not self.queue:
             return
         self.start()
@@ -367,9 +366,9 @@ class _Worker:
 def _serve(nodes: _Nodes, connection: Connection, parents: Connection) -> None:
     parents.close()
     keep_freed_memory()
-    # Ctrl-C reaches every process of a terminal; the parent decides when to end.
+    # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
-    with contextlib.suppress(EOFError, OSError):  # the parent closed its end, or is gone
+    with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         while (message := connection.recv()) is not None:
             connection.send(nodes.state(message) if isinstance(message, _State) else nodes.answer(message))

@@ -20,14 +20,14 @@ from fedbn_flwr.errors import SettingsError
 from .base import GridAround, ReplyObserver
 
 VARIABLE = "FEDBN_POLL_SECONDS"
-_LONGEST_PAUSE = 3.0  # seconds, as Flower's own grid
+_LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
 _PAUSE_SHARE = 0.05  # of the time passed so far: the pause before the next poll
 _RESTART_CHECK = 5.0  # seconds between checks for restarted nodes
 _FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing; doubles each time
 
 
 def poll_often(grid: Grid) -> Grid:
-    """The grid that Flower gives a ServerApp, so that it looks for replies at short intervals."""
+    """Flower's grid of a ServerApp, changed to poll for replies at short intervals."""
     if hasattr(grid, "pull_interval"):  # the simulation's, 0.1 s by default
         grid.pull_interval = 0.02
         return grid
@@ -37,11 +37,10 @@ def poll_often(grid: Grid) -> Grid:
 class PollingGrid(GridAround):
     """`grid`, whose `send_and_receive` polls for replies after `interval` seconds, then at growing intervals.
 
-    For a lost node the SuperLink sends an error in its own name; here the error has the name of the node that was
-    asked.
+    For a lost node the SuperLink sends an error with its own node id; here the error has the id of the lost node.
 
-    A restarted SuperNode has lost its messages, and the SuperLink, which sees it online, reports no error: Flower's
-    grid waits for the reply until its timeout. Here it is an error after some seconds.
+    A restarted SuperNode has lost its messages, but the SuperLink sees it online and reports no error: Flower's grid
+    waits for the reply until its timeout. Here the missing reply becomes an error after some seconds.
     """
 
     def __init__(self, grid: Grid, interval: float | None = None) -> None:
@@ -54,7 +53,7 @@ class PollingGrid(GridAround):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """The replies that arrive within `timeout` seconds, in that order; later ones stay on the SuperLink."""
-        messages = list(messages)  # Flower's grid walks them twice
+        messages = list(messages)  # Flower's grid iterates over them twice
         observer, self._observer = self._observer, None
         began = checked = time.monotonic()
         next_warning = _FIRST_WARNING
@@ -65,7 +64,7 @@ class PollingGrid(GridAround):
         asked: dict[str, Message] = {}
         replies: list[Message] = []
         for number, message in enumerate(messages):
-            # The id is None where one message was refused; there are no ids where all together were too large.
+            # The id of a rejected message is None; if all messages together are too large, there are no ids.
             if number < len(message_ids) and message_ids[number]:
                 asked[message_ids[number]] = message
             else:
@@ -77,7 +76,7 @@ class PollingGrid(GridAround):
             if time.monotonic() - checked >= _RESTART_CHECK:
                 restarted = _changed(before, self._activations())
                 checked = time.monotonic()
-            # After that check: a reply that such a node sent before its restart counts.
+            # Only after that check: a reply that a node sent before its restart counts.
             for reply in list(self.inner.pull_messages(list(asked))):
                 if reply.metadata.reply_to_message_id in asked:
                     replies.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
@@ -102,7 +101,7 @@ class PollingGrid(GridAround):
         return replies
 
     def _activations(self) -> dict[int, str]:
-        """When each connected node was last started, by the SuperLink's clock; empty where unknown."""
+        """When each connected node was last started, by the SuperLink's clock; empty if unknown."""
         return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}
 
 

@@ -34,16 +34,16 @@ _STOP_TIMEOUT = 20  # seconds until its processes have ended
 
 
 def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, options: Sequence[str] = ()) -> int:
-    """`flwr run APP` on a SuperLink of its own; raises RunFailed where the run did not complete."""
+    """`flwr run APP` on a SuperLink of its own; raises RunFailed if the run did not complete."""
     with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as home, _superlink(Path(home)) as environment:
         config = Path(home) / "run-config.toml"
         config.write_text(_toml_lines(run_config), encoding="utf-8")
         command = [_tool("flwr"), "run", str(app), "--stream", "--federation-config", federation_config]
         if run_config:
             command += ["--run-config", str(config)]
-        # Our own group: Ctrl-C stops the SuperLink's processes first, in an order of ours.
+        # In our process group, so that Ctrl-C reaches it; _superlink() stops the SuperLink's processes.
         code = subprocess.call([*command, *options], env=environment, cwd=home)
-        # What the app wrote to its working folder (a template saves final_model.pt there) would be gone with it.
+        # The app's working folder is deleted: copy the files that it wrote (a template saves final_model.pt there).
         if written := sorted(file.name for file in (Path(home) / "empty").iterdir()):
             shutil.copytree(Path(home) / "empty", Path.cwd(), dirs_exist_ok=True)
             print(f"written here by the app: {', '.join(written)}")
@@ -102,12 +102,12 @@ clientapp = "apps.client_app:app"
 
 @dataclass(frozen=True)
 class FlwrRun:
-    """A command line of `flwr run`, as far as it concerns us."""
+    """A command line of `flwr run`; `options` are the arguments that are only passed on."""
 
     app: Path
-    project: dict[str, Any]  # its pyproject.toml
+    project: dict[str, Any]  # the app's pyproject.toml
     run_config: dict[str, Any]
-    federation_config: str  # empty where not given
+    federation_config: str  # empty if not given
     options: list[str]
 
     @classmethod
@@ -149,7 +149,7 @@ def _read_project(app: Path) -> dict[str, Any]:
         project["project"]["name"], project["tool"]["flwr"]["app"]["components"]
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(
-            f"{str(app)!r} is no Flower app: its pyproject.toml with [project] name and [tool.flwr.app.components] "
+            f"{str(app)!r} is not a Flower app: its pyproject.toml with [project] name and [tool.flwr.app.components] "
             f"is missing or incomplete ({type(error).__name__}: {error})"
         ) from None
     return project
@@ -160,7 +160,7 @@ def _parse(values: Sequence[str], option: str) -> dict[str, Any]:
 
     try:
         return dict(parse_config_args(list(values)))
-    except Exception as error:  # Flower raises what its TOML parser raises
+    except Exception as error:  # any error of Flower's TOML parser
         raise SettingsError(f"{option} {' '.join(values)!r} cannot be read: {error}") from None
 
 
@@ -181,10 +181,10 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
     }
     environment.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns
+    environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns
     (home / "config.toml").write_text('[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n')
     if environment.pop("PYTHONDONTWRITEBYTECODE", None):
-        # Flower starts many processes; without compiled files each would compile torch again.
+        # Flower starts many processes; without bytecode files each would compile torch again.
         environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "fedbn-pycache"))
     if "site-packages" not in Path(__file__).parts:  # a checkout that is not installed
         root = str(Path(__file__).resolve().parent.parent.parent)
@@ -213,7 +213,7 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
 
 
 def _tool(name: str) -> str:
-    """Flower's command of this environment, not of another one earlier on the path."""
+    """Flower's command in this environment, not in another one earlier on PATH."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -224,9 +224,9 @@ def _tool(name: str) -> str:
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        for unbound in sockets:
+            unbound.bind(("127.0.0.1", 0))
+        return [int(bound.getsockname()[1]) for bound in sockets]
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -243,7 +243,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
 
 
 def _stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End the SuperLink and all it started, politely first."""
+    """End the SuperLink and the processes that it started: SIGTERM, then SIGKILL."""
     for sent, patience in ((signal.SIGTERM, _STOP_TIMEOUT), (signal.SIGKILL, 5)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sent)
@@ -258,7 +258,7 @@ def _stop_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _status(environment: Mapping[str, str], home: str) -> tuple[str, str]:
-    """Status and details of the newest run: `flwr run --stream` exits with 0 whatever happened."""
+    """Status and details of the newest run, because `flwr run --stream` exits with 0 even if the run failed."""
     listed = subprocess.run(
         [_tool("flwr"), "ls", "--format", "json"], env=environment, cwd=home, capture_output=True, text=True, timeout=60
     )

@@ -1,1 +1,1 @@
-"""FedTAN's exchange, both ends: batch norm over the batches of all clients."""
+"""FedTAN's exchange, on server and client: batch norm over the batches of all clients."""

@@ -1,8 +1,8 @@
-"""What one exchange carries: values, their form as Flower's records, and as bytes.
+"""The values of one exchange, and their form as Flower's records and as bytes.
 
 A client sends a `Contribution`, the server answers with an `Agreement`, and a client that cannot continue sends its
-reason. Flower's messages carry records; a stream carries the bytes of the same records (a safetensors file), so that
-values arrive bit for bit. The sender may be anyone: content that is not what it should be raises `CodecError`.
+reason. Flower's messages contain records; a stream carries the bytes of the same records (a safetensors file), so that
+values arrive bit for bit. The sender is not trusted: invalid content raises `CodecError`.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 
-HEADER_LIMIT = 16384  # bytes of a stream's message beside the tensors
+HEADER_LIMIT = 16384  # bytes of a stream's message besides the tensors
 TEXT_LIMIT = 1000  # characters of a reason
-_LARGEST = 2**53  # a larger float is no exact integer
+_LARGEST = 2**53  # larger floats are not exact integers
 _KIND, _FAILURE = "what", "failure"  # config keys
 
 
 class CodecError(MessageError):
-    """Records or bytes that carry no value of an exchange."""
+    """Records or bytes that are not a valid value of an exchange."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one client brings to an exchange."""
+    """The values that one client sends to an exchange."""
 
-    kind: str  # "moments" (mean and var in one), "mean", "variance" (around the agreed mean), "gradients" (of both)
+    kind: str  # "moments" (mean and var together), "mean", "variance" (around the agreed mean), "gradients" (of both)
     tensors: Arrays
     images: int  # in this client's batch
     remaining: int  # exchanges that follow this one
     examples: float = 0  # in this client's data set: p_i, up to scale
-    partition: int | None = None  # by which the server orders clients
+    partition: int | None = None  # the server orders clients by it
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the server computes from all contributions."""
+    """The server's result from all contributions."""
 
     tensors: Arrays
     images: int  # in the batches of all clients
@@ -68,7 +68,7 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
 def contribution_from_records(content: RecordDict) -> Contribution:
     metrics, configs = metrics_in(content), configs_in(content)
     if set(arrays_in(content)) != {"arrays"} or len(metrics) != 1 or "config" not in configs:
-        raise CodecError("the reply is not that of a layer-wise step; serve the client by fedbn_flwr.client_app")
+        raise CodecError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
     numbers = next(iter(metrics.values()))
     partition = numbers.get(protocol.PARTITION)
     return Contribution(
@@ -94,7 +94,7 @@ def agreement_from_records(content: RecordDict) -> Agreement:
 
 
 def to_bytes(value: Contribution | Agreement | str) -> bytes:
-    """A string is a client's reason to have no contribution."""
+    """Encode a value; a string is a client's reason for sending no contribution."""
     match value:
         case Contribution():
             records = contribution_to_records(value)
@@ -109,7 +109,7 @@ def to_bytes(value: Contribution | Agreement | str) -> bytes:
 
 
 def answer_from_bytes(data: bytes) -> Contribution | str:
-    """A client's contribution, or its reason to have none."""
+    """A client's contribution, or its reason for sending none."""
     content = _from_bytes(data)
     failure = next(iter(configs_in(content).values()), ConfigRecord()).get(_FAILURE)
     return contribution_from_records(content) if failure is None else str(failure)[:TEXT_LIMIT]
@@ -120,7 +120,7 @@ def agreement_from_bytes(data: bytes) -> Agreement:
 
 
 def _from_bytes(data: bytes) -> RecordDict:
-    # The size of the whole message is bounded by the stream, that of the header here, before it is parsed.
+    # The stream limits the size of the message; this limits the header before it is parsed.
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > HEADER_LIMIT:
         raise CodecError(f"it has {len(data)} bytes, with a header of {length}; expected at most {HEADER_LIMIT}")

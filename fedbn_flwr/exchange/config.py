@@ -1,16 +1,16 @@
-"""The address of the exchange service: what the operator of a deployment sets.
+"""The operator's settings of the exchange service, from the ServerApp's environment.
 
-One exchange through Flower's messages takes seconds on real nodes. Where the operator gives the ServerApp an
-address at which its clients can reach it, each keeps a gRPC stream open for the length of a round's exchanges, and an
-exchange takes a network round trip. This is a property of the deployment, which no experiment can set.
+An exchange through Flower's messages takes seconds on real nodes. If the operator sets an address at which clients can
+reach the ServerApp, each client opens a gRPC stream for the exchanges of a round, and an exchange takes one network
+round trip. The address belongs to the deployment: an experiment cannot set it.
 
-| variable | what |
+| variable | meaning |
 |---|---|
-| `FEDBN_EXCHANGE_ADDRESS` | `HOST:PORT` that clients connect to; without it messages are used |
+| `FEDBN_EXCHANGE_ADDRESS` | `HOST:PORT` to which clients connect; if unset, messages are used |
 | `FEDBN_EXCHANGE_LISTEN` | `HOST:PORT` to listen on; by default the address if it is loopback, else all interfaces |
 | `FEDBN_EXCHANGE_CERTIFICATE`, `FEDBN_EXCHANGE_KEY` | PEM files: certificate for the address's host, and its key |
-| `FEDBN_EXCHANGE_CA` | PEM file of the authority that clients must trust; without it they use their own |
-| `FEDBN_EXCHANGE_INSECURE` | `1`: no TLS beyond loopback |
+| `FEDBN_EXCHANGE_CA` | PEM file of the authority that clients must trust; if unset, they use their root certificates |
+| `FEDBN_EXCHANGE_INSECURE` | `1`: no TLS for connections from other machines |
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 PREFIX = "FEDBN_EXCHANGE_"
 METHOD = "/fedbn.Exchange/Stream"
 TOKEN = "fedbn-token"  # key of the call's metadata
-ACCEPTED = "fedbn-accepted"  # key of the metadata that an accepted call is answered with
+ACCEPTED = "fedbn-accepted"  # key in the metadata of the answer to an accepted call
 
-# With pings a lost machine at the other end is noticed within half a minute.
+# Pings detect a lost machine within half a minute.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -51,14 +51,14 @@ class ExchangeConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> ExchangeConfig | None:
-        """The settings in the ServerApp's environment; None where it names no address."""
+        """The settings in the ServerApp's environment; None if it contains no address."""
         environment = os.environ if environment is None else environment
         given = {key: value.strip() for key, value in environment.items() if key.startswith(PREFIX) and value.strip()}
         known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
         for key in given:
             if key not in known:
                 raise SettingsError(
-                    f"{key} in the environment is no setting of the exchange; {did_you_mean(key, known)}"
+                    f"{key} in the environment is not a setting of the exchange; {did_you_mean(key, known)}"
                 )
         if PREFIX + "ADDRESS" not in given:
             return None
@@ -76,7 +76,7 @@ class ExchangeConfig:
 
     @property
     def open_to_others(self) -> bool:
-        """Exchanges travel beyond this machine without TLS."""
+        """Whether exchanges leave this machine without TLS."""
         return not (self.encrypted or is_loopback(split_address(self.address)[0]))
 
     @property
@@ -87,26 +87,26 @@ class ExchangeConfig:
         return self.address if is_loopback(host) else f"0.0.0.0:{port}"
 
     def check(self) -> None:
-        """Raise SettingsError where exchanges would not be safe, or not possible."""
+        """Raise SettingsError if exchanges would be unsafe or impossible."""
         for name, value in (("ADDRESS", self.address), ("LISTEN", self.listens_on)):
             host, port = split_address(value)
             if not host or not (port.isdecimal() and int(port) < 2**16):
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; expected HOST:PORT")
         if bool(self.certificate) != bool(self.key):
-            raise SettingsError(f"{PREFIX}CERTIFICATE and {PREFIX}KEY belong together; found one of them")
+            raise SettingsError(f"{PREFIX}CERTIFICATE and {PREFIX}KEY must both be set; only one is")
         if self.insecure and self.encrypted:
             raise SettingsError(f"{PREFIX}INSECURE contradicts {PREFIX}CERTIFICATE; leave one of them out")
         local = all(is_loopback(split_address(value)[0]) for value in (self.address, self.listens_on))
         if not (self.encrypted or self.insecure or local):
             raise SettingsError(
-                f"{PREFIX}ADDRESS is {self.address!r}, beyond this machine, and there is no certificate: give "
-                f"{PREFIX}CERTIFICATE and {PREFIX}KEY (deploy/keys.sh makes them), or say {PREFIX}INSECURE=1"
+                f"{PREFIX}ADDRESS is {self.address!r}, not on this machine, and there is no certificate: set "
+                f"{PREFIX}CERTIFICATE and {PREFIX}KEY (deploy/keys.sh creates them), or {PREFIX}INSECURE=1"
             )
         for name in ("certificate", "key", "ca"):
             self.read(name)
 
     def read(self, name: str) -> bytes | None:
-        """The content of one of the files; None where it is not given."""
+        """The content of one of the files; None if it is not set."""
         path = getattr(self, name)
         if not path:
             return None
@@ -115,7 +115,7 @@ class ExchangeConfig:
         except OSError as error:
             raise SettingsError(f"{PREFIX}{name.upper()} is {path!r}, which cannot be read: {error.strerror}") from None
         if b"-----BEGIN" not in content:
-            raise SettingsError(f"{PREFIX}{name.upper()} is {path!r}, which is no PEM file")
+            raise SettingsError(f"{PREFIX}{name.upper()} is {path!r}, which is not a PEM file")
         return content
 
 

@@ -1,6 +1,6 @@
 """A round's exchanges over streams, while Flower waits for the replies to the round's train messages.
 
-The loop runs in a thread of its own, beside an exchange service that is open for this round.
+The loop runs in its own thread, with an exchange service that is open for this round only.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .stream_server import ExchangeService, Lost
 
 CountExchange = Callable[[Sequence[RecordDict], Sequence[RecordDict]], None]
 
-_ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round, whose own timeout is usually shorter
-_JOIN_SECONDS = 60  # after the last reply arrived, only the ends of the streams are missing
+_ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round; the round's own timeout is usually shorter
+_JOIN_SECONDS = 60  # to close the streams after the last reply has arrived
 
 
 class DirectRound:
-    """A `Carrier` over streams to `nodes`, with which it runs `exchanges`; observes the replies to the train messages.
+    """Runs `exchanges` over streams to `nodes`, as their `Carrier`, and observes the replies to the train messages.
 
     Parameters
     ----------
     count
-        Counts an exchange for the ledger: its records up and down.
+        Counts an exchange in the ledger, from its records up and down.
     exchange_seconds
         Seconds that one exchange may take.
     """
@@ -62,7 +62,7 @@ class DirectRound:
         self._about = about
         self._exchanges = exchanges
         self._count = count
-        self._contributions: list[Contribution] = []  # to the exchange under way
+        self._contributions: list[Contribution] = []  # to the current exchange
         self._seconds = exchange_seconds
         self._done: frozenset[int] | None = None  # the nodes that took part in all exchanges
         self._error: BaseException | None = None
@@ -71,14 +71,14 @@ class DirectRound:
         self._thread.start()
 
     def messages(self) -> list[Message]:
-        """The round's one message to each node."""
+        """The round's train message to each node."""
         return [
             Message(self._about.content(self._about.model, self._config_for(node)), node, MessageType.TRAIN)
             for node in self._service.tokens
         ]
 
     def _config_for(self, node: int) -> dict[str, str | bool | float]:
-        """The config keys by which a node's train message names the service."""
+        """The config in a node's train message with which its client connects to the service."""
         config: dict[str, str | bool | float] = {
             protocol.DIRECT: self._service.address,
             protocol.DIRECT_TOKEN: self._service.tokens[node],
@@ -91,14 +91,12 @@ class DirectRound:
         return config
 
     def finish(self, replies: Sequence[Message]) -> frozenset[int]:
-        """The nodes that took part in all exchanges, now that the round's replies are in; raises what ended them."""
+        """The nodes that took part in all exchanges, after the round's replies; raises the error that ended them."""
         for reply in replies:
             self.replied(reply)
         if self._done is None:
             self._thread.join(1)
-            self._service.lose(
-                self.nodes, "its train message was answered, or given up, before the exchanges were over"
-            )
+            self._service.lose(self.nodes, "its train message was answered, or given up, before the exchanges ended")
         self._thread.join(_JOIN_SECONDS)
         if self._error is not None:
             raise self._error
@@ -110,7 +108,7 @@ class DirectRound:
 
     def replied(self, reply: Message) -> None:
         """A client that has answered the train message takes part in no more exchanges."""
-        reason = "it trained without the exchanges; serve the client by fedbn_flwr.client_app"
+        reason = "it trained without the exchanges; serve the client with fedbn_flwr.client_app"
         if reply.has_error():
             reason = reply.error.reason or f"error code {reply.error.code}"
         self._service.lose([reply.metadata.src_node_id], reason)
@@ -149,10 +147,10 @@ def _answer(content: bytes | Lost) -> Contribution | str:
     try:
         return answer_from_bytes(content)
     except CodecError as error:
-        return f"what it sent cannot be read: {error}"
+        return f"its message cannot be read: {error}"
 
 
 def _message_limit(model: ArrayRecord) -> int:
-    """The bytes of one client's largest message: both tensors of the widest batch norm, in float64, and a header."""
+    """Bytes of a client's largest message: mean and variance of the widest batch norm in float64, and a header."""
     widest = max(math.prod(model[key].shape) for key, role in roles(model).items() if role is Role.STATISTICS)
     return 2 * 8 * widest + HEADER_LIMIT

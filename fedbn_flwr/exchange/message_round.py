@@ -1,4 +1,4 @@
-"""A round's exchanges by Flower's messages: one `query.cohort` to each client per exchange."""
+"""A round's exchanges as Flower's messages: one `query.cohort` to each client per exchange."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .round import ExchangesDone
 
 @dataclass(frozen=True)
 class RoundMessages:
-    """What the messages of a round have in common."""
+    """The common content of a round's messages."""
 
     model: ArrayRecord
     config: Mapping[str, Any]
     config_key: str  # name of the ConfigRecord
 
     def content(self, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
-        """A message's content, with `more` config."""
+        """The content of a message; `more` is added to the config."""
         return RecordDict({"arrays": arrays, self.config_key: ConfigRecord({**self.config, **more})})
 
 
@@ -43,7 +43,7 @@ class MessageRound:
         return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
 
     def last_messages(self, done: ExchangesDone) -> list[Message]:
-        """The round's train messages, which carry the last agreement."""
+        """The round's train messages, which contain the last agreement."""
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
@@ -59,7 +59,7 @@ def _answer(reply: Message) -> Contribution | str:
     if reply.has_error():
         reason = reply.error.reason or f"error code {reply.error.code}"
         if "No query function registered" in reason:
-            return f"{reason} (its ClientApp knows no layer-wise step; serve it by fedbn_flwr.client_app)"
+            return f"{reason} (its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app)"
         return reason
     try:
         return contribution_from_records(reply.content)

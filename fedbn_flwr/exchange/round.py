@@ -1,7 +1,7 @@
 """The server's loop over the exchanges of one round.
 
-The loop knows neither messages nor streams: a `Carrier` brings the clients' contributions and takes the agreements
-back. A client without a usable contribution is out of the rest of the round.
+The loop does not depend on messages or streams: a `Carrier` sends the agreements and collects the clients'
+contributions. A client without a valid contribution is excluded from the rest of the round.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MOST_EXCHANGES = 100_000  # in a round
 
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
 Weigh = Callable[[Contribution], float]  # p_i, up to scale
-# Of the nodes that answered (with the partition each reports), those that stay in the round, in order. The other
-# arguments: what is asked, the reasons by node to refuse an answer, and how many nodes were asked. Logs the reasons;
-# raises RunFailed where too few are left.
+# Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
+# that each node reports; the reasons for rejecting an answer, with the node; the number of nodes asked. Logs the
+# reasons; raises RunFailed if too few nodes remain.
 Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], int], list[int]]
 
 
 class Carrier(Protocol):
-    """Brings an agreement to nodes, and their next contributions back."""
+    """Sends an agreement to nodes and collects their next contributions."""
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
-        """The contributions to exchange `step` + 1; `agreement` is that of the one before, None at first.
+        """The contributions to exchange `step` + 1; `agreement` is that of the previous exchange, None at first.
 
         A node that does not answer in time has no entry.
         """
@@ -42,13 +42,13 @@ class Carrier(Protocol):
 class ExchangesDone:
     """The end of a round's exchanges."""
 
-    nodes: list[int]  # those that took part in all of them
+    nodes: list[int]  # the nodes that took part in all exchanges
     steps: int
-    agreement: Agreement  # the last one, which the nodes have not received yet
+    agreement: Agreement  # the last agreement, which the nodes have not received yet
 
 
 def run_exchanges(carrier: Carrier, nodes: Sequence[int], what: str, weigh: Weigh, admit: Admit) -> ExchangesDone:
-    """All exchanges of the round; `what` names it in messages."""
+    """All exchanges of the round; `what` is the round's name in messages."""
     agreement: Agreement | None = None
     step, remaining = 0, None
     while remaining != 0:
@@ -73,14 +73,14 @@ def agree(contributions: Sequence[Contribution], weigh: Weigh) -> Agreement:
 
 
 def _usable(what: str, answers: Answers, asked: int, remaining: int | None, admit: Admit) -> dict[int, Contribution]:
-    """The contributions to one exchange by node, in order: of the kind, shape and step that most have."""
+    """The valid contributions to one exchange by node, in order, all of the most frequent kind, shape and step."""
     found = {node: answer for node, answer in answers.items() if isinstance(answer, Contribution)}
     partitions = {node: contribution.partition for node, contribution in found.items()}
     refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
     nodes = admit(what, partitions, list(refused.items()), asked)
     forms = {node: _form(found[node]) for node in nodes}
-    most = max(forms.values(), key=list(forms.values()).count)  # the first of them, where as many have another
+    most = max(forms.values(), key=list(forms.values()).count)  # the first one if several are equally frequent
     others = [
         (node, f"it sent {form}, others {most}; do all clients have the same model?")
         for node, form in forms.items()
@@ -94,7 +94,7 @@ def _usable(what: str, answers: Answers, asked: int, remaining: int | None, admi
 def problem(contribution: Contribution, remaining: int | None) -> str | None:
     """Why a contribution cannot be used, or None.
 
-    `remaining` is how many exchanges were to follow the last one; None before the first.
+    `remaining` is the number of exchanges that were to follow the previous one; None before the first.
     """
     kind, follow = contribution.kind, contribution.remaining
     if follow > _MOST_EXCHANGES or (remaining is not None and follow != remaining - 1):
@@ -115,6 +115,6 @@ def problem(contribution: Contribution, remaining: int | None) -> str | None:
 
 
 def _form(contribution: Contribution) -> tuple[Any, ...]:
-    """What must be equal among the contributions to one exchange."""
+    """The properties that all contributions to one exchange must share."""
     shapes = tuple((name, str(array.dtype), *array.shape) for name, array in contribution.tensors.items())
     return (contribution.kind, contribution.remaining, *shapes)

@@ -1,8 +1,8 @@
-"""A training round that stops at every exchange, answers a message, and continues with the next.
+"""A training round that pauses at every exchange to answer a message, and continues with the next message.
 
-The round runs in a thread of its own and is parked inside `exchange`. A Flower client may receive its next message in
-another process: parking is only a cache, and a process without the parked round starts it again with the agreements
-so far (`Session(..., agreed=[...])`). The numbers are the same.
+The round runs in its own thread and is parked inside `exchange`. A Flower client may receive its next message in
+another process: parking is only a cache, and a process without the parked round repeats it with the agreements so far
+(`Session(..., agreed=[...])`). The numbers are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .step import Exchange
 
 
 class _Abandoned(BaseException):
-    """Unwinds a parked round that receives no more messages."""
+    """Ends a parked round that receives no more messages."""
 
 
 class Session:
@@ -34,7 +34,7 @@ class Session:
     agreed
         Answers to the first exchanges, from an earlier session of the same round.
     patience
-        Seconds after which a parked round gives up.
+        Seconds that a parked round waits for its next message.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Session:
         self._given = len(agreed)
         self._patience = patience
         self._threads = torch.get_num_threads()
-        self._reached = 0  # exchanges that the round has come to
+        self._reached = 0  # number of exchanges that the round has reached
         self._thread: threading.Thread | None = None
 
     def advance(self, answer: Agreement | None = None) -> Any:
         """Continue (with the cohort's agreement, after an exchange) to the next Contribution or the round's result."""
-        # All threads share the random generator: the round has its own stream, and so has our caller, whose stream is
-        # read before the round continues and sets its own.
+        # All threads share torch's global random generators, but the round and the caller have separate random streams:
+        # the caller's state is saved before the round continues and sets its own.
         outside = seeding.states()
         try:
             if answer is not None:
@@ -72,7 +72,7 @@ class Session:
 
     def abandon(self) -> None:
         """End a parked round and free its memory."""
-        # When it ends, the round restores the generator's state of its beginning: not while others draw from it.
+        # At its end the round resets the generators to their state at its beginning, which is not the caller's.
         outside = seeding.states()
         self._answers.put(None)
         if self._thread is not None:
@@ -80,7 +80,7 @@ class Session:
         seeding.set_states(outside)
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # holds for the calling thread only
+        torch.set_num_threads(self._threads)  # the number is a setting of the thread
         try:
             self._events.put(("done", self._work(self._exchange)))
         except _Abandoned:

@@ -5,16 +5,16 @@ FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on 
 respect to both. Paper's symbols: y the layer's input, mu and var the global statistics, p_i a client's weight, F_i
 its loss, n its number of values per channel.
 
-The model stays as it is: for the length of the step each batch norm's `forward` is ours. Per layer
+The model stays unchanged: only during the step, each batch norm has another `forward`. Per layer
 
     dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / n
 
-On a CPU backward runs in the thread that called it, and may wait for the other clients in it: `_CohortNorm` is a
-function with a backward of its own. On a GPU one thread of autograd serves all clients, and would wait for itself:
-there each batch norm detaches its input into a leaf, where the loss's backward stops, and plain Python calls the
-layers' backward passes in reverse order. Residual paths are walked more than once then, which costs time.
+On a CPU, backward runs in the thread that called it and may wait there for the other clients: `_CohortNorm` is an
+autograd function whose backward exchanges. On a GPU, one thread of autograd serves all clients and would wait for
+itself: each batch norm detaches its input into a leaf, at which the loss's backward stops, and Python code calls the
+layers' backward passes in reverse order. Residual paths are then traversed more than once, which costs time.
 
-The direct gradients that are exchanged follow from those of gamma and beta, which native kernels give:
+The direct gradients that are exchanged follow from those of gamma and beta, which native kernels compute:
 
     dF_i/dmu  = -gamma / sqrt(var + eps) * dF_i/dbeta
     dF_i/dvar = -gamma / (2 (var + eps)) * dF_i/dgamma
@@ -47,7 +47,7 @@ Exchange = Callable[[Contribution], Agreement]
 
 @dataclass
 class _Moments:
-    """What was agreed on in one pass through one batch norm; a layer used twice has two."""
+    """The agreed statistics of one pass through one batch norm; a layer that is used twice has two passes."""
 
     mean: Tensor
     var: Tensor
@@ -57,7 +57,7 @@ class _Moments:
 
 @dataclass
 class _Call:
-    """One pass through a batch norm whose backward plain Python calls."""
+    """One pass through a batch norm whose backward Python code calls."""
 
     y: Tensor  # the input, with its graph
     leaf: Tensor  # the same values, where backward stops
@@ -68,21 +68,21 @@ class _Call:
 
 
 class LayerwiseStep:
-    """Loss and gradient of one batch, as `training.train` takes them for its first step.
+    """Loss and gradient of one batch, for the first step of `client.training.train`.
 
     Parameters
     ----------
     exchange
-        Sends a contribution to the server, and returns what the cohort agreed on.
+        Sends a contribution to the server, and returns the cohort's agreement.
     fused
-        Mean and variance travel together (2L exchanges), or one after the other as in the paper (3L).
+        Send mean and variance together (2L exchanges for L layers), or one after the other as in the paper (3L).
     backward
-        Also exchange gradients. Without it each client uses its own in place of the cohort's: the papers'
+        Also exchange gradients. Without it each client uses its own instead of the cohort's: the papers'
         "FedAvg + Algorithm 2".
     walk
-        Walk the layers backwards outside of autograd; None: where the model is not on a CPU.
+        Call the layers' backward passes outside of autograd; None: only if the model is not on a CPU.
     examples, partition
-        The client's, which each contribution names.
+        Of the client; part of each contribution.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LayerwiseStep:
         self._left = self.exchanges(count_calls(model, inputs))
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)
-        # Residual paths lead into several calls' graphs, so a graph is kept until the last walk through it.
+        # Residual paths belong to the graphs of several calls, so a graph is kept until its last traversal.
         loss.backward(retain_graph=bool(self._calls))
         for number, call in reversed(list(enumerate(self._calls))):
             self._walk(call, last=number == 0)
@@ -128,7 +128,7 @@ class LayerwiseStep:
         return loss.detach()
 
     def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-        """The cohort's tensors in place of the client's own, and the images in all batches."""
+        """Exchange tensors: the cohort's values of them, and the number of images in all batches."""
         self._left -= 1
         own = {key: value.detach().cpu().numpy() for key, value in tensors.items()}
         agreed = self.exchange(
@@ -145,7 +145,7 @@ class LayerwiseStep:
         dims = [d for d in range(y.ndim) if d != 1]
         values = y.detach()
         if self.fused:
-            # The sums of native batch norm: many times as fast as torch.var_mean over these dimensions.
+            # Native batch norm's kernel: many times as fast as torch.var_mean over these dimensions.
             mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
             agreed, images = self._swap("moments", {"mean": mean, "var": var})
             mean, var = agreed["mean"], agreed["var"]
@@ -162,7 +162,7 @@ class LayerwiseStep:
         self._open.append(moments)
         walk = y.device.type != "cpu" if self.walk is None else self.walk
         if not walk:
-            # The images need no gradient, but backward must reach this function.
+            # Images need no gradient, but backward must reach this function.
             start = y if y.requires_grad else values.requires_grad_()
             out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
             return out
@@ -185,7 +185,7 @@ class LayerwiseStep:
         return d_mean, d_var
 
     def _walk(self, call: _Call, *, last: bool) -> None:
-        """From the gradients of a layer's leaves to those of the layers before it."""
+        """Backpropagate from the gradients of a call's leaves to the layers before it."""
         moments = call.moments
         zero = torch.zeros_like(moments.mean)
         d_gamma = zero if call.gamma.grad is None else call.gamma.grad
@@ -195,7 +195,7 @@ class LayerwiseStep:
                 parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
         d_mean, d_var = self._exchange_gradients(moments, d_gamma, d_beta)
         if not call.y.requires_grad:
-            return  # nothing before it trains
+            return  # no layer before it trains
         y = call.leaf.detach()
         n = y.numel() // y.shape[1]
         shape = [1, -1] + [1] * (y.ndim - 2)
@@ -233,7 +233,7 @@ class _CohortNorm(torch.autograd.Function):
 
 
 def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
-    """As PyTorch does it for a batch: unbiased variance, momentum or (None) a cumulative mean."""
+    """Update running statistics as PyTorch does: unbiased variance, momentum or (None) a cumulative mean."""
     if layer.running_mean is None or layer.running_var is None:
         return
     assert layer.num_batches_tracked is not None
@@ -245,19 +245,19 @@ def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) ->
 
 @contextmanager
 def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, batch norms that train call `forward(layer, input)`; frozen ones (in eval mode) stay as they are."""
+    """Inside, batch norms that train call `forward(layer, input)`; frozen ones (in eval mode) are not changed."""
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             if not computes_as_batch_norm(module):
                 raise MessageError(
-                    f"batch norm over the clients' batches takes the place of plain batch norm, but {name!r} is a "
+                    f"batch norm over the clients' batches replaces plain batch norm, but {name!r} is a "
                     f"{type(module).__name__}, whose own arithmetic would be lost; use a model with plain batch norm"
                 )
             layers.append(module)
     try:
         for layer in layers:
-            # On the instance: the class, the state dict and other models are not touched.
+            # On the instance, so that the class, the state dict and other models do not change.
             layer.forward = _bind(forward, layer)  # type: ignore[method-assign,assignment]
         yield
     finally:
@@ -271,7 +271,7 @@ def _bind(forward: Callable[[_BatchNorm, Tensor], Tensor], layer: _BatchNorm) ->
 
 @torch.no_grad()
 def count_calls(model: nn.Module, inputs: Tensor) -> int:
-    """The calls of training batch norms in a forward pass, counted with two images; the model is left unchanged."""
+    """The number of calls of training batch norms in a forward pass, counted with two images; changes nothing."""
     calls = 0
 
     def count(layer: _BatchNorm, y: Tensor) -> Tensor:

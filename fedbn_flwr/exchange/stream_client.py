@@ -20,12 +20,12 @@ from .codec import Agreement, Contribution, agreement_from_bytes, to_bytes
 from .config import ACCEPTED, KEEPALIVE, METHOD, TOKEN
 
 CONNECT_SECONDS = 30
-SLACK_SECONDS = 15  # after the server's time limit a client waits so much longer
+SLACK_SECONDS = 15  # that a client waits beyond the server's time limit
 
 
 @dataclass(frozen=True)
 class ExchangeAddress:
-    """Where and how to connect, from the server's train message."""
+    """How to connect to the exchange service, from the server's train message."""
 
     address: str
     token: str
@@ -69,7 +69,7 @@ class ExchangeStream:
             raise
 
     def exchange(self, contribution: Contribution) -> Agreement:
-        """Send a contribution and wait for what the cohort agreed on."""
+        """Send a contribution and wait for the cohort's agreement."""
         self._requests.put(to_bytes(contribution))
         limit = self._address.timeout + SLACK_SECONDS
         agreement = agreement_from_bytes(self._wait(lambda: next(self._call), limit))
@@ -77,7 +77,7 @@ class ExchangeStream:
         got = {name: (array.shape, array.dtype) for name, array in agreement.tensors.items()}
         if got != sent:
             raise MessageError(
-                f"the answer to the exchange of {contribution.kind} does not fit: it has {got}, expected {sent}"
+                f"the answer to the exchange of {contribution.kind} does not match: it has {got}, expected {sent}"
             )
         return agreement
 
@@ -101,10 +101,10 @@ class ExchangeStream:
     # --- inside ---
 
     def _connect(self) -> None:
-        """Open a stream that the service accepts; where nothing answers, try again for CONNECT_SECONDS."""
+        """Open a stream that the service accepts; while the service is unreachable, retry for CONNECT_SECONDS."""
         end = time.monotonic() + CONNECT_SECONDS
         while True:
-            # A queue for each try: a call that has failed may still be reading from its own.
+            # A new queue for each attempt: a failed call may still be reading from the old one.
             self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
             requests = iter(self._requests.get, None)
             self._call = self._channel.stream_stream(METHOD)(requests, metadata=((TOKEN, self._address.token),))
@@ -113,7 +113,7 @@ class ExchangeStream:
                 # A rejected call has metadata too, and may count as active for a moment.
                 if any(key == ACCEPTED for key, _ in metadata):
                     return
-                # It has ended; reading from it raises the reason.
+                # The call has ended; reading from it raises the reason.
                 self._wait(lambda: next(self._call), 5)
             except _Unreachable:
                 self._requests.put(None)
@@ -126,7 +126,7 @@ class ExchangeStream:
                 ) from None
 
     def _wait(self, read: Callable[[], Any], seconds: float) -> Any:
-        """`read()`, cancelled after so many seconds."""
+        """`read()`, cancelled after `seconds`."""
         call = self._call
 
         def stop() -> None:

@@ -1,7 +1,7 @@
 """The server's side of the exchange over streams: a gRPC service that is open for the exchanges of one round.
 
 Each node of the round has a token, which opens one stream, once. Connections without a valid token are rejected
-before a thread is allocated. Every wait has a bound: a client that is late, disconnects or sends too much loses its
+before a thread is allocated. Every wait is bounded: a client that is late, disconnects or sends too much loses its
 connection, and the others continue.
 """
 
@@ -23,13 +23,13 @@ from fedbn_flwr.errors import RunFailed
 
 from .config import ACCEPTED, KEEPALIVE, METHOD, TOKEN, ExchangeConfig, split_address
 
-_BIND_SECONDS = 60  # another run's round may have the port open
-_GRACE_SECONDS = 10  # for the last answers
+_BIND_SECONDS = 60  # a round of another run may be using the port
+_GRACE_SECONDS = 10  # to deliver the last answers
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Why a node has lost its connection."""
+    """A node that has lost its connection, and why."""
 
     reason: str
 
@@ -41,8 +41,8 @@ class _Connection:
     token: str
     claimed: bool = False
     received: bytes | None = None  # the client's message, until `collect` takes it
-    answer: bytes | None = None  # to send to it
-    over: bool = False  # the answer is the last one
+    answer: bytes | None = None  # for the client
+    over: bool = False  # whether the answer is the last one
     lost: str | None = None
     reading: Any = None  # the stream's context, while it waits for the client
 
@@ -56,8 +56,8 @@ class ExchangeService:
         self._end = time.monotonic() + seconds
         self._limit = limit
         self._server, port = self._open(settings)
-        host, given = split_address(settings.address)
-        self.address = f"{host}:{port}" if given == "0" else settings.address
+        host, wanted = split_address(settings.address)
+        self.address = f"{host}:{port}" if wanted == "0" else settings.address
 
     @property
     def tokens(self) -> dict[int, str]:
@@ -80,18 +80,18 @@ class ExchangeService:
                 if (left := end - time.monotonic()) <= 0:
                     break
                 self._changed.wait(left)
-            found: dict[int, bytes | Lost] = {}
+            messages: dict[int, bytes | Lost] = {}
             for node, connection in connections.items():
                 if connection.lost is None and connection.received is None:
                     what = "sent nothing" if connection.claimed else "did not connect"
                     connection.lost = f"it {what} to the exchange service within {seconds:g} s"
                     self._changed.notify_all()
                 if connection.lost is not None:
-                    found[node] = Lost(connection.lost)
+                    messages[node] = Lost(connection.lost)
                 else:
                     assert connection.received is not None
-                    found[node], connection.received = connection.received, None
-            return found
+                    messages[node], connection.received = connection.received, None
+            return messages
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
         """Send `message` to these nodes; all others are lost."""
@@ -100,7 +100,7 @@ class ExchangeService:
                 if node in nodes:
                     connection.answer, connection.over = message, last
                 elif connection.lost is None:
-                    connection.lost = "left out of this round's exchanges; the server's log says why"
+                    connection.lost = "excluded from this round's exchanges; the server's log says why"
             self._changed.notify_all()
 
     def lose(self, nodes: Collection[int], reason: str) -> None:
@@ -115,8 +115,8 @@ class ExchangeService:
         """Wait until the last answers have arrived, end all streams and free the port."""
         self.lose(list(self._connections), reason)
         with self._changed:
-            silent = [each.reading for each in self._connections.values() if each.lost and each.reading is not None]
-        for context in silent:  # the other streams end on their own
+            waiting = [each.reading for each in self._connections.values() if each.lost and each.reading is not None]
+        for context in waiting:  # the other streams end on their own
             context.cancel()
         self._server.stop(_GRACE_SECONDS).wait(2 * _GRACE_SECONDS)
 
@@ -154,7 +154,7 @@ class ExchangeService:
                 if time.monotonic() > end:
                     raise RunFailed(
                         f"the exchange service cannot listen on {settings.listens_on!r} ({error}); is another run "
-                        "using it, or is its certificate wrong? Without FEDBN_EXCHANGE_ADDRESS messages are used"
+                        "using it, or is the certificate wrong? Without FEDBN_EXCHANGE_ADDRESS messages are used"
                     ) from None
                 time.sleep(0.5)
                 continue
@@ -162,10 +162,10 @@ class ExchangeService:
             return server, port
 
     def claim(self, token: str) -> int | None:
-        """The node that the token belongs to, on its first use."""
+        """The node to which the token belongs, on its first use; otherwise None."""
         found = None
         with self._changed:
-            for node, connection in self._connections.items():  # all: the time must not depend on the token
+            for node, connection in self._connections.items():  # check all: the time must not depend on the token
                 if secrets.compare_digest(connection.token.encode(), token.encode()) and not connection.claimed:
                     found = node
             if found is not None:
@@ -178,7 +178,7 @@ class ExchangeService:
         """One stream: an answer to each of the client's messages."""
         connection = self._connections[node]
         gone = functools.partial(self.lose, [node], "its connection to the exchange service broke")
-        if not context.add_callback(gone):  # it has ended already
+        if not context.add_callback(gone):  # the call has already ended
             gone()
             return
         self._read(connection, context)
@@ -199,7 +199,7 @@ class ExchangeService:
             self._read(connection, context)
 
     def _read(self, connection: _Connection, context: Any) -> None:
-        """The stream waits for its client from now on, and `close` may cancel it."""
+        """Mark the stream as waiting for its client, so that `close` may cancel it."""
         with self._changed:
             if connection.lost is None:
                 connection.reading = context
@@ -208,7 +208,7 @@ class ExchangeService:
 
 
 class _TokenHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Accepts calls with a valid token; to others the method is unknown, which takes no thread."""
+    """Accepts calls with a valid token; for others the method is unknown, so that they occupy no thread."""
 
     def __init__(self, service: ExchangeService) -> None:
         self._service = service
@@ -224,7 +224,7 @@ class _TokenHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Threads(Executor):
-    """One daemon thread per stream, of which there are no more than tokens."""
+    """One daemon thread per stream; there are at most as many streams as tokens."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError, RunFailed
-from fedbn_flwr.norms.roles import Role, roles, split
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from . import protocol
 from .aggregate import Arrays, fault
@@ -97,7 +97,7 @@ def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dic
     Such a record has an array for each parameter of `model` that is trained. Which parameters these are the server
     cannot know (a buffer looks the same, and some may be frozen): it expects those that most replies have.
     """
-    like = split(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
+    like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
     read: dict[int, Arrays] = {}
     problems: dict[int, str] = {}
     for reply in replies:

@@ -25,16 +25,16 @@ def dump(records: RecordDict) -> bytes:
     from safetensors.numpy import save
 
     tensors: dict[str, np.ndarray] = {}
-    layout: list[list[Any]] = []
+    entries: list[list[Any]] = []
     for number, (name, record) in enumerate(records.items()):
         if isinstance(record, ArrayRecord):
             for key, value in unpack(record).items():
                 tensors[f"{number}/{key}"] = _storable(value, f"{name}, {key}")
-            layout.append([name, "arrays", list(record)])
+            entries.append([name, "arrays", list(record)])
         else:
             kind = "metrics" if isinstance(record, MetricRecord) else "config"
-            layout.append([name, kind, [[key, _to_json(value)] for key, value in record.items()]])
-    return save(tensors, metadata={"records": json.dumps(layout)})
+            entries.append([name, kind, [[key, _to_json(value)] for key, value in record.items()]])
+    return save(tensors, metadata={"records": json.dumps(entries)})
 
 
 def parse(data: bytes) -> RecordDict:
@@ -44,9 +44,9 @@ def parse(data: bytes) -> RecordDict:
     try:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        layout = json.loads(header["__metadata__"]["records"])
+        entries = json.loads(header["__metadata__"]["records"])
         records = RecordDict()
-        for number, (name, kind, content) in enumerate(layout):
+        for number, (name, kind, content) in enumerate(entries):
             if kind == "arrays":
                 records[name] = pack({key: tensors[f"{number}/{key}"] for key in content})
             else:

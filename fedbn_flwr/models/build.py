@@ -1,4 +1,4 @@
-"""`build_model`: a network by name, with the normaliser asked for."""
+"""`build_model`: a network by name, with a chosen kind of normalisation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .networks import ResNet20, cnn, mlp
 from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
 
-# name -> a function of num_classes, and those of in_channels, image_size and stem that matter to it; it draws the
-# weights from torch's global generator
+# Functions of num_classes, and of in_channels, image_size and stem if they use them; they draw the weights from torch's
+# global generator.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,
     "lenet": lenet,
@@ -50,17 +50,17 @@ def build_model(
 ) -> nn.Module:
     """The network `name`, its batch norms replaced by `norm` (see `convert_norm`, which takes `norm_options`).
 
-    Weights are drawn from torch's global generator: seed that first.
+    Weights are drawn from torch's global generator: seed it first.
 
     Parameters
     ----------
     name
         One of `MODELS`, or `module:callable`, a network of your own (see `custom`).
     in_channels, image_size
-        Of the images, the size as pixels or (height, width); the model's own default where not given. A network to
-        which they do not matter goes without.
+        Channels of the images, and their size as pixels or (height, width); by default the network's own. A network
+        that does not depend on one of them ignores it.
     stem
-        How an image enters a torchvision network: `small`, `large`, or `auto` by the size (see `vision`).
+        The first layers of a torchvision network: `small`, `large`, or `auto` by the image size (see `vision`).
     """
     if ":" in name:
         make = custom(name)
@@ -76,7 +76,7 @@ def build_model(
     if "stem" in takes:
         options["stem"] = stem
     elif stem != "auto":
-        choice = ", ".join(each for each, other in MODELS.items() if "stem" in inspect.signature(other).parameters)
+        choice = ", ".join(key for key, build in MODELS.items() if "stem" in inspect.signature(build).parameters)
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
     given = {key: value for key, value in options.items() if key in takes and value is not None}
     return convert_norm(make(num_classes, **given), norm, **norm_options)

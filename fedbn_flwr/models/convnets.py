@@ -1,6 +1,6 @@
-"""Plain convolutional networks of the papers, with batch norm behind each convolution.
+"""Plain convolutional networks of the papers, with batch norm after each convolution.
 
-Those that end in linear layers are built for one image size, `image_size` as (height, width).
+Networks that end in linear layers are built for one image size, `image_size` as (height, width).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedbn_flwr.errors import SettingsError
 
 
 def lenet(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
-    """LeNet-5 (LeCun et al. 1998) with ReLU, max pooling and batch norm behind both convolutions."""
+    """LeNet-5 (LeCun et al. 1998) with ReLU, max pooling and batch norm after both convolutions."""
     _at_least("lenet", image_size, 12)
     padding = 2 if min(image_size) < 32 else 0  # LeCun et al. place digits of 28x28 in 32x32
     height, width = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in image_size)
@@ -39,7 +39,7 @@ def lenet(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -
 
 
 def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 28)) -> nn.Module:
-    """FedBN's six-layer network for Digits-Five (Li et al. 2021), batch norm behind all layers but the last."""
+    """FedBN's six-layer network for Digits-Five (Li et al. 2021), batch norm after all layers but the last."""
     _at_least("digits_cnn", image_size, 4)
     height, width = (side // 4 for side in image_size)
     return nn.Sequential(
@@ -68,7 +68,7 @@ def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 2
 
 
 def alexnet_bn(num_classes: int, in_channels: int = 3) -> nn.Module:
-    """FedBN's AlexNet for Office-Caltech-10 and DomainNet: torchvision's, batch norm in place of dropout."""
+    """FedBN's AlexNet for Office-Caltech-10 and DomainNet: torchvision's, with batch norm instead of dropout."""
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
@@ -102,8 +102,8 @@ def alexnet_bn(num_classes: int, in_channels: int = 3) -> nn.Module:
     )
 
 
-# FedBS gives only filters and units. Zeros of two pixels around every convolution lead to the widths that it
-# gives for the first linear layer, 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
+# FedBS states only filters and units. With a padding of two pixels in every convolution, the first linear layer has as
+# many inputs as stated: 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
 
 
 def fedbs_cifar(num_classes: int, in_channels: int = 3, image_size: Size = (32, 32)) -> nn.Module:
@@ -152,5 +152,5 @@ def _at_least(name: str, image_size: Size, least: int) -> None:
     if min(image_size) < least:
         height, width = image_size
         raise SettingsError(
-            f"model.name={name!r} needs images of at least {least}x{least} pixels, these have {height}x{width}"
+            f"model.name={name!r} needs images of at least {least}x{least} pixels; these have {height}x{width}"
         )

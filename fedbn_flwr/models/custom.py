@@ -1,4 +1,4 @@
-"""A network of the user's own, by the name `module:callable`."""
+"""A network of the user, by the name `module:callable`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from fedbn_flwr.errors import SettingsError
 
 
 def custom(name: str) -> Callable[..., nn.Module]:
-    """The callable that `name` leads to, as a function of num_classes and what else its signature takes.
+    """The callable that `name` refers to, as a function of num_classes and options.
 
-    It is called with `num_classes`, and with `in_channels` and `image_size` (height, width) where it names them.
+    It is called with `num_classes`, and with `in_channels` and `image_size` (height, width) if its signature names
+    them.
     """
     make = _find(name)
 
@@ -27,12 +28,12 @@ def custom(name: str) -> Callable[..., nn.Module]:
         for where, module in model.named_modules():
             if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
                 raise SettingsError(
-                    f"model.name={name!r}: {where or 'the model'} is a {type(module).__name__} that does not know its "
-                    "size; pass a batch through the model before returning it"
+                    f"model.name={name!r}: {where or 'the model'} is a {type(module).__name__} of unknown size; "
+                    "pass a batch through the model before returning it"
                 )
         return model
 
-    # What `build_model` may give it beside num_classes: what it names, and not whatever **kwargs would swallow.
+    # `build_model` passes the options that this signature names, not all that **kwargs would accept.
     named = {} if (signature := _signature(make)) is None else signature.parameters
     own = inspect.Parameter("num_classes", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     options = [
@@ -47,13 +48,13 @@ def custom(name: str) -> Callable[..., nn.Module]:
 def _find(name: str) -> Callable[..., Any]:
     module_name, _, path = name.partition(":")
     if not module_name or not path:
-        raise SettingsError(f"model.name={name!r}: a network of your own is named module:callable")
+        raise SettingsError(f"model.name={name!r}: expected module:callable for a network of your own")
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        cure = "; its folder must be on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+        hint = "; its folder must be on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
         raise SettingsError(
-            f"model.name={name!r}: cannot import {module_name!r} ({type(error).__name__}: {error}){cure}"
+            f"model.name={name!r}: cannot import {module_name!r} ({type(error).__name__}: {error}){hint}"
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
@@ -76,8 +77,8 @@ def _call(name: str, make: Callable[..., Any], **arguments: Any) -> Any:
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            given = ", ".join(arguments)
-            raise SettingsError(f"model.name={name!r} cannot be called with {given}: {error}") from None
+            names = ", ".join(arguments)
+            raise SettingsError(f"model.name={name!r} cannot be called with {names}: {error}") from None
     try:
         return make(**arguments)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Networks of our own, written with batch norm; `convert_norm` turns them into the others."""
+"""Networks defined here, with batch norm; `convert_norm` replaces it by other normalisation layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:
 
 
 def mlp(num_classes: int, in_channels: int = 1, image_size: tuple[int, int] = (28, 28)) -> nn.Module:
-    """Perceptron 784-30-10 with one batch norm (FedTAN paper, MNIST); as many inputs as an image has values."""
+    """Perceptron 784-30-10 with one batch norm (FedTAN paper, MNIST); one input for each value of an image."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
@@ -44,7 +44,7 @@ def mlp(num_classes: int, in_channels: int = 1, image_size: tuple[int, int] = (2
 class ResNet20(nn.Module):
     """ResNet-20 for 32x32 images (He et al. 2015, section 4.2), shortcuts without parameters (option A).
 
-    Three stages of three blocks; 269,722 parameters and 1,376 statistics with ten classes and colour.
+    Three stages of three blocks; 269,722 parameters and 1,376 statistics for ten classes and RGB images.
     """
 
     def __init__(self, num_classes: int, in_channels: int = 3) -> None:
@@ -88,7 +88,7 @@ class _BasicBlock(nn.Module):
         return F.relu(y + self._shortcut(x))
 
     def _shortcut(self, x: Tensor) -> Tensor:
-        """Option A: every other pixel, and channels of zeros on both sides."""
+        """Option A: every second pixel, and channels of zeros before and after."""
         if self.stride == 1 and not self.added:
             return x
         half = self.added // 2

@@ -1,4 +1,4 @@
-"""Networks with one output per pixel: DeepLabV3+ (Chen et al. 2018) of segmentation-models-pytorch, an extra."""
+"""Networks with one output per pixel: DeepLabV3+ (Chen et al. 2018) from segmentation-models-pytorch, an extra."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
             f"model.name='deeplabv3plus_{encoder}' needs segmentation-models-pytorch ({error}); "
             "pip install 'fedbn-flwr[segmentation]'"
         ) from None
-    # No encoder weights: those would be downloaded.
+    # No pretrained weights, because they would be downloaded.
     model: Any = smp.DeepLabV3Plus(
         encoder_name=encoder, encoder_weights=None, in_channels=in_channels, classes=num_classes
     )

@@ -1,8 +1,8 @@
-"""torchvision's networks with random first weights: nothing is downloaded.
+"""torchvision's networks with random initial weights: nothing is downloaded.
 
-`stem` is the form of the first layers: `large` is torchvision's own, for 224 pixels, whose last feature map has a 32nd
-of each side; `small` is for 32 and 64 pixels, and its last feature map has an eighth. `auto` is small up to 64 pixels.
-In torchvision's own form (colour, large stem) a network has torchvision's weights for the same seed.
+`stem` selects the first layers: `large` is torchvision's stem for 224 pixels, with a last feature map of 1/32 of each
+side; `small` is for 32 and 64 pixels, with a last feature map of 1/8. `auto` is small up to 64 pixels. For RGB images
+and a large stem, a network has torchvision's weights for the same seed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from fedbn_flwr.data import Size
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
 STEMS = ("auto", "small", "large")
-SMALL = 64  # pixels; larger images have torchvision's own stem
+SMALL = 64  # pixels; `auto` is large for larger images
 
-# torchvision is imported when a network is built: a command that builds none need not wait for it.
+# torchvision is imported when a network is built, so that other commands need not wait for it.
 
 
 def resnet18(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto") -> nn.Module:
-    """torchvision's ResNet-18; up to 64 pixels a first convolution of 3x3 and no pooling behind it."""
+    """torchvision's ResNet-18; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     from torchvision.models import resnet18 as make
 
     return _resnet(make, num_classes, in_channels, image_size, stem)
 
 
 def resnet50(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto") -> nn.Module:
-    """torchvision's ResNet-50; up to 64 pixels a first convolution of 3x3 and no pooling behind it."""
+    """torchvision's ResNet-50; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     from torchvision.models import resnet50 as make
 
     return _resnet(make, num_classes, in_channels, image_size, stem)
@@ -53,7 +53,7 @@ def mobilenet_v2(
     from torchvision.models import mobilenet_v2 as make
 
     small = is_small(stem, image_size)
-    # Expansion, channels, blocks and stride of each stage (Sandler et al. 2018, table 2): the second one's is 1.
+    # Expansion, channels, blocks and stride of each stage (Sandler et al. 2018, table 2), stride 1 in the second.
     stages = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
     model: Any = make(weights=None, num_classes=num_classes, inverted_residual_setting=stages if small else None)
     model.features[0][0] = _first(model.features[0][0], in_channels, small, mode="fan_out")
@@ -72,7 +72,7 @@ def alexnet(num_classes: int, in_channels: int = 3) -> nn.Module:
 def densenet121(
     num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto"
 ) -> nn.Module:
-    """torchvision's DenseNet-121; up to 64 pixels a first convolution of 3x3 and no pooling behind it."""
+    """torchvision's DenseNet-121; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     from torchvision.models import densenet121 as make
 
     small = is_small(stem, image_size)
@@ -90,7 +90,7 @@ def is_small(stem: str, image_size: Size | None) -> bool:
 
 
 def _first(old: nn.Conv2d, in_channels: int, small: bool, mode: str | None) -> nn.Conv2d:
-    """The first convolution for other images, drawn as the network draws its convolutions."""
+    """The first convolution for these images, initialised as the network's other convolutions."""
     if in_channels == old.in_channels and not small:
         return old
     shape: tuple[Any, Any, Any] = (3, 1, 1) if small else (old.kernel_size, old.stride, old.padding)

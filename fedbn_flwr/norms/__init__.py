@@ -1,1 +1,1 @@
-"""Normalisation layers: roles of their state, conversion, freezing, statistics."""
+"""Normalisation layers: roles of their arrays, conversion, freezing, statistics."""

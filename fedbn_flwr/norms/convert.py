@@ -1,4 +1,4 @@
-"""`convert_norm` replaces the batch norms of a model by another normaliser."""
+"""`convert_norm` replaces the batch norms of a model by another normalisation layer."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def _group_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Mo
 
 
 def _layer_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
-    # Over channels and pixels of one image, with gamma and beta per channel: group norm with one group. It
-    # does not depend on the image size, as nn.LayerNorm would.
+    # Over channels and pixels of one image, with gamma and beta per channel: group norm with one group. Unlike
+    # nn.LayerNorm it does not depend on the image size.
     return nn.GroupNorm(1, layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
 def _instance_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
-    # The same arithmetic as nn.InstanceNorm2d, and one class for all three.
+    # The same arithmetic as nn.InstanceNorm2d, in the class that gn and ln use.
     if isinstance(layer, nn.BatchNorm1d):
-        raise SettingsError(f"norm 'in': {where} is a BatchNorm1d; a single value has no instance to normalise over")
+        raise SettingsError(f"norm 'in': {where} is a BatchNorm1d; instance norm needs several values per channel")
     return nn.GroupNorm(layer.num_features, layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
@@ -48,7 +48,7 @@ def _static(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module
 
 def _renorm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
     if layer.running_mean is None:
-        raise SettingsError(f"norm 'brn': {where} tracks no statistics, and without there is nothing to renormalise to")
+        raise SettingsError(f"norm 'brn': {where} tracks no statistics, which batch renormalisation needs")
     given = {key: options[key] for key in OPTIONS["brn"] if key in options}
     return BatchRenorm(layer.num_features, layer.eps, layer.momentum, layer.affine, **given)
 
@@ -58,16 +58,16 @@ def _none(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
 
 
 NORMS: dict[str, tuple[str, Convert | None]] = {
-    "bn": ("batch norm, as the model has it", None),
+    "bn": ("batch norm: the model is not changed", None),
     "gn": ("group norm with `groups` groups (default 2)", _group_norm),
     "ln": ("layer norm over channels and pixels of an image", _layer_norm),
     "in": ("instance norm", _instance_norm),
     "none": ("no normalisation", _none),
     "gn+ws": ("group norm, and convolutions with weight standardisation", _group_norm),
-    "fixup": ("no normalisation, and Fixup's scalars and first weights (for ResNets)", _none),
+    "fixup": ("no normalisation, and Fixup's scalars and initial weights (for ResNets)", _none),
     "won": ("no normalisation, and convolutions with scaled weight standardisation (FedWon)", _none),
-    "sbn": ("static batch norm: the batch's statistics, none tracked (HeteroFL)", _static),
-    "brn": ("batch renormalisation: in training as in evaluation, within bounds that open", _renorm),
+    "sbn": ("static batch norm: batch statistics, none tracked (HeteroFL)", _static),
+    "brn": ("batch renormalisation: the same output in training as in evaluation, within growing bounds", _renorm),
 }
 
 # The options of each kind; a kind ignores those of the others.
@@ -77,7 +77,7 @@ OPTIONS = {
     "brn": ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
 }
 
-# For kinds that also replace convolutions: the replacement of one, given its name for errors.
+# For kinds that also replace convolutions: a function of a convolution and its name for errors.
 CONVOLUTIONS: dict[str, Callable[[nn.Conv2d, str], nn.Module]] = {
     "won": standardised_convolution,
     "gn+ws": unscaled_convolution,
@@ -85,47 +85,47 @@ CONVOLUTIONS: dict[str, Callable[[nn.Conv2d, str], nn.Module]] = {
 
 
 def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
-    """Replace every batch norm of `model` by the normaliser `kind`, found by type wherever it sits.
+    """Replace every batch norm of `model`, found by type, by the normalisation layer `kind`.
 
-    Everything else of the model stays (but for convolutions, which some kinds replace as well), and so do gamma and
-    beta, device, dtype and training mode. The model is changed in place and returned; a model that is itself a batch
-    norm comes back as another module. `fixup` also changes weights: its initialisation is part of it.
+    Gamma and beta, device, dtype and training mode are kept. So is the rest of the model, except that some kinds also
+    replace convolutions, and `fixup` initialises weights. The model is changed in place and returned; if it is itself
+    a batch norm, its replacement is returned.
     """
     if kind not in NORMS:
-        raise SettingsError(f"model.norm={kind!r} is not a normaliser; {did_you_mean(kind, NORMS)}")
+        raise SettingsError(f"model.norm={kind!r} is not a kind of normalisation; {did_you_mean(kind, NORMS)}")
     known = {option for names in OPTIONS.values() for option in names}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
     convert, convolve = NORMS[kind][1], CONVOLUTIONS.get(kind)
     if convert is None:
         return model
-    if kind == "fixup":  # needs to know the branches, so it takes the model as a whole
+    if kind == "fixup":  # needs the residual branches, so it converts the whole model
         return fixup(model)
-    unscaled = _without_norm_behind(model) if kind == "gn+ws" else None
-    made: dict[nn.Module, nn.Module] = {}  # a layer used in two places stays one layer
+    unscaled = _without_norm_after(model) if kind == "gn+ws" else None
+    replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
 
     def change(layer: nn.Module, where: str) -> nn.Module:
-        if layer not in made:
+        if layer not in replaced:
             if isinstance(layer, _BatchNorm):
-                made[layer] = _replace(layer, where, kind, convert, options)
+                replaced[layer] = _replace(layer, where, kind, convert, options)
             elif convolve is not None and isinstance(layer, nn.Conv2d) and layer is not unscaled:
-                made[layer] = convolve(layer, where)
-        return made.get(layer, layer)
+                replaced[layer] = convolve(layer, where)
+        return replaced.get(layer, layer)
 
     for name, parent in list(model.named_modules()):
-        for child_name, child in list(parent._modules.items()):  # named_children leaves out repetitions
+        for child_name, child in list(parent._modules.items()):  # named_children omits duplicates
             if child is not None:
                 setattr(parent, child_name, change(child, f"{name}.{child_name}" if name else child_name))
     return change(model, "the model itself")
 
 
-def _without_norm_behind(model: nn.Module) -> nn.Module | None:
-    """The convolution that is the model's last layer: a classifier of pixels, whose weights nothing rescales."""
+def _without_norm_after(model: nn.Module) -> nn.Module | None:
+    """The last layer, if it is a convolution: no norm rescales the output of a segmentation model's classifier."""
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear | _BatchNorm)]
     if not any(isinstance(layer, _BatchNorm) for layer in layers):
         raise SettingsError(
-            "norm 'gn+ws': the model has no batch norm, and standardised convolutions need a norm behind them; 'won' "
-            "is the kind that does without"
+            "norm 'gn+ws': the model has no batch norm, and standardised convolutions need a norm after them; use "
+            "'won', which needs none"
         )
     return layers[-1] if isinstance(layers[-1], nn.Conv2d) else None
 
@@ -133,12 +133,12 @@ def _without_norm_behind(model: nn.Module) -> nn.Module | None:
 def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options: dict[str, Any]) -> nn.Module:
     if isinstance(layer, LazyModuleMixin):
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {type(layer).__name__} that does not know its channels; pass a batch through "
-            "the model first"
+            f"norm {kind!r}: {where} is a {type(layer).__name__} of unknown size; pass a batch through the model first"
         )
     if not computes_as_batch_norm(layer) and not isinstance(layer, BatchRenorm):
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {type(layer).__name__}, which is more than batch norm and cannot be replaced"
+            f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm and cannot be "
+            "replaced"
         )
     new = convert(layer, where, options)
     like = layer.weight if isinstance(layer.weight, torch.Tensor) else layer.running_mean

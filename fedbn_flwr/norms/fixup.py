@@ -2,15 +2,15 @@
 
 Paper's symbols: L the number of residual branches, m the number of convolutions in one. The rules of section 3:
 
-1. The classifier and the last convolution of each branch begin at zero.
-2. The other convolutions of a branch begin at L^(-1 / (2m - 2)) times a standard initialisation, the model's own.
-3. A scalar multiplier (at first 1) in each branch; a scalar bias (at first 0) before each convolution, linear
+1. The classifier and the last convolution of each branch start at zero.
+2. The other convolutions of a branch start at L^(-1 / (2m - 2)) times a standard initialisation, the model's own.
+3. A scalar multiplier (initially 1) in each branch; a scalar bias (initially 0) before each convolution, linear
    layer and activation.
 
-NOTE: a convolution on the shortcut has a bias of its own before it, in the authors' code it shares that of the
-branch. There the scalars also train with a tenth of the learning rate; here with all of it. The shortcut is the
-model's (in our ResNet-20 option A, where the authors take means of pixels). The stem's convolution, whose
-input is the image, has no bias before it, as in the authors' code.
+NOTE: three differences from the authors' code. A convolution on the shortcut has its own bias before it; there it
+shares the branch's. The scalars train with the full learning rate; there with a tenth of it. The shortcut is the
+model's (option A in ResNet20); there it averages pixels. As in the authors' code, the stem's convolution, whose input
+is the image, has no bias before it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ResidualParts:
     """The parts of a residual network: names of children of the network, and its residual blocks by name.
 
     A block computes its branch with `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), and its shortcut with
-    `downsample`, a convolution and a batch norm, where it has one.
+    `downsample`, a convolution and a batch norm, if it has one.
     """
 
     convolution: str  # the stem's
@@ -119,20 +119,22 @@ def fixup(model: nn.Module) -> nn.Module:
 
 def _parts(model: Any) -> ResidualParts:
     if hasattr(model, "residual_parts"):
-        found: ResidualParts = model.residual_parts()
-        return found
+        parts: ResidualParts = model.residual_parts()
+        return parts
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
     if type(model) is not ResNet:
         raise SettingsError(
-            f"norm 'fixup': {type(model).__name__} is not a residual network whose branches are known; it is for "
-            "resnet20 and for torchvision's resnet18, 34, 50 and deeper"
+            f"norm 'fixup': {type(model).__name__} is not a residual network with known branches; fixup supports "
+            "resnet20 and torchvision's resnet18, 34, 50 and deeper"
         )
     stages = [(name, stage) for name, stage in model.named_children() if name.startswith("layer")]
     blocks = {f"{name}.{child}": block for name, stage in stages for child, block in stage.named_children()}
     for name, block in blocks.items():
         if type(block) not in (BasicBlock, Bottleneck):
-            raise SettingsError(f"norm 'fixup': {name} is a {type(block).__name__}, whose branch is not known")
+            raise SettingsError(
+                f"norm 'fixup': {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
+            )
     return ResidualParts("conv1", "bn1", "fc", blocks)
 
 
@@ -161,7 +163,7 @@ def _check(model: Any, parts: ResidualParts) -> None:
     for name, layer, kind in expected:
         if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
             wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
-            raise SettingsError(f"norm 'fixup': {name} is a {type(layer).__name__}, expected a {wanted}")
+            raise SettingsError(f"norm 'fixup': {name} is a {type(layer).__name__}; expected a {wanted}")
     known = {id(layer) for _, layer, kind in expected if kind is _BatchNorm}
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and id(layer) not in known:
@@ -175,7 +177,7 @@ def _biased(conv: nn.Conv2d) -> BiasedConv2d:
 
 
 def _like(layer: Any, new: Any) -> Any:
-    """`new` on the layer's device, in its dtype and mode."""
+    """`new` with the layer's device, dtype and training mode."""
     if not any(parameter.is_meta for parameter in new.parameters()):
         new.to(layer.weight).requires_grad_(layer.weight.requires_grad)
     return new.train(layer.training)

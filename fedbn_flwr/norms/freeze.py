@@ -1,4 +1,4 @@
-"""Training with batch norms frozen in part."""
+"""Training with partly frozen batch norms."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .roles import Role
 
 @contextmanager
 def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
-    """Train `model` inside, its batch norms frozen in part.
+    """Put `model` into training mode and freeze the roles `what` of its batch norms inside the block.
 
     Frozen statistics: batch norms normalise with their running mean and variance and do not update them, while
     gamma, beta and all other layers train (dropout stays on). Frozen affine: gamma and beta do not train.
     """
     model.train()
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)} if what else {}
-    held = []
+    frozen = []
     for name, layer in layers.items():
         if Role.STATISTICS in what:
             if layer.running_mean is None:
-                raise MessageError(f"cannot freeze the statistics of batch norm {name!r}: it keeps none")
+                raise MessageError(f"cannot freeze the statistics of batch norm {name!r}: it tracks none")
             layer.eval()
         if Role.AFFINE in what:
-            held += [p for p in layer.parameters(recurse=False) if p.requires_grad]
-    for parameter in held:
+            frozen += [p for p in layer.parameters(recurse=False) if p.requires_grad]
+    for parameter in frozen:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in held:
+        for parameter in frozen:
             parameter.requires_grad_(True)

@@ -11,19 +11,19 @@ from fedbn_flwr.errors import SettingsError
 
 
 class BatchRenorm(_BatchNorm):
-    """Batch norm that in training already gives what it would give in evaluation, within bounds.
+    """Batch norm whose output in training equals its output in evaluation, within bounds.
 
     With mu_B, sigma_B of the batch and the running mu, sigma (algorithm 1):
 
         r = clip(sigma_B / sigma, 1 / r_max, r_max)       d = clip((mu_B - mu) / sigma, -d_max, d_max)
         y = gamma ((x - mu_B) / sigma_B * r + d) + beta    and no gradient through r and d
 
-    For `warmup` steps r is 1 and d is 0: batch norm. Then the bounds open, evenly, to `r_max` at step `r_steps` and
-    to `d_max` at step `d_steps` (section 4.1 gives the defaults). A step is a training batch of this layer, which
-    `num_batches_tracked` counts: in a federation each client counts its own. The state dict is that of batch norm.
+    For `warmup` steps r is 1 and d is 0, which is batch norm. Then the bounds grow linearly to `r_max` at step
+    `r_steps` and to `d_max` at step `d_steps` (section 4.1 gives the defaults). `num_batches_tracked` counts the
+    steps; in a federation each client counts its own. The state dict is that of batch norm.
 
-    NOTE: the paper tracks sigma, this layer its square, unbiased as torch's batch norm does, so that running
-    statistics have one meaning everywhere and one layer can load those of the other.
+    NOTE: the paper tracks sigma. This layer tracks the unbiased variance, as torch's batch norm does, so that each can
+    load the other's statistics.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class BatchRenorm(_BatchNorm):
             raise SettingsError(f"norm 'brn': r_max ({r_max:g}) must be at least 1, d_max ({d_max:g}) at least 0")
         if warmup < 0 or min(r_steps, d_steps) < warmup:
             raise SettingsError(
-                f"norm 'brn': bounds open after the warm-up; r_steps ({r_steps}) and d_steps ({d_steps}) must be at "
-                f"least warmup ({warmup})"
+                f"norm 'brn': the bounds grow after the warm-up; r_steps ({r_steps}) and d_steps ({d_steps}) must be "
+                f"at least warmup ({warmup})"
             )
         self.r_max = r_max
         self.d_max = d_max
@@ -59,7 +59,7 @@ class BatchRenorm(_BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.track_running_stats):
-            # Evaluation, frozen statistics, or statistics that are being measured: nothing to renormalise with.
+            # Evaluation, frozen statistics, or a measurement of batch statistics: as batch norm.
             return super().forward(x)
         self._check_input_dim(x)
         mu, var, steps = self.running_mean, self.running_var, self.num_batches_tracked
@@ -69,20 +69,20 @@ class BatchRenorm(_BatchNorm):
         with torch.no_grad():
             var_b, mu_b = torch.var_mean(x, dim=[d for d in range(x.ndim) if d != 1], correction=0)
             sigma = (var + self.eps).sqrt()
-            # Tensors, as `steps` is one: to ask for its number would make the host wait for the device.
+            # Computed as tensors: reading the number in `steps` would make the host wait for the device.
             r_max = 1 + (self.r_max - 1) * self._opened(steps, self.r_steps)
             d_max = self.d_max * self._opened(steps, self.d_steps)
             r = torch.clamp((var_b + self.eps).sqrt() / sigma, 1 / r_max, r_max)
             d = torch.clamp((mu_b - mu) / sigma, -d_max, d_max)
             steps.add_(1)
         share = 1 / float(steps) if self.momentum is None else self.momentum
-        # gamma (x^ r + d) + beta = (gamma r) x^ + (gamma d + beta): batch norm's own kernel does the rest.
+        # gamma (x^ r + d) + beta = (gamma r) x^ + (gamma d + beta), so that batch norm's kernel computes it.
         gamma = r if self.weight is None else self.weight * r
         beta = d if self.bias is None else torch.addcmul(self.bias, self.weight, d)
         return F.batch_norm(x, mu, var, gamma, beta, training=True, momentum=share, eps=self.eps)
 
     def _opened(self, steps: Tensor, end: int) -> Tensor:
-        """From 0 until the warm-up ends to 1 at `end`."""
+        """0 until the warm-up ends, then linear up to 1 at step `end`."""
         like = torch.get_default_dtype() if self.running_mean is None else self.running_mean.dtype
         if end == self.warmup:
             return (steps >= end).to(like)

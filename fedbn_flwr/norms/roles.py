@@ -1,10 +1,10 @@
-"""Norm state has roles: who owns which entry of a model's state dict.
+"""Roles of a state dict's entries: weights, affine, statistics and counter.
 
-A federated rule for batch norm is mostly a choice of roles: FedAvg shares weights, affine and statistics,
-SiloBN keeps the statistics on the client, FedBN the affine parameters as well.
+A strategy for batch norm is mostly a choice of roles: FedAvg shares weights, affine and statistics, SiloBN keeps the
+statistics on the client, FedBN the affine parameters as well.
 
-Roles come from what an entry belongs to, never from its name: a ResNet's `downsample.1.weight` is a batch
-norm's gamma, which its name does not show.
+A role follows from the module that owns the entry, never from the entry's name: a ResNet's `downsample.1.weight` is a
+batch norm's gamma, which its name does not show.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Role(StrEnum):
     WEIGHTS = "weights"  # everything else
     AFFINE = "affine"  # gamma and beta of batch norm
     STATISTICS = "statistics"  # running mean and variance
-    COUNTER = "counter"  # num_batches_tracked, never sent by us
+    COUNTER = "counter"  # num_batches_tracked, never sent
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -33,8 +33,8 @@ _AFFINE = ("weight", "bias")
 def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
     """The role of each key of a state dict, in its order.
 
-    From a module: its batch norms are found by type. From arrays (the server has no model): a prefix that
-    owns `running_mean` is a batch norm.
+    A module's batch norms are found by type. Among arrays (the server has no model), a prefix with a `running_mean`
+    is a batch norm.
     """
     if isinstance(arrays_or_module, Mapping):
         keys = list(arrays_or_module)
@@ -50,7 +50,7 @@ def _batch_norm_prefixes(module: nn.Module) -> set[str]:
     from torch.nn.modules.batchnorm import _NormBase  # batch norm, and instance norm that tracks statistics
 
     found = set()
-    # A layer used under two names has two keys in the state dict: ask for both.
+    # A layer that is used twice has two prefixes in the state dict: include both.
     for name, child in module.named_modules(remove_duplicate=False):
         tracks = "running_mean" in child._buffers and child._buffers["running_mean"] is not None
         if tracks or (isinstance(child, _NormBase) and "InstanceNorm" not in type(child).__name__):
@@ -59,14 +59,14 @@ def _batch_norm_prefixes(module: nn.Module) -> set[str]:
 
 
 def computes_as_batch_norm(layer: nn.Module) -> bool:
-    """Whether this batch norm's arithmetic is batch norm's and nothing else.
+    """Whether this layer computes batch norm and nothing else.
 
-    Subclasses may do more or otherwise in `forward`, for instance timm's BatchNormAct2d, which is batch norm and ReLU
-    in one, or batch renormalisation: what replaces their arithmetic with batch norm's would lose that.
+    Subclasses may compute something else in `forward`: timm's BatchNormAct2d includes ReLU, and batch renormalisation
+    differs in training. Code that replaces `forward` would lose that.
     """
     from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-    # Across processes where torch runs some, else as the others.
+    # SyncBatchNorm differs only if torch.distributed is in use.
     return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
@@ -81,9 +81,9 @@ def _role(key: str, norms: set[str]) -> Role:
     return Role.AFFINE if name in _AFFINE else Role.WEIGHTS
 
 
-def split(
+def split_by_role(
     state: Mapping[str, V], of: Mapping[str, Role], wanted: set[Role] | frozenset[Role]
 ) -> tuple[dict[str, V], dict[str, V]]:
-    """`state` cut in two: entries whose role is wanted, and the rest."""
+    """The entries of `state` whose role is wanted, and the others."""
     inside = {key: value for key, value in state.items() if of[key] in wanted}
     return inside, {key: value for key, value in state.items() if key not in inside}

@@ -9,11 +9,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class StaticBatchNorm(_BatchNorm):
-    """HeteroFL's static batch norm (Diao et al. 2021): the batch's statistics always, none tracked.
+    """HeteroFL's static batch norm: it normalises with batch statistics and tracks none.
 
-    NOTE: loading a state dict with `running_mean` and `running_var` gives it statistics for evaluation, which it then
-    uses in eval mode as any batch norm does. Its own state dict does not contain them, and loading a state dict
-    without them removes them: they fit only the weights that they came with.
+    NOTE: a state dict with `running_mean` and `running_var` gives the layer statistics, which it then uses in eval mode
+    as any batch norm does. Its own state dict does not contain them, and loading a state dict without them removes
+    them: statistics fit only the weights with which they were loaded.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Re-estimation of batch norm's statistics on given batches."""
+"""Re-estimation of batch norm's statistics from batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @torch.no_grad()
 def reestimate(model: nn.Module, batches: Iterable[Any], device: torch.device) -> tuple[dict[str, torch.Tensor], int]:
-    """The mean of `model`'s batch statistics over `batches` of (inputs, targets), by state dict key; and their number.
+    """The mean batch statistics over `batches` of (inputs, targets), by state dict key, and the number of batches.
 
-    These are the statistics that torch's cumulative mean (momentum=None) would track. The model does not change, nor
-    do its running statistics; a static batch norm, which has none, is measured in the same way.
+    These are the statistics that torch's cumulative mean (momentum=None) would track. The model and its running
+    statistics do not change; static batch norm, which tracks none, is measured too.
     """
-    names: dict[_BatchNorm, list[str]] = {}  # a layer in two places has two keys in the state dict
+    names: dict[_BatchNorm, list[str]] = {}  # a layer that is used twice has two names
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _BatchNorm):
             names.setdefault(module, []).append(name)
@@ -25,7 +25,7 @@ def reestimate(model: nn.Module, batches: Iterable[Any], device: torch.device) -
 
     def measure(layer: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
         dims = [d for d in range(inputs[0].ndim) if d != 1]
-        var, mean = torch.var_mean(inputs[0], dim=dims)  # unbiased, as running statistics are
+        var, mean = torch.var_mean(inputs[0], dim=dims)  # unbiased, like running statistics
         calls, means, variances = totals.get(layer, (0, torch.zeros_like(mean), torch.zeros_like(var)))
         totals[layer] = (calls + 1, means + mean, variances + var)
 
@@ -36,7 +36,7 @@ def reestimate(model: nn.Module, batches: Iterable[Any], device: torch.device) -
     count = 0
     try:
         for layer in names:
-            # Normalise with the batch, and touch neither running statistics nor counter.
+            # Normalise with batch statistics, without updating running statistics and counter.
             layer.training, layer.track_running_stats = True, False
         for inputs, _ in batches:
             model(inputs.to(device))
@@ -50,9 +50,9 @@ def reestimate(model: nn.Module, batches: Iterable[Any], device: torch.device) -
             module.training = training
     if not count:
         raise ValueError("there are no examples to estimate statistics from")
-    found: dict[str, torch.Tensor] = {}
+    statistics: dict[str, torch.Tensor] = {}
     for layer, (calls, means, variances) in totals.items():
         for name in names[layer]:
             prefix = f"{name}." if name else ""
-            found |= {f"{prefix}running_mean": means / calls, f"{prefix}running_var": variances / calls}
-    return found, count
+            statistics |= {f"{prefix}running_mean": means / calls, f"{prefix}running_var": variances / calls}
+    return statistics, count

@@ -1,11 +1,11 @@
 """Convolutions with standardised weights.
 
-Plain, for group norm: Qiao et al. 2019, https://arxiv.org/abs/1903.10520. Scaled, to do without a norm: FedWon; Brock
-et al. 2021, https://arxiv.org/abs/2101.08692. The authors' code of the second is in deepmind-research/nfnets; timm's
-`StdConv2d` and `ScaledStdConv2d` are the twins in tests.
+Plain, for use with group norm: Qiao et al. 2019, https://arxiv.org/abs/1903.10520. Scaled, for use without a norm:
+FedWon, after Brock et al. 2021, https://arxiv.org/abs/2101.08692, whose code is in deepmind-research/nfnets. Tests
+compare with timm's `StdConv2d` and `ScaledStdConv2d`.
 
-NOTE: there is no learnable gain per filter, as NF-Nets have: FedWon's equation has a constant gamma, and every
-parameter travels. The gain that was gamma of a batch norm can grow nowhere but in the linear layer.
+NOTE: unlike NF-Nets, filters have no learnable gain: gamma is constant in FedWon's equation, and each parameter would
+be sent. A gain that gamma of a batch norm would learn can only be learnt by the linear layer.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError
 
-# Brock et al.'s for ReLU: 1 / deviation of relu(x), x standard normal, so that variance passes through a layer.
+# Brock et al.'s gain for ReLU: 1 / std(relu(x)) for standard normal x, so that a layer preserves the variance.
 RELU_GAMMA = math.sqrt(2 / (1 - 1 / math.pi))
 
 
 class StdConv2d(nn.Conv2d):
     """nn.Conv2d that convolves with W^ = (W - mu) / sigma instead of its weight W.
 
-    mu and sigma are mean and deviation of each filter. What is lost, the size of the filter, a norm layer behind it
-    would take away as well. The arguments are nn.Conv2d's.
+    mu and sigma are mean and standard deviation of each filter. This removes the filter's scale, which has no effect
+    before a norm layer. The arguments are nn.Conv2d's.
     """
 
     eps = 1e-5  # added to sigma^2
 
     def scale(self, fan_in: int) -> float | None:
-        """What W^ is multiplied by."""
+        """The factor of W^; None is 1."""
         return None
 
     def standardised(self) -> Tensor:
         """W^."""
         filters = self.weight.reshape(1, self.out_channels, -1)  # [1, out, N]
-        # One kernel does it all: the statistics of a "batch" of N weights.
+        # Computed by one kernel: batch norm of a "batch" of N weights.
         gain = self.scale(filters.shape[2])
         gains = None if gain is None else self.weight.new_full((self.out_channels,), gain)
         weight: Tensor = F.batch_norm(filters, None, None, weight=gains, training=True, momentum=0.0, eps=self.eps)
@@ -52,8 +52,8 @@ class StdConv2d(nn.Conv2d):
 class WSConv2d(StdConv2d):
     """nn.Conv2d that convolves with W^ = gamma (W - mu) / (sigma sqrt(N)) instead of its weight W.
 
-    mu and sigma are mean and deviation of each filter, N its fan-in: inputs of variance 1 and any mean then give
-    outputs of variance gamma^2. The arguments are nn.Conv2d's.
+    mu and sigma are mean and standard deviation of each filter, N is its fan-in: inputs of variance 1 and any mean
+    then give outputs of variance gamma^2. The arguments are nn.Conv2d's.
     """
 
     def __init__(self, *args: Any, gamma: float = RELU_GAMMA, eps: float = 1e-6, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ C = TypeVar("C", bound=nn.Conv2d)
 
 
 def remade(conv: nn.Conv2d, kind: type[C]) -> C:
-    """`conv` as a layer of another class, with its very parameters."""
+    """`conv` as a layer of another class, with the same parameter objects."""
     new = kind(
         conv.in_channels,
         conv.out_channels,
@@ -80,7 +80,7 @@ def remade(conv: nn.Conv2d, kind: type[C]) -> C:
         conv.groups,
         conv.bias is not None,
         conv.padding_mode,
-        device="meta",  # draws nothing: the weights are the old ones
+        device="meta",  # no weights are drawn: the old ones are used
     )
     new.weight, new.bias = conv.weight, conv.bias
     return new.train(conv.training)
@@ -89,8 +89,8 @@ def remade(conv: nn.Conv2d, kind: type[C]) -> C:
 def standardised_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
     """`conv` with its weights standardised and scaled.
 
-    It gets a bias if it has none, beginning at zero: what stood there was the beta of the batch norm behind it, and
-    the convolutions of NF-Nets have one.
+    If it has no bias it gets one, initially zero, in place of the beta of the batch norm after it; the convolutions of
+    NF-Nets have a bias.
     """
     if isinstance(conv, WSConv2d):
         return conv
@@ -102,7 +102,7 @@ def standardised_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
 
 
 def unscaled_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
-    """`conv` with its weights standardised, for a norm behind it."""
+    """`conv` with its weights standardised, for use before a norm."""
     if type(conv) is StdConv2d:
         return conv
     _check(conv, where, "gn+ws")

@@ -1,1 +1,1 @@
-"""Which client has which images."""
+"""Partitions: which client trains on which images."""

@@ -19,15 +19,15 @@ from .kinds import KINDS, Rows
 def partition(
     labels: Tensor, classes: int, clients: int, seed: int, kind: str, *, groups: Groups | None = None, **options: Any
 ) -> list[Tensor]:
-    """Indices of each client's images, ascending: those of a kind in kinds.py, which takes `options`.
+    """Indices of each client's images, ascending, for a kind of partition in kinds.py with its `options`.
 
-    Each image belongs to exactly one client and each client has images, or it is an error.
+    Raises DataError unless each image belongs to exactly one client and each client has images.
     """
     if clients > len(labels):
         raise DataError(f"clients is {clients}, but the data has {len(labels)} training images")
     if kind not in KINDS:
         raise DataError(f"data.partition.kind={kind!r} is not one of {', '.join(KINDS)}")
-    parts = KINDS[kind].split(Rows(labels.numpy(), classes, groups), clients, seed, **options)
+    parts = KINDS[kind].assign(Rows(labels.numpy(), classes, groups), clients, seed, **options)
     empty = [i for i, part in enumerate(parts) if len(part) == 0]
     if empty:
         shown = ", ".join(str(i) for i in empty[:8]) + (", ..." if len(empty) > 8 else "")
@@ -47,10 +47,11 @@ def partition(
 
 
 def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, seed: int) -> list[Tensor]:
-    """Indices of each client's own test images, ascending; its training images are `parts` of `labels`.
+    """Indices of each client's own test images, ascending; `parts` are its training images, indices of `labels`.
 
-    The test images of each class are divided in proportion to its training images, largest remainder first. Those of
-    a class without training images belong to no client. Where a class has few, a client may get none.
+    The test images of each class are divided in proportion to the clients' training images of that class, by largest
+    remainders. Test images of a class without training images belong to no client. If a class has few test images, a
+    client may get none.
     """
     classes = 1 + int(max(labels.max(), test_labels.max()))
     held = np.stack([np.bincount(labels[part].numpy(), minlength=classes) for part in parts])  # [clients, classes]
@@ -59,7 +60,7 @@ def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, see
     pieces: list[list[np.ndarray]] = [[] for _ in parts]
     for label in np.flatnonzero(held.sum(0)):
         rows = order[shuffled == label]
-        # In whole numbers, so that no share is a rounding error short.
+        # In integers, so that rounding errors cannot change a share.
         counts, remainders = np.divmod(held[:, label] * len(rows), held[:, label].sum())
         counts[np.argsort(-remainders, kind="stable")[: len(rows) - counts.sum()]] += 1
         for piece, some in zip(pieces, np.split(rows, np.cumsum(counts)[:-1]), strict=True):

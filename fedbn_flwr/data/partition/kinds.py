@@ -1,10 +1,10 @@
-"""The kinds of partition: one function for each, of labels or groups; it returns the rows of each client.
+"""The kinds of partition: one function each, which assigns rows to clients by labels or groups.
 
-To add a kind, write its function. The keyword-only arguments are the settings of the kind, with types and defaults; the
-docstring says what a client has. Flower's own partitioners draw where they can; they see only the labels, so a
-partition of ImageNet costs no more than one of digits. indices.py checks every partition.
+To add a kind, write its function. Its keyword-only arguments, with types and defaults, are the settings of the kind;
+the first line of its docstring describes the images of one client. Flower's partitioners draw where possible; they
+receive only labels and row numbers, never images. indices.py checks every partition.
 """
-# Without `from __future__ import annotations`: the types of the settings are those in the signatures.
+# Without `from __future__ import annotations`: pydantic needs the types in the signatures, not their names.
 
 import contextlib
 import inspect
@@ -29,43 +29,43 @@ Parts = list[np.ndarray]  # the row numbers of each client
 
 @dataclass(frozen=True)
 class Rows:
-    """The images to be split."""
+    """The training images to assign to clients."""
 
     labels: Labels
-    classes: int  # how many there are
-    groups: "Groups | None"  # their domains, or the groups of a natural partition
+    classes: int  # their number
+    groups: "Groups | None"  # domains, or the groups of a natural partition
 
 
 class Options(BaseModel):
-    """`data.partition` of an experiment; each kind has a subclass with the settings of its own."""
+    """`data.partition` of an experiment; each kind has a subclass with its settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    kind: str = ""  # its name
+    kind: str = ""
 
 
 @dataclass(frozen=True)
 class Kind:
-    split: Callable[..., Parts]  # (rows, clients, seed, **options)
+    assign: Callable[..., Parts]  # (rows, clients, seed, **options)
     options: type[Options]
-    by_class: bool  # whether it needs a class of each image
+    by_class: bool  # whether each image must have one class
 
 
 KINDS: dict[str, Kind] = {}
 
 
 def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], Callable[..., Parts]]:
-    """Register a function of (rows, clients, seed, *, options) under its name, which is then a kind in settings."""
+    """Register a function of (rows, clients, seed, *, options); its name becomes a kind in the settings."""
 
-    def register(split: Callable[..., Parts]) -> Callable[..., Parts]:
-        name = split.__name__
+    def register(assign: Callable[..., Parts]) -> Callable[..., Parts]:
+        name = assign.__name__
         fields: dict[str, Any] = {"kind": (Literal[name], name)}
-        for option in inspect.signature(split).parameters.values():
+        for option in inspect.signature(assign).parameters.values():
             if option.kind is inspect.Parameter.KEYWORD_ONLY:
                 fields[option.name] = (option.annotation, ... if option.default is option.empty else option.default)
-        options = create_model(name, __base__=Options, __doc__=split.__doc__, **fields)
-        KINDS[name] = Kind(split, options, by_class)
-        return split
+        options = create_model(name, __base__=Options, __doc__=assign.__doc__, **fields)
+        KINDS[name] = Kind(assign, options, by_class)
+        return assign
 
     return register
 
@@ -79,20 +79,20 @@ def describe_partitions() -> dict[str, str]:
 
 
 def by_flower(name: str, labels: Labels, clients: int, seed: int, **options: Any) -> Parts:
-    """The rows of each client from a partitioner of Flower, which splits a data set: here of labels and row numbers."""
+    """The rows of each client from a partitioner of Flower, applied to a data set of labels and row numbers."""
     import datasets
 
-    # Only where it is needed: flwr_datasets imports seaborn and SciPy's statistics, which takes 2 s.
+    # Imported on use: flwr_datasets imports seaborn and SciPy's statistics, which takes 2 s.
     from flwr_datasets import partitioner as partitioners
 
     make = getattr(partitioners, name)
     partitioner = make(num_partitions=clients, partition_by="label", seed=seed, **options)
     rows = {"label": labels, "row": np.arange(len(labels))}
     partitioner.dataset = datasets.Dataset.from_dict(rows).with_format("numpy")
-    # Its warnings (classes that no client has) repeat what indices.py checks; some partitioners draw progress bars.
+    # indices.py checks what its warnings report (classes that no client has); some partitioners show progress bars.
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        # All rows, then the column: a column of a data set is read row by row, 0.2 ms each.
+        # All rows, then the column: the other order reads single rows, 0.2 ms each.
         return [np.asarray(partitioner.load_partition(i)[:]["row"], dtype=np.int64) for i in range(clients)]
 
 
@@ -109,7 +109,7 @@ def dirichlet(
     seed: int,
     *,
     alpha: Annotated[float, Field(gt=0)],
-    min_size: Annotated[int, Field(ge=0)] = 1,  # images of a client
+    min_size: Annotated[int, Field(ge=0)] = 1,  # smallest number of images of a client
     by: Literal["class", "client"] = "class",
 ) -> Parts:
     """Images of all classes in random proportions, more alike with a larger `alpha`.
@@ -124,7 +124,7 @@ def dirichlet(
     options = {"alpha": alpha, "min_partition_size": min_size, "self_balancing": False}
     try:
         return by_flower("DirichletPartitioner", labels, clients, seed, **options)
-    except ValueError as error:  # it gives up after some draws
+    except ValueError as error:  # after several unsuccessful draws
         raise DataError(
             f"data.partition (dirichlet, alpha={alpha}): no draw gives each of {clients} clients at least "
             f"min_size={min_size} images; use a larger alpha, fewer clients or another seed ({error})"
@@ -132,8 +132,8 @@ def dirichlet(
 
 
 def _dirichlet_by_client(labels: Labels, clients: int, seed: int, alpha: float) -> Parts:
-    # Flower's InnerDirichletPartitioner draws image by image and divides zero by zero once a client's classes
-    # are all used up, which a small alpha makes likely. Then the rest comes from what is left.
+    # Flower's InnerDirichletPartitioner draws image by image and divides zero by zero when no images of a client's
+    # classes are left, which is likely with a small alpha. Here such a client draws from the remaining images.
     rng = np.random.default_rng(seed)
     classes, counts = np.unique(labels, return_counts=True)
     rows = [rng.permutation(np.flatnonzero(labels == label)) for label in classes]
@@ -162,7 +162,7 @@ def classes(
     classes_per_client: Positive,
     assignment: Literal["consecutive", "random", "first-deterministic"] = "consecutive",
 ) -> Parts:
-    """This many classes; the clients that have a class share it equally.
+    """`classes_per_client` classes; the clients that have a class share it equally.
 
     `consecutive`: client i starts at class i * classes / clients and wraps around (FedTAN's setting);
     `first-deterministic` and `random` as in Flower's `PathologicalPartitioner`.
@@ -176,8 +176,7 @@ def classes(
             return by_flower("PathologicalPartitioner", labels, clients, seed, **options)
         except ValueError as error:
             raise DataError(f"data.partition (classes, {assignment}): {error}") from None
-    # Flower has no such mode: client i begins at class i * classes / clients and wraps around, so that two
-    # classes for each of five clients cover all ten (its "deterministic" mode would use six of them).
+    # Flower has no such mode: its "deterministic" mode uses only six of ten classes for five clients with two each.
     holders: list[list[int]] = [[] for _ in range(count)]
     for client in range(clients):
         first = client * count // clients
@@ -196,7 +195,7 @@ def classes(
 
 @kind(by_class=True)
 def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) -> Parts:
-    """This many equal-sized shards of the images sorted by class (McMahan et al. 2017).
+    """`shards_per_client` equal-sized shards of the images sorted by class (McMahan et al. 2017).
 
     With ten classes, five clients with two shards each have 20 % of the classes (FixBN); with MNIST, 100 clients have
     two shards of 300 images (FedBS).
@@ -206,10 +205,10 @@ def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) 
     size = -(-len(labels) // wanted)
     if -(-len(labels) // size) != wanted:
         raise DataError(
-            f"data.partition (shards): {len(labels)} images do not make {wanted} shards ({clients} clients with "
-            f"shards_per_client={shards_per_client}) of one size, not even with a smaller last one; use fewer shards"
+            f"data.partition (shards): {len(labels)} images cannot be cut into {wanted} shards ({clients} clients with "
+            f"shards_per_client={shards_per_client}) of one size, even if the last is smaller; use fewer shards"
         )
-    # Not num_shards_per_partition: with it Flower leaves the remainder out.
+    # Not num_shards_per_partition: with it Flower drops the remainder.
     return by_flower("ShardPartitioner", labels, clients, seed, shard_size=size, keep_incomplete_shard=True)
 
 
@@ -261,8 +260,8 @@ def domain(rows: Rows, clients: int, seed: int, *, clients_per_domain: Positive 
     each = clients_per_domain or max(1, clients // len(present))
     if each * len(present) != clients:
         raise DataError(
-            f"data.partition (domain): {len(present)} domains ({', '.join(names[i] for i in present)}) do not go over "
-            f"clients={clients}; for {each} per domain set clients={each * len(present)}"
+            f"data.partition (domain): {len(present)} domains ({', '.join(names[i] for i in present)}) cannot be "
+            f"assigned equally to clients={clients}; for {each} per domain set clients={each * len(present)}"
         )
     parts: Parts = []
     for number, group in enumerate(present):

@@ -227,7 +227,7 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
         ("augment: [flip, rotate]", [], r"data\.augment has 'rotate', but 'cityscapes' is segmentation data"),
         ("augment: [resized_crop]", [], r"data\.augment has 'resized_crop', but 'cityscapes'"),
         ("", ["data.crop=33"], r"data\.crop is 33, but the images of 'cityscapes' have 32x64 pixels"),
-        ("test: test", [], r"no leftImg8bit/test/; leftImg8bit/ holds train, val"),
+        ("test: test", [], r"no leftImg8bit/test/; leftImg8bit/ contains train, val"),
         ("classes: 20", [], r"data\.classes is 20, but 'cityscapes' has 19 classes"),
         ("partition: {kind: natural, column: city}", ["clients=3"], r"'city' has 2 values .* set clients=2"),
     ],
@@ -257,7 +257,7 @@ def test_a_side_that_the_network_does_not_take_is_named(root: Path) -> None:
 
 def test_an_image_without_labels_is_named(root: Path) -> None:
     (root / "cityscapes" / "gtFine" / "train" / "bochum" / "bochum_000002_000019_gtFine_labelIds.png").unlink()
-    with pytest.raises(DataError, match=r"bochum_000002_000019_leftImg8bit\.png has no labels; there is no gtFine/tr"):
+    with pytest.raises(DataError, match=r"bochum_000002_000019_leftImg8bit\.png has no mask; there is no gtFine/tr"):
         load("cityscapes", root=str(root))
 
 
@@ -308,7 +308,7 @@ def test_a_column_of_masks_is_a_label_for_each_pixel(root: Path, stream: bool) -
 
 def test_how_many_classes_pixels_have_must_be_said(root: Path) -> None:
     write_masks(root / "mine")
-    with pytest.raises(DataError, match=r"is a segmentation data set; give the number of its classes by data\.classes"):
+    with pytest.raises(DataError, match=r"is a segmentation data set; give its number of classes with data\.classes"):
         load(str(root / "mine"), label="annotation")
 
 

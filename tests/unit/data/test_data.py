@@ -483,7 +483,7 @@ def test_labels_may_be_any_column(folder: Path) -> None:
     [
         ({"label": "kin"}, r"data\.label='kin' is not a column"),
         ({"image": "photo"}, r"data\.image='photo' is not a column"),
-        ({"image": "number"}, r"data\.image='number' of .* holds no images"),
+        ({"image": "number"}, r"data\.image='number' of .* contains no images"),
     ],
 )
 def test_a_wrong_column_lists_the_columns(folder: Path, options: dict[str, str], message: str) -> None:
@@ -501,7 +501,7 @@ def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> 
 def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(
-        DataError, match=r"no validation\*\.parquet for data\.test='validation'; .* holds train\.parquet"
+        DataError, match=r"no validation\*\.parquet for data\.test='validation'; .* contains train\.parquet"
     ):
         load(str(folder), test="validation")
 

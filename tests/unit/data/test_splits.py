@@ -80,7 +80,7 @@ def test_a_remainder_makes_the_last_shard_smaller_and_is_not_lost() -> None:
 
 
 def test_shards_that_cannot_be_made_are_an_error_that_says_so() -> None:
-    with pytest.raises(DataError, match=r"11 images do not make 8 shards \(4 clients with shards_per_client=2\)"):
+    with pytest.raises(DataError, match=r"11 images cannot be cut into 8 shards \(4 clients with shards_per_client"):
         partition(SORTED[:11], 10, 4, 0, "shards", shards_per_client=2)
 
 
@@ -172,7 +172,7 @@ def test_a_domain_of_test_images_alone_has_no_client() -> None:
 @pytest.mark.parametrize(
     ("clients", "kind", "options", "message"),
     [
-        (4, "domain", {"groups": SITES}, r"3 domains \(attic, barn, cellar\) do not go over clients=4.*clients=3"),
+        (4, "domain", {"groups": SITES}, r"3 domains \(attic, barn, cellar\) cannot be .* to clients=4.*clients=3"),
         (2, "domain", {"groups": SITES}, "set clients=3"),
         (6, "domain", {"groups": SITES, "clients_per_domain": 3}, "for 3 per domain set clients=9"),
         (3, "domain", {}, "the data has no domains; name their column by data.domain"),

@@ -166,7 +166,7 @@ def test_counts_are_whole_numbers_and_weights_need_not_be() -> None:
 
 
 def test_records_of_another_kind_of_reply_are_refused() -> None:
-    with pytest.raises(CodecError, match="not that of a layer-wise step; serve the client by"):
+    with pytest.raises(CodecError, match="no contribution to an exchange; serve the client with"):
         contribution_from_records(RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"num-examples": 3})}))
     with pytest.raises(CodecError, match=r"fedbn\.cohort-batch"):
         agreement_from_records(RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord()}))

@@ -116,7 +116,7 @@ def test_networks_are_built_for_the_size_of_the_images(name: str, image: tuple[i
 
 @pytest.mark.parametrize(("name", "size"), [("lenet", 11), ("digits_cnn", 3), ("fedbs_cifar", 1), ("fedbs_mnist", 3)])
 def test_an_image_that_is_too_small_is_refused(name: str, size: int) -> None:
-    with pytest.raises(SettingsError, match=rf"'{name}' needs images of at least .*, these have {size}x{size}"):
+    with pytest.raises(SettingsError, match=rf"'{name}' needs images of at least .*; these have {size}x{size}"):
         on_meta(name, image_size=size)
     on_meta(name, image_size=size + 1)
 
@@ -313,8 +313,8 @@ def test_a_network_of_torchvision_s_can_be_named_so() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own_nets:", "is named module:callable"),
-        (":Net", "is named module:callable"),
+        ("own_nets:", "expected module:callable"),
+        (":Net", "expected module:callable"),
         ("no_such_nets:Net", "cannot import 'no_such_nets' .*PYTHONPATH"),
         ("broken_nets:Net", "cannot import 'broken_nets' .*a_package_that_is_not_there"),
         ("own_nets:Ne", "'own_nets' has no 'Ne'"),
@@ -322,7 +322,7 @@ def test_a_network_of_torchvision_s_can_be_named_so() -> None:
         ("own_nets:text", "returned a str; expected a torch.nn.Module"),
         ("own_nets:fails", "failed: KeyError: 'weights'"),
         ("own_nets:other", "cannot be called with num_classes: missing a required argument: 'classes'"),
-        ("own_nets:lazy", "1 is a LazyLinear that does not know its size"),
+        ("own_nets:lazy", "1 is a LazyLinear of unknown size"),
     ],
 )
 def test_what_is_wrong_with_a_network_of_the_user_s_own_is_one_message(own: str, name: str, message: str) -> None:
@@ -372,7 +372,7 @@ def prepared(model: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("{name: lenet}", "'lenet' needs images of at least 12x12 pixels, these have 8x8"),
+        ("{name: lenet}", "'lenet' needs images of at least 12x12 pixels; these have 8x8"),
         ("{name: alexnet}", r"'alexnet' does not take the 1x8x8 images of 'digits': .*too small"),
         ("{name: mlp, image_size: 28}", r"'mlp' does not take the 1x8x8 images of 'digits': .*shapes"),
         ("{name: resnet18, stem: tiny}", r"model\.stem is 'tiny': expected 'auto', 'small' or 'large'"),

@@ -123,7 +123,7 @@ def test_gamma_that_does_not_train_still_does_not() -> None:
 
 
 def test_an_unknown_kind_is_answered_with_the_nearest() -> None:
-    with pytest.raises(SettingsError, match=r"model\.norm='gnn' is not a normaliser; did you mean 'gn'\?"):
+    with pytest.raises(SettingsError, match=r"model\.norm='gnn' is not a kind of normalisation; did you mean 'gn'\?"):
         convert_norm(build_model("cnn", 10), "gnn")
 
 
@@ -150,7 +150,7 @@ CHANGED = ["gn", "ln", "in", "none", "gn+ws", "won", "sbn", "brn"]
 @pytest.mark.parametrize("kind", CHANGED)
 def test_a_lazy_batch_norm_is_refused_until_it_knows_its_channels(kind: str) -> None:
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.LazyBatchNorm2d())
-    with pytest.raises(SettingsError, match="1 is a LazyBatchNorm2d that does not know its channels"):
+    with pytest.raises(SettingsError, match="1 is a LazyBatchNorm2d of unknown size"):
         convert_norm(net, kind)
     net(torch.randn(2, 1, 4, 4))
     assert not any(type(module) is nn.BatchNorm2d for module in convert_norm(net, kind).modules())
@@ -167,7 +167,7 @@ def test_a_synchronised_batch_norm_is_converted_as_any(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CHANGED)
 def test_a_batch_norm_that_also_activates_is_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="1 is a BatchNormAct2d, which is more than batch norm"):
+    with pytest.raises(SettingsError, match="1 is a BatchNormAct2d, which computes more than batch norm"):
         convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), BatchNormAct2d(4), nn.Linear(1, 1)), kind)
 
 

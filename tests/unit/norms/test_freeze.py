@@ -95,7 +95,7 @@ def test_training_without_freezing_follows_training_with_it() -> None:
 def test_a_batch_norm_without_statistics_cannot_be_frozen() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
     with (
-        pytest.raises(MessageError, match="batch norm '1': it keeps none"),
+        pytest.raises(MessageError, match="batch norm '1': it tracks none"),
         frozen_norm(model, frozenset({Role.STATISTICS})),
     ):
         pass

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from fedbn_flwr import Role, build_model
-from fedbn_flwr.norms.roles import roles, split
+from fedbn_flwr.norms.roles import roles, split_by_role
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn": lambda: build_model("cnn", 10),
@@ -121,7 +121,7 @@ def test_a_parameter_of_a_model_that_holds_batch_norms_is_a_weight() -> None:
 def test_split_cuts_in_two_and_keeps_order() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     state = model.state_dict()
-    inside, rest = split(state, roles(model), {Role.STATISTICS, Role.COUNTER})
+    inside, rest = split_by_role(state, roles(model), {Role.STATISTICS, Role.COUNTER})
     assert list(inside) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert list(rest) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert all(value is (inside | rest)[key] for key, value in inside.items())
@@ -129,6 +129,6 @@ def test_split_cuts_in_two_and_keeps_order() -> None:
 
 def test_split_without_wanted_roles_leaves_everything() -> None:
     model = nn.BatchNorm1d(2)
-    inside, rest = split(model.state_dict(), roles(model), frozenset())
+    inside, rest = split_by_role(model.state_dict(), roles(model), frozenset())
     assert inside == {}
     assert list(rest) == list(model.state_dict())
