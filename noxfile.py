@@ -1,7 +1,7 @@
 """One command per chore, `nox -s check` for instance; without a name, check and test.
 
-They run in the environment that nox is installed in (`uv pip install -e '.[dev]'`), here as in the workflows: an
-environment per chore would download PyTorch again.
+They run in the environment that nox is installed in (`uv pip install -e '.[dev]'`), also in the workflows: an
+environment per chore would download PyTorch each time.
 """
 
 import sys
@@ -14,7 +14,7 @@ nox.options.sessions = ["check", "test"]
 
 
 def run(session: nox.Session, *words: str) -> None:
-    """A command of this environment, which need not be active."""
+    """Run a command of this environment, which need not be active."""
     session.run(str(Path(sys.executable).with_name(words[0])), *words[1:])
 
 
@@ -30,7 +30,7 @@ def check(session: nox.Session) -> None:
 
 @nox.session(name="format")
 def format_(session: nox.Session) -> None:
-    """Rewrite the files that `check` would complain about."""
+    """Fix formatting and lint, and rewrite the generated tables."""
     run(session, "ruff", "check", "--fix", ".")
     run(session, "ruff", "format", ".")
     run(session, "python", "tools/tables.py")
@@ -44,13 +44,13 @@ def test(session: nox.Session) -> None:
 
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
-    """All tests but the nightly ones, with Ray and a local deployment, in less than ten minutes on two cores."""
+    """All tests except the nightly ones, with Ray and a local deployment; under ten minutes on two cores."""
     run(session, "pytest", "-n", "2", "-m", "not nightly", "--cov", "--durations=25", *session.posargs)
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """The tests that wait as long as Flower does for users, or need containers or a GPU."""
+    """Tests with Flower's real timeouts, and tests that need containers or a GPU."""
     run(session, "pytest", "-m", "nightly", *session.posargs)
 
 
@@ -64,5 +64,5 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The overhead beside a bare PyTorch loop; close other programs first."""
+    """Measure the overhead over a bare PyTorch loop; close other programs first."""
     run(session, "fedbn", "bench", *session.posargs)

@@ -1,4 +1,4 @@
-"""The ClientApp: one client of the experiment that the run config names."""
+"""The ClientApp: makes a node's client for the experiment in the run config."""
 
 from fedbn_flwr import client_app
 from fedbn_flwr.experiment.node import make_client

@@ -1,4 +1,4 @@
-"""The ServerApp: carries out an experiment on whatever grid Flower provides."""
+"""The ServerApp: carries out an experiment on the grid that Flower provides."""
 
 import logging
 
@@ -12,6 +12,6 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    # Flower's log repeats every round what the progress lines and the run folders say.
+    # In every round Flower logs figures that the progress lines and the run folders contain.
     logging.getLogger("flwr").setLevel(logging.WARNING)
     serve(grid, context.run_config).announce()

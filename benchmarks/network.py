@@ -1,7 +1,7 @@
-"""Seconds per FedTAN iteration over messages and over streams, beside FedAvg's and FixBN's; docs/results/network.md.
+"""Seconds per FedTAN iteration over messages and over streams, and per round of others; docs/results/network.md.
 
     python benchmarks/network.py nodes 2 5      real SuperLink and SuperNodes on this machine, with TLS
-    python benchmarks/network.py latency 2 5 10 local processes, the real service, and a proxy that delays
+    python benchmarks/network.py latency 2 5 10 local processes, the real service, and a proxy that adds latency
 
 Appends one line per run to docs/results/network/nodes.jsonl or latency.jsonl.
 """
@@ -60,13 +60,13 @@ NODE_RUNS = {
     "FixBN": {"strategy": {"name": "FixBN", "freeze_round": 1}},
     "FedTAN streams": {"strategy": {"name": "FedTAN"}},
     "FedTAN streams, cnn": {"strategy": {"name": "FedTAN"}, "model": {"name": "cnn"}},
-    # Four exchanges rather than 38: one takes as long whatever it carries.
+    # Four exchanges instead of 38: the time of one hardly depends on its size.
     "FedTAN messages, cnn": {"strategy": {"name": "FedTAN", "direct": False}, "model": {"name": "cnn"}, "rounds": 2},
 }
 
 
 class Sites(Deployment):
-    """The deployment with so many sites."""
+    """The deployment with this number of sites."""
 
     def __init__(self, folder: Path, sites: int) -> None:
         super().__init__(folder, variables={"SITES": str(sites)})
@@ -100,7 +100,7 @@ def nodes(sites: int) -> None:
 
 @contextmanager
 def delayed(port: int, milliseconds: float) -> Iterator[int]:
-    """A port that leads to another one, later."""
+    """A port that forwards to another one with a delay."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         mine = probe.getsockname()[1]
@@ -115,7 +115,7 @@ def delayed(port: int, milliseconds: float) -> Iterator[int]:
 
 
 async def proxy(mine: int, other: int, seconds: float) -> None:
-    """Passes on every piece of data so many seconds after it came, in both directions."""
+    """Forwards data in both directions, each piece this many seconds after its arrival."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         clock = asyncio.get_running_loop().time
@@ -150,7 +150,7 @@ async def proxy(mine: int, other: int, seconds: float) -> None:
 
 
 def local(clients: int, strategy: dict[str, Any], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """A run of six rounds on the local engine, all clients alive at once."""
+    """The history of six rounds on the local engine, with a worker process per client."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "latency.yaml"
         file.write_text(json.dumps(experiment(clients, 6, {"run": {"strategy": strategy}})))

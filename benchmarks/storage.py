@@ -1,10 +1,10 @@
-"""Seconds to store what must survive a process, and the same with sqlite and zip files; docs/results/storage.txt.
+"""Seconds to store state in the project's files, in sqlite and in zip files; docs/results/storage.txt.
 
     python benchmarks/storage.py [REPEATS [FOLDER]]
 
 Small states have 1,376 floats in 40 arrays (the batch norms of ResNet-20), large ones 11 million floats in 60 arrays.
 Prints median and minimum of REPEATS (5). The alternatives write the same entries with the same guarantee: sqlite in a
-transaction of its own with synchronous=EXTRA, sqlite and zip files written beside the old file and renamed over it.
+transaction with synchronous=EXTRA, and new sqlite and zip files that are renamed over the old file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def checkpoint(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, 
 
 
 def spilled(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, float]]:
-    """Each use of a node spills the state of the other one and recalls its own."""
+    """Each use of a node writes the state of the other one to a file and reads its own."""
     floats, arrays, _ = size
     contexts = {node: Context(1, node, {}, state(floats, arrays, node), {}) for node in (1, 2)}
     cache = Contexts(contexts, 0, folder)
@@ -75,7 +75,7 @@ def spilled(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, flo
 
 
 def node(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, float]]:
-    """Messages come to new processes, whose context is empty."""
+    """Each message is handled by a new process, whose context is empty."""
     floats, arrays, _ = size
     message = LocalGrid(ClientApp(), 1).create_message(RecordDict(), "train", 1, "")
     config: dict[str, object] = {"fedbn.run": "a", "fedbn.run-token": "0" * 32}

@@ -1,10 +1,10 @@
-"""Seconds to an accuracy as a function of the round trip; the rounds come from docs/results/mnist.
+"""Seconds to an accuracy as a function of the round trip time, with the numbers of rounds in docs/results/mnist.
 
     python benchmarks/time_to_accuracy.py
 
-A round of one message takes R seconds for every rule. A FedTAN round over streams takes R, a round trip for each
-exchange, and four to connect. The network of docs/results/mnist.md has one batch norm, which the runs there exchanged
-as in the paper (mean, variance, gradients). `never`: not every seed reached the accuracy in 500 rounds.
+A round of one message takes R seconds with every strategy. A FedTAN round over streams takes R, a round trip for each
+exchange, and four to connect. The network of docs/results/mnist.md has one batch norm, whose statistics were exchanged
+as in the paper (mean, variance, gradients). `never`: at least one seed did not reach the accuracy in 500 rounds.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ CONNECT = 4  # round trips: TCP, TLS, HTTP/2, the token
 
 
 def rounds_to(label: str, accuracy: float) -> float | None:
-    """Mean over seeds of the first evaluated round (every tenth is) with that accuracy."""
-    found = []
+    """Mean over seeds of the first evaluated round (one in ten) with this accuracy; None if a seed has none."""
+    rounds = []
     for run in RUNS:
         if run["settings"]["label"] == label:
             reached = [point["round"] for point in run["curve"] if point["accuracy"] >= accuracy]
             if not reached:
                 return None
-            found.append(reached[0])
-    return statistics.fmean(found)
+            rounds.append(reached[0])
+    return statistics.fmean(rounds)
 
 
 def round_trips(label: str, rounds: float, exchanges: int) -> float:
-    """Of all rounds together."""
+    """The round trips of all exchanges and connections in these rounds."""
     if label == "FedTAN":
         return rounds * (exchanges + CONNECT)
     if label.startswith("FedTAN-II"):
@@ -43,7 +43,7 @@ def round_trips(label: str, rounds: float, exchanges: int) -> float:
 for norms, exchanges in ((1, 3), (19, 38)):
     print(f"\n{norms} batch norms, {exchanges} exchanges in an iteration")
     for accuracy in (0.75, 0.85, 0.90, 0.93):
-        print(f"  {100 * accuracy:.0f} %: rule, rounds, round trips in all")
+        print(f"  {100 * accuracy:.0f} %: strategy, rounds, round trips in all")
         table = {}
         for label in RULES:
             rounds = rounds_to(label, accuracy)
@@ -58,7 +58,7 @@ for norms, exchanges in ((1, 3), (19, 38)):
                 continue
             # tan R + trips t = rounds R + others t
             if rounds <= tan:
-                print(f"    {label} is there no later than FedTAN, whatever the round trip")
+                print(f"    {label} is at least as fast as FedTAN, for any round trip time")
             elif trips > others:
                 share = (rounds - tan) / (trips - others)
-                print(f"    {label} overtakes FedTAN where a round trip is above {share:.3f} R")
+                print(f"    {label} is faster than FedTAN if a round trip takes more than {share:.3f} R")

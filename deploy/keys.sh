@@ -1,29 +1,29 @@
 #!/bin/sh
-# Makes every key that docker-compose.yml needs: a certificate authority, the certificates of the SuperLink and of the
+# Creates all keys that docker-compose.yml needs: a certificate authority, the certificates of the SuperLink and of the
 # exchange service, and one key pair per SuperNode. Needs openssl and ssh-keygen, and no network.
 #
-# Each folder below goes to one party and to nobody else:
-#   ca/         signs server certificates; no container ever sees it, so it may move to another medium
+# Each folder below is for one party only:
+#   ca/         key that signs server certificates; no container mounts it, so it may be stored offline
 #   superlink/  server certificate and its key
 #   exchange/   certificate and key of the exchange service, which the ServerApp opens (FedTAN)
 #   nodes/      public keys of the nodes, to be registered at the SuperLink
-#   site-<i>/   private key of node i, and the certificate that tells it the true SuperLink
-#   ca.crt      for whoever submits runs
+#   site-<i>/   private key of node i, and the certificate with which it verifies the SuperLink
+#   ca.crt      for users who submit runs
 set -eu
 
 usage() {
     cat <<'END'
 usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force | --check] [HOST ...]
 
-  HOST         a further name or IP address at which the server is reached; the services' names in
-               docker-compose.yml, localhost and 127.0.0.1 are known by themselves
-  --out        where to write (deploy/keys)
+  HOST         another name or IP address of the server; the services' names in
+               docker-compose.yml, localhost and 127.0.0.1 are always included
+  --out        output folder (deploy/keys)
   --nodes      number of SuperNodes ($SITES, else 3)
-  --add        keep the authority and the nodes there are; make what is missing, and new server
-               certificates, for the hosts they had and those given (for more sites, another
-               host name, or before they expire)
+  --add        keep the authority and the existing nodes; create missing keys, and new server
+               certificates for the previous hosts and the given ones (for more sites, another
+               host name, or before the certificates expire)
   --force      replace everything: sites with an old key are locked out
-  --check      make nothing; say whether others on this machine can read a private key
+  --check      create nothing; report whether other users of this machine can read a private key
 END
 }
 
@@ -51,7 +51,7 @@ while [ $# -gt 0 ]; do
             exit 0
             ;;
         -*) fail "unknown option $1 (see --help)" ;;
-        # What is left becomes a line of OpenSSL's configuration below.
+        # Host names become lines of OpenSSL's configuration below.
         '' | *[!A-Za-z0-9.:_-]*) fail "'$1' is neither a host name nor an IP address" ;;
         *) hosts="$hosts $1" ;;
     esac
@@ -61,21 +61,21 @@ case $nodes in
     '' | *[!0-9]* | 0) fail "--nodes is '$nodes', expected a number from 1" ;;
 esac
 
-# Whether others may pass a folder, or read a file: any bit of `$2` (octal digits that find knows) is set.
+# Whether group or others have a permission on a file or folder; $2 is its octal digit.
 has_mode() { [ -n "$(find "$1" -prune \( -perm -0"$2"0 -o -perm -00"$2" \))" ]; }
 
-# Private keys that neither their mode, nor their folder's, nor that of the folder above keeps from others.
+# Fails if other users can read a private key: its mode, its folder's mode and the mode of $out all permit it.
 refuse_open_keys() {
     has_mode "$out" 1 || return 0
     for key in "$out"/*/*.key; do
         [ -e "$key" ] || continue
         if has_mode "$key" 4 && has_mode "$(dirname "$key")" 1; then
-            fail "$key is readable by others; chmod 700 $out (what root made: $(dirname "$key")), and ask who may have read it"
+            fail "$key is readable by others; chmod 700 $out (if root created it: $(dirname "$key")), and find out who has read it"
         fi
     done
 }
 if [ "$mode" = check ]; then
-    [ -d "$out" ] || fail "$out is not there"
+    [ -d "$out" ] || fail "$out does not exist"
     refuse_open_keys
     echo "no private key in $out is readable by others"
     exit 0
@@ -88,10 +88,10 @@ done
 if [ "$mode" = new ] && [ -e "$out" ] && [ -n "$(ls -A "$out")" ]; then
     fail "$out holds keys already; --add keeps and completes them, --force replaces them all"
 fi
-[ "$mode" != add ] || [ -e "$out/ca/ca.key" ] || fail "--add: $out/ca/ca.key is not there"
+[ "$mode" != add ] || [ -e "$out/ca/ca.key" ] || fail "--add: $out/ca/ca.key does not exist"
 
 if [ "$mode" = add ] && [ -e "$out/superlink/server.pem" ]; then
-    # A new certificate must not forget a name that sites use. Those of the services are added below.
+    # A new certificate keeps the names that sites use. Those of the services are added below.
     for host in $(openssl x509 -in "$out/superlink/server.pem" -noout -ext subjectAltName |
         sed -n -e 's/IP Address:/DNS:/g' -e 's/[[:space:]]*DNS:\([^,]*\),*/\1 /gp'); do
         case " $hosts superlink " in
@@ -104,7 +104,7 @@ fi
 umask 077
 mkdir -p "$out"
 if [ "$mode" = force ]; then
-    # By name, so that a mistyped --out loses nothing else.
+    # By name, so that a mistyped --out deletes nothing else.
     rm -rf "$out/ca" "$out/ca.crt" "$out/superlink" "$out/exchange" "$out/nodes" "$out"/site-[0-9]*
 fi
 mkdir -p "$out/ca" "$out/superlink" "$out/exchange" "$out/nodes"
@@ -128,7 +128,7 @@ list_names() {
         esac
     done
 }
-# All that strict verifiers (Python 3.13 on) ask for: key usage, and both key identifiers.
+# Strict verifiers (Python 3.13 and later) require key usage and both key identifiers.
 cat >"$work/openssl.cnf" <<END
 [req]
 prompt = no
@@ -157,7 +157,7 @@ if [ "$mode" != add ]; then
         -key "$out/ca/ca.key" -out "$out/ca/ca.crt"
 fi
 
-# A key each: the ServerApp runs the code of whoever submits a run, which must not get the SuperLink's.
+# Two keys: the ServerApp runs code of the users who submit runs, which must not have access to the SuperLink's key.
 for server in superlink exchange; do
     own=superlink
     [ $server = superlink ] || own=superexec-serverapp
@@ -166,7 +166,7 @@ for server in superlink exchange; do
     list_names $own $hosts >>"$work/$server.cnf"
     new_key "$work/server.key"
     CN=$server openssl req -new -sha384 -config "$work/$server.cnf" -key "$work/server.key" -out "$work/server.csr"
-    # No -CAcreateserial: a random number needs no file to remember the last one.
+    # Not -CAcreateserial: a random serial number needs no file for the last one.
     CN=$server openssl x509 -req -sha384 -days 825 -in "$work/server.csr" -CA "$out/ca/ca.crt" \
         -CAkey "$out/ca/ca.key" -set_serial "0x$(openssl rand -hex 16 | sed 's/^[89a-f]/1/')" \
         -extfile "$work/$server.cnf" -extensions server -out "$work/server.pem" 2>"$work/log" ||
@@ -180,7 +180,7 @@ cp -f "$out/ca/ca.crt" "$out/ca.crt"
 i=0
 while [ "$i" -lt "$nodes" ]; do
     site=$out/site-$i
-    # One whose private key is at its site alone is there as well: a new one would lock that site out.
+    # If only the public key is here, the private key is at its site: a new pair would lock that site out.
     if [ ! -e "$site/node.key" ] && [ ! -e "$out/nodes/node-$i.pub" ]; then
         mkdir -p "$site"
         ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f "$site/node.key"
@@ -190,9 +190,9 @@ while [ "$i" -lt "$nodes" ]; do
     i=$((i + 1))
 done
 
-# The containers run as uid 49999. Root hands them their files, and each folder is closed to everybody else.
-# Others cannot give files away. They leave them readable and close the folder above: nobody else on this machine
-# gets past it, while a mount into a container begins behind it.
+# The containers run as uid 49999. If root runs this script, that user gets the files, and the folders are closed to
+# all others. Other users cannot change the owner: the files stay readable, and the folder above is closed instead. No
+# other user of this machine can pass it, but a container mounts the folder inside it.
 for folder in "$out/superlink" "$out/exchange" "$out/nodes" "$out"/site-[0-9]*; do
     if [ "$(id -u)" = 0 ]; then
         chown -R 49999:49999 "$folder"
@@ -206,4 +206,4 @@ if [ "$(id -u)" = 0 ]; then
     chmod 644 "$out/ca.crt"
 fi
 refuse_open_keys
-echo "keys for $nodes nodes and for a server at:$(printf ' %s' $hosts) are in $out"
+echo "keys for $nodes nodes and a server at:$(printf ' %s' $hosts) are in $out"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Registers every public key of a folder at the SuperLink, which then knows whom to let in.
+# Registers every public key of a folder at the SuperLink, which accepts only nodes with a registered key.
 #   register.sh SUPERLINK ROOT_CERTIFICATE FOLDER
-# May run again and again: a key that is registered already stays so.
+# It can be run repeatedly: keys stay registered.
 set -eu
 
 superlink=$1

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Makes a deployment for another number of sites than three: keys for those that have none, and a compose file.
+# Sets up a deployment with N sites instead of three: a compose file, and keys for sites that have none.
 #   deploy/sites.sh [--gpu] N [HOST ...]       then: docker compose up --build --detach
 #
-# HOST as for keys.sh. Written are docker-compose.sites.yml, which is docker-compose.yml with the services, networks and
-# volumes of site 0 repeated for each site, and into .env what makes `docker compose` take it: SITES and COMPOSE_FILE.
-# Each site has its own networks, key, data and state, as there. Run it again after docker-compose.yml has changed.
+# HOST is as for keys.sh. The script writes docker-compose.sites.yml, a copy of docker-compose.yml in which the
+# services, networks and volumes of site 0 are repeated for each site, and sets SITES and COMPOSE_FILE in .env, so that
+# `docker compose` uses it. Each site has its own networks, key, data and state. Run it again after docker-compose.yml changes.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -24,7 +24,7 @@ case $sites in
 esac
 shift
 
-# What belongs to a site: a service with all that is under it, or one line of a list or mapping.
+# Repeats the parts of a site: a service with all its lines, or one line of a list or mapping.
 repeat() {
     awk -v sites="$sites" '
         function site(text, i) {

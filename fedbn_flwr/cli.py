@@ -1,4 +1,4 @@
-"""The command `fedbn`. Nothing heavy is imported before it is needed."""
+"""The command `fedbn`. Large modules are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedbn: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nfedbn: stopped; what was done so far is in the run folder", file=sys.stderr)
+        print("\nfedbn: stopped; the run folder contains the rounds up to now", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedbn list ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,19 +50,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: fedbn run demo rounds=10 train.lr=0.05 --out runs/try",
     )
     _add_experiment(run, "rounds=10 train.lr=0.05")
-    run.add_argument("--engine", choices=("local", "ray"), help="local: ours; ray: Flower's simulation by flwr run")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to train (auto: a GPU if there is one)")
-    run.add_argument("--out", type=Path, metavar="DIR", help="where the run folders go (runs/NAME-TIME)")
-    run.add_argument("--resume", action="store_true", help="continue the runs in --out where they were stopped")
+    run.add_argument("--engine", choices=("local", "ray"), help="local: this library's; ray: Flower's simulation")
+    run.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="device for training (auto: a GPU if there is one)"
+    )
+    run.add_argument("--out", type=Path, metavar="DIR", help="folder for the run folders (runs/NAME-TIME)")
+    run.add_argument("--resume", action="store_true", help="continue the interrupted runs in --out")
     run.set_defaults(command=_run)
 
     report = commands.add_parser(
         "report",
         help="a table and a plot from run folders",
-        description="Make a table and a plot (accuracy against rounds, communication rounds and bytes).",
+        description="Make a table and a plot of runs (accuracy against rounds, communication rounds and bytes).",
     )
-    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or folders that hold some")
-    report.add_argument("--out", type=Path, metavar="DIR", help="where report.md and report.png go (the first DIR)")
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or their parent folders")
+    report.add_argument("--out", type=Path, metavar="DIR", help="folder for the report (runs/report-TIME)")
     report.set_defaults(command=_report)
 
     splitting = commands.add_parser(
@@ -72,38 +74,38 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: fedbn partition demo clients=10 data.partition='{kind: dirichlet, alpha: 0.1}'",
     )
     _add_experiment(splitting, "clients=10")
-    splitting.add_argument("--out", type=Path, metavar="FILE.png", help="where the plot goes (partition.png)")
+    splitting.add_argument("--out", type=Path, metavar="FILE.png", help="file for the plot (partition.png)")
     splitting.set_defaults(command=_partition)
 
-    listing = commands.add_parser("list", help="what there is: strategies, models, data sets, experiments")
+    listing = commands.add_parser("list", help="strategies, models, norms, data sets, partitions or experiments")
     listing.add_argument("what", choices=("strategies", "models", "norms", "datasets", "partitions", "experiments"))
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=_list)
 
     bench = commands.add_parser(
         "bench",
-        help="what federated training costs beside a bare PyTorch loop",
+        help="measure the overhead over a bare PyTorch loop",
         description=(
-            "Measure the engine against a bare PyTorch loop that does the same steps, in the same run. Each figure is "
-            "the median of its repetitions, with the smallest and the largest. Minutes on a CPU; let nothing else run."
+            "Compare the local engine with a bare PyTorch loop that makes the same steps, in the same run. Each figure "
+            "is the median of its repetitions, with minimum and maximum. Takes minutes on a CPU; close other programs."
         ),
         epilog="Example: fedbn bench overhead exchange --json > bench.json",
     )
     bench.add_argument("names", nargs="*", metavar="WHAT", help=f"any of {', '.join(BENCHMARKS)} (default: all)")
-    bench.add_argument("--json", action="store_true", help="as JSON, with the machine and the versions")
+    bench.add_argument("--json", action="store_true", help="as JSON, with machine and versions")
     bench.add_argument("--repeats", type=int, default=5, metavar="N", help="repetitions of each measurement (5)")
     bench.add_argument("--steps", type=int, default=100, metavar="N", help="steps of a client in a round (100)")
-    bench.add_argument("--workers", type=int, metavar="N", help="worker processes (one for each core)")
-    bench.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
+    bench.add_argument("--workers", type=int, metavar="N", help="worker processes (one per core)")
+    bench.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for training")
     bench.set_defaults(command=_bench)
 
     flwr = commands.add_parser(
         "flwr",
-        help="`flwr run` with settings that are safe: fedbn flwr run .",
+        help="`flwr run` on a temporary SuperLink: fedbn flwr run .",
         description=(
-            "Run a Flower app as `flwr run` does, on a SuperLink of its own that is started for this run and stopped "
-            "after it: in this environment (nothing is installed), one node per client, logs streamed, and an exit "
-            "code that says whether the run succeeded. Options of `flwr run` are passed on."
+            "Run a Flower app like `flwr run`, on a SuperLink that is started for this run and stopped afterwards. "
+            "The app uses the current environment, there is one node per client, logs are streamed, and the exit code "
+            "is 0 only if the run succeeded. Options of `flwr run` are passed on."
         ),
         epilog="Example: fedbn flwr run . --run-config \"set='rounds=10'\"",
     )
@@ -120,7 +122,8 @@ def _add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from .experiment.find import load_experiment
     from .experiment.prepare import prepare
-    from .experiment.run import default_out, run_locally
+    from .experiment.run import open_folders, run_locally
+    from .results.folder import default_out
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
@@ -130,11 +133,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.device:
         overrides.append(f"engine.device={arguments.device}")
     experiment = load_experiment(arguments.experiment, overrides)
-    out = arguments.out or default_out(experiment)
+    out = arguments.out or default_out(experiment.name)
     if experiment.runs[0].engine.name == "ray":
         from .engines.simulation import run_installed
 
-        prepare(experiment)
+        open_folders(prepare(experiment), out, resume=arguments.resume)
         with _stopped_by_hand(out):
             run_config = {**experiment.run_config, "out": str(out.resolve()), "resume": arguments.resume}
             return run_installed(experiment.runs[0].clients, run_config)
@@ -149,9 +152,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from .results.folder import default_out
     from .results.report import write_report
 
-    table, page, picture = write_report(arguments.folders, arguments.out or arguments.folders[0])
+    table, page, picture = write_report(arguments.folders, arguments.out or default_out("report"))
     print(f"{table}\n\ntable: {page}\nplot:  {picture}")
     return 0
 
@@ -159,12 +163,12 @@ def _report(arguments: argparse.Namespace) -> int:
 def _partition(arguments: argparse.Namespace) -> int:
     from .experiment.find import load_experiment
     from .experiment.partition import count_partitions
-    from .results.partition import holdings_table, plot_holdings
+    from .results.partition import partition_table, plot_partitions
 
     counts = count_partitions(load_experiment(arguments.experiment, arguments.overrides))
     out = arguments.out or Path("partition.png")
-    plot_holdings(counts, out)
-    print("\n\n".join(map(holdings_table, counts)) + f"\n\nplot: {out}")
+    plot_partitions(counts, out)
+    print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")
     return 0
 
 
@@ -228,7 +232,7 @@ def _flwr(arguments: argparse.Namespace) -> int:
     if request.project["project"]["name"] == "fedbn-flwr":
         from .experiment.find import from_run_config
         from .experiment.prepare import prepare
-        from .experiment.run import default_out
+        from .results.folder import default_out
 
         defaults = request.project["tool"]["flwr"]["app"]["config"]
         for key in run_config:
@@ -236,7 +240,8 @@ def _flwr(arguments: argparse.Namespace) -> int:
                 raise SettingsError(f"--run-config has no key {key!r}; {did_you_mean(key, defaults)}")
         experiment = from_run_config({**defaults, **run_config})
         prepare(experiment)
-        run_config["out"] = run_config.get("out") or str(default_out(experiment).resolve())
+        if not run_config.get("out") and not run_config.get("resume"):  # resuming without `out` is an error
+            run_config["out"] = str(default_out(experiment.name).resolve())
         federation = federation or federation_config(experiment.runs[0].clients)
     with _stopped_by_hand(Path(run_config["out"]) if "out" in run_config else None):
         return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)
@@ -244,7 +249,7 @@ def _flwr(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _stopped_by_hand(out: Path | None) -> Iterator[None]:
-    """Ctrl-C ends Flower's processes before they can mark their runs as interrupted."""
+    """Mark runs as interrupted: Ctrl-C ends Flower's processes before they can do that."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""The strategies, under the name they have in a wheel: here they lie in the folder `strategies/` beside this one.
+"""Makes the folder `strategies/` of a checkout importable as `fedbn_flwr.strategies`, its name in a wheel.
 
-The folder is taken by its path, not imported as `strategies`: another project on the path may have one too.
+The folder is found by its path, not imported as `strategies`: another project may have a package of that name.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Checks the project's prose against a list of words to avoid: `python tools/prose.py [PATH ...]`.
 
-Prose is documentation in Markdown outside of code, and comments and strings of Python (docstrings and error messages
-included), comments of YAML, TOML and shell files. `prose_baseline.txt` lists the top folders that still contain
-such words and how many: more is an error, and `--update` lowers the numbers where there are fewer.
+Prose is the text of Markdown files outside of code, the comments and strings of Python (with docstrings and error
+messages), and the comments of YAML, TOML and shell files. `prose_baseline.txt` has the number of hits that each top
+folder may have: more are an error, and `--update` lowers numbers that are too high.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_words(text: str) -> list[tuple[re.Pattern[str], str]]:
 
 
 def prose(file: Path) -> Iterator[tuple[int, str]]:
-    """The number of a line, and the prose that begins there."""
+    """Pairs of a line number and the prose that begins in this line."""
     text = file.read_text(encoding="utf-8")
     match file.suffix:
         case ".py":
@@ -46,7 +46,7 @@ def prose(file: Path) -> Iterator[tuple[int, str]]:
                 if token.type in kinds:
                     yield token.start[0], token.string
         case ".md":
-            # Code keeps its line breaks, so that line numbers stay right.
+            # The line breaks of code are kept, so that line numbers stay right.
             code = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
             plain = code.sub(lambda match: "\n" * match.group().count("\n"), text)
             yield 1, plain
@@ -69,7 +69,7 @@ def check(files: Iterable[Path]) -> list[Hit]:
 
 
 def project_files() -> list[Path]:
-    """The files of the project that contain prose; results are records, and stay as they were measured."""
+    """The files of the project that contain prose."""
     patterns = ["*.py", "*.md", "*.yml", "*.yaml", "*.toml", "*.sh", "*Dockerfile"]
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
@@ -93,7 +93,7 @@ def read_baseline() -> Counter[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, help="show all hits of these files")
-    parser.add_argument("--update", action="store_true", help="lower the baseline to what is found")
+    parser.add_argument("--update", action="store_true", help="lower the baseline to the number of hits")
     arguments = parser.parse_args()
     if arguments.paths:
         hits = check(file.resolve() for file in arguments.paths)

@@ -1,4 +1,4 @@
-"""Adds to the documentation site a page per strategy, from its module, and the changelog; a hook of MkDocs."""
+"""A hook of MkDocs that adds a page for each strategy, from its module, and the changelog to the site."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODULES = sorted(file for file in (ROOT / "strategies").glob("*.py") if not file
 
 
 def title(module: Path) -> str:
-    """The classes that a module is about: those that it defines and the package exports."""
+    """The public classes that a module defines."""
     classes = [
         node.name for node in ast.parse(module.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
     ]

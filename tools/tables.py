@@ -1,8 +1,8 @@
-"""Writes the generated tables of the documentation; `--check` only reports which pages are not current.
+"""Writes the generated tables of the documentation; `--check` only reports the pages that are not current.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the
-settings, registries and docstrings. A column that no code knows, such as the meaning of a key, is kept from the page;
-a row without it is an error.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
+registries and docstrings. Columns that the code does not contain, such as the meaning of a key, are kept from the page;
+a row without this text is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Table = tuple[tuple[str, ...], list[Row]]
 
 
 def literal(value: Any) -> str:
-    """A default as an experiment file has it."""
+    """A default value as it is written in an experiment file."""
     match value:
         case bool():
             text = str(value).lower()
@@ -60,7 +60,7 @@ def default_of(field: FieldInfo) -> str | None:
 
 
 def section(prefix: str, model: type[BaseModel], whole: tuple[type[BaseModel], ...] = ()) -> Iterator[Row]:
-    """A row for each key of a section, those of sections inside it included."""
+    """A row for each key of a section and of the sections inside it."""
     for name, field in model.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel) and inner not in whole:
@@ -104,7 +104,7 @@ def partitions() -> Table:
 
 
 def documented(cls: type) -> dict[str, str]:
-    """The parameters in a class's docstring, and those of its bases: the first sentence on each."""
+    """The parameters in the docstrings of a class and its bases, each with its first sentence."""
     found: dict[str, str] = {}
     for base in cls.__mro__:
         doc = inspect.cleandoc(vars(base).get("__doc__") or "")
@@ -189,7 +189,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 
 class Undescribed(Exception):
-    """A row lacks what only the page can say."""
+    """A row has no text in a column that only the page contains."""
 
 
 def cells(line: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""`fedbn bench`: the cost of federated training beside a plain PyTorch loop that makes the same steps."""
+"""`fedbn bench`: measures the overhead of federated training over a plain PyTorch loop with the same steps."""

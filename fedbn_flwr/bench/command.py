@@ -37,16 +37,16 @@ def run(names: Sequence[str], options: Options, *, as_json: bool) -> None:
         if not as_json:
             print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
         figures[name] = []
-        for each in BENCHMARKS[name](options):
-            figures[name].append(each)
+        for figure in BENCHMARKS[name](options):
+            figures[name].append(figure)
             if not as_json:
-                goal = "" if each.met is None else f"   goal: {each.goal}" + ("" if each.met else " (missed)")
-                spread = f"({each.low:.3g} to {each.high:.3g})"
-                print(f"  {each.name}: {each.value:.3g} {each.unit} {spread}{goal}", flush=True)
+                goal = "" if figure.met is None else f"   goal: {figure.goal}" + ("" if figure.met else " (missed)")
+                spread = f"({figure.low:.3g} to {figure.high:.3g})"
+                print(f"  {figure.name}: {figure.value:.3g} {figure.unit} {spread}{goal}", flush=True)
         if not figures[name] and not as_json:
             print(f"  nothing measured on {options.device.type}")
         torch.set_num_threads(threads)
     if as_json:
-        dicts = {name: [asdict(each) for each in of_name] for name, of_name in figures.items()}
+        dicts = {name: [asdict(figure) for figure in of_name] for name, of_name in figures.items()}
         chosen = {**asdict(options), "device": str(options.device)}
         print(json.dumps({"environment": environment(), "options": chosen, "figures": dicts}, indent=2))

@@ -1,7 +1,7 @@
-"""What the measurements share: figures, the plain PyTorch loop, and a round of clients with the same images.
+"""Shared by the measurements: figures, the plain PyTorch loop, and a round of clients with the same images.
 
-Each measurement interleaves its two sides and reports the median of their ratio over the repetitions, with the
-smallest and the largest: on a shared machine a ratio within one run is less noisy than a time.
+Each measurement alternates between the two sides and reports the median of their ratio over the repetitions, with
+minimum and maximum: on a shared machine a ratio within one run is less noisy than a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number: the median over the repetitions, the smallest and the largest."""
+    """One measured number: median, minimum and maximum over the repetitions."""
 
     name: str
     value: float
@@ -105,13 +105,13 @@ def random_images(count: int, device: torch.device) -> Images:
     return Images(images.to(device), torch.randint(0, 10, (count,), generator=generator).to(device))
 
 
-def same_clients(data: Images, model_of: Callable[[int], ModelTensors], steps: int, **how: Any) -> ClientApp:
-    """Clients that all have these images; `model_of` gives the model of a client's number."""
+def same_clients(data: Images, model_of: Callable[[int], ModelTensors], steps: int, **options: Any) -> ClientApp:
+    """An app whose clients have the same images; `model_of(client)` returns a client's model."""
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
         batches = ClientBatches(data, torch.arange(len(data.labels)), MOMENTS, batch_size=BATCH, client=client, seed=0)
-        return BNClient(model_of(client), batches, lr=0.01, momentum=0.9, steps=steps, context=context, **how)
+        return BNClient(model_of(client), batches, lr=0.01, momentum=0.9, steps=steps, context=context, **options)
 
     return client_app(make_client)
 

@@ -49,7 +49,7 @@ def exchange(options: Options) -> Iterator[Figure]:
 
 
 def empty_round(options: Options) -> Iterator[Figure]:
-    """A round of clients that make no step, aggregation included; and the aggregation of large models."""
+    """A round without a step, with its aggregation, and the aggregation of large models."""
     cpu = torch.device("cpu")
     model = resnet20(cpu)
     tensors, arrays = ModelTensors(flatten_storage(model)), pack(initial_arrays(model))
@@ -66,7 +66,7 @@ def _aggregation(options: Options) -> Iterator[Figure]:
     large = build_model("resnet18", 10, "bn")
     values = {key: value.numpy() for key, value in large.state_dict().items() if value.is_floating_point()}
     size = sum(value.size for value in values.values())
-    # Bytes, as replies come from a network. Four replies stand for a hundred, which would take gigabytes of memory.
+    # Bytes, as in replies from a network. Four replies are used repeatedly: a hundred would take gigabytes of memory.
     records = [ArrayRecord({key: Array(value + i) for key, value in values.items()}) for i in range(4)]
     replies = [RecordDict({"arrays": records[i % 4], "metrics": MetricRecord({"n": 1.0})}) for i in range(100)]
 
@@ -79,7 +79,7 @@ def _aggregation(options: Options) -> Iterator[Figure]:
     block = np.ones(size, dtype=np.float32)
     target = np.empty_like(block)
 
-    def memory() -> None:  # any mean must read each reply once
+    def memory() -> None:  # every mean must read each reply once
         for _ in range(100):
             np.copyto(target, block)
 

@@ -29,7 +29,7 @@ def start(options: Options) -> Iterator[Figure]:
                 while not any(file.stat().st_size for file in Path(folder).rglob("history.jsonl")):
                     if process.poll() is not None or time.perf_counter() - begun > 120:
                         assert process.stderr is not None
-                        raise RuntimeError(f"{' '.join(run)} made no round: {process.stderr.read().decode()}")
+                        raise RuntimeError(f"{' '.join(run)} finished no round: {process.stderr.read().decode()}")
                     time.sleep(0.005)
                 return time.perf_counter() - begun
             finally:

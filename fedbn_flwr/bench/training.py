@@ -32,7 +32,7 @@ from .common import (
 
 
 def overhead(options: Options) -> Iterator[Figure]:
-    """Local training through the local engine against the bare loop, in steps per second."""
+    """Steps per second of training on the local engine, relative to the bare loop."""
     steps, device = options.steps, options.device
     data = random_images(BATCH * steps, device)
     bare = BareLoop(data)
@@ -58,11 +58,11 @@ def overhead(options: Options) -> Iterator[Figure]:
         torch.set_num_threads(1)
         federated = rounds(workers, clients)
         bare(min(steps, 5))
-        found = []
+        measured = []
         for _ in range(options.repeats):
             speed = next(federated)
-            found.append(speed * seconds(lambda: bare(steps)) / steps)
-        return found
+            measured.append(speed * seconds(lambda: bare(steps)) / steps)
+        return measured
 
     yield figure("steps per second / bare loop, one process", ratios(0, 1), "x", least=0.97)
     if device.type == "cpu" and (n := options.workers) > 1:
@@ -70,7 +70,7 @@ def overhead(options: Options) -> Iterator[Figure]:
 
 
 def fedtan(options: Options) -> Iterator[Figure]:
-    """A FedTAN iteration (E = 1) against the same forward and backward passes with plain batch norm."""
+    """A FedTAN iteration (E = 1), relative to the same forward and backward passes with plain batch norm."""
     clients, batch, device = 5, 128, options.device
     torch.set_num_threads(1)
     data = random_images(clients * batch, device)
@@ -107,7 +107,7 @@ def fedtan(options: Options) -> Iterator[Figure]:
 
 
 def gpu(options: Options) -> Iterator[Figure]:
-    """On a GPU: steps per second against the bare loop, and the time of FedTAN's round against FedAvg's."""
+    """On a GPU: steps per second relative to the bare loop, and the time of FedTAN's round relative to FedAvg's."""
     if options.device.type == "cuda":
         yield from five_clients(options)
 
@@ -129,7 +129,7 @@ def five_clients(options: Options) -> Iterator[Figure]:
                 model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             return ModelTensors(flatten_storage(model))
 
-        # Clients of a FedTAN round train side by side and need a model each.
+        # Clients of a FedTAN round train concurrently and need a model each.
         models = model_of if isinstance(strategy, FedTAN) else lambda _: model_of(0)
         grid = LocalGrid(same_clients(data, models, steps, **how), clients)
         strategy.begin(1, first)

@@ -1,1 +1,1 @@
-"""From a YAML file to finished runs."""
+"""Reads an experiment from YAML and carries out its runs."""

@@ -1,4 +1,4 @@
-"""A run's data: loaded, split among the clients, and normalised."""
+"""Loads a run's data, splits it among the clients, and normalises it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .settings import Settings
 
 
 def resolve(run: Settings) -> Settings:
-    """The run with the catalogue's defaults for its data filled in where the file gives none."""
+    """Fill in the catalogue's defaults for the data settings that the experiment leaves out."""
     data, entry = run.data, CATALOGUE.get(run.data.name)
     moments = entry is not None and entry.moments is not None
     if data.normalise == "official" and not moments:
         known = ", ".join(name for name, entry in CATALOGUE.items() if entry.moments is not None)
         raise SettingsError(
-            f"data.normalise is 'official', but {data.name!r} has no official mean and deviation; use moments or unit "
-            f"(official is known for {known})"
+            f"data.normalise is 'official', but {data.name!r} has no official mean and standard deviation; use moments "
+            f"or unit (official values are known for {known})"
         )
     changes = {
         "size": data.size or (entry.size if entry else None),
@@ -47,7 +47,7 @@ PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop"
 
 
 def load_data(data: settings.Data, device: str) -> DataSet:
-    # Runs that differ in how the data is split or augmented share one copy of it.
+    # Runs that differ only in partition, normalisation or augmentation share one copy of the images.
     split = data.partition
     plain = data.model_copy(
         update={
@@ -78,8 +78,8 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         readers=data.readers,
     ).to(torch.device(device))
     for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
-        if (given := getattr(data, key)) is not None and given != count:
-            raise SettingsError(f"data.{key} is {given}, but {data.name!r} has {count} {key}")
+        if (expected := getattr(data, key)) is not None and expected != count:
+            raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
     return dataset
 
 
@@ -99,26 +99,27 @@ def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> l
 
 @functools.lru_cache(maxsize=8)
 def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
+    """Indices of each client's own test images."""
     dataset = load_data(data, device)
     parts = partition_of(data, clients, seed, device)
     train, test = dataset.train.labels.cpu(), dataset.test.labels.cpu()
     if (domains := dataset.domains) is not None and domains.test is not None:
-        # A class counts once per domain: a client is tested on the domains that it trains on.
+        # The classes of each domain are split separately: a client is tested on the domains that it trains on.
         train, test = train + dataset.classes * domains.train, test + dataset.classes * domains.test
     return share_test(parts, train, test, seed)
 
 
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
-    """Indices of each domain's test images; the domains' names are made fit for the keys of metrics."""
+    """Indices of each domain's test images. The names are valid in metric keys."""
     domains = dataset.domains
     if domains is None or domains.test is None:
         return {}
     rows = {name: (domains.test == number).nonzero()[:, 0] for number, name in enumerate(domains.names)}
-    return {re.sub(r"\W+", "_", name): found for name, found in rows.items() if len(found)}
+    return {re.sub(r"\W+", "_", name): indices for name, indices in rows.items() if len(indices)}
 
 
 def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation by which images are normalised."""
+    """Mean and standard deviation per channel for normalising images."""
     if run.data.normalise == "unit":
         return (0.0,) * dataset.channels, (1.0,) * dataset.channels
     entry = CATALOGUE.get(run.data.name)
@@ -143,7 +144,7 @@ class Shape:
 
 
 def shape_without_data(run: Settings) -> Shape:
-    """The shape by the settings, for a server that has no data."""
+    """The shape given in the settings, for a server without data."""
     data = run.data
     missing = [f"data.{key}" for key in ("classes", "channels", "size") if getattr(data, key) is None]
     if missing:
@@ -170,8 +171,8 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
         return
     if moved := [kind for kind in run.data.augment or () if kind != "flip"]:
         raise SettingsError(
-            f"data.augment has {moved[0]!r}, but {name!r} is segmentation data, whose labels it would not move; use "
-            "flip, and data.crop"
+            f"data.augment has {moved[0]!r}, but {name!r} is segmentation data, and it would not transform the masks; "
+            "use flip, and data.crop"
         )
     if cut is not None and cut > min(dataset.size):
         height, width = dataset.size

@@ -1,4 +1,4 @@
-"""Finds and reads an experiment: a shipped one by name, a file, YAML text, or that of a Flower run's config."""
+"""Reads an experiment: a shipped one by name, a file, YAML text, or the `experiment` of a Flower run config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .settings import Experiment, check_settings
 
 
 def experiments_folder() -> Path:
-    """The folder of the shipped experiments: in a wheel's package, else in `apps/` of a checkout or bundle."""
+    """The folder of the shipped experiments: inside a wheel's package, else `apps/` of a checkout or app bundle."""
     here = Path(__file__).parent.parent
     inside = here / "apps"
     return (inside if inside.is_dir() else here.parent / "apps") / "experiments"
@@ -29,7 +29,7 @@ def shipped_experiments() -> dict[str, Path]:
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
-    """The experiment `source` (a shipped one's name, a file ending in .yaml, or YAML text) with changes to it."""
+    """Read an experiment (name of a shipped one, file ending in .yaml, or YAML text) and apply the overrides."""
     if "\n" in source or source.lstrip().startswith("{"):
         return read_experiment(parse_yaml(source), overrides)
     path = Path(source).expanduser()
@@ -37,7 +37,7 @@ def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
         shipped = shipped_experiments()
         if source not in shipped:
             raise SettingsError(
-                f"there is no experiment {source!r}: neither a file ending in .yaml nor one that is shipped; "
+                f"there is no experiment {source!r}: it is neither a file ending in .yaml nor a shipped experiment; "
                 f"{did_you_mean(source, shipped)}"
             )
         path = shipped[source]
@@ -49,18 +49,18 @@ def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
-    """The experiment that a Flower run is to carry out: `experiment` and `set` of its run config."""
+    """The experiment of a Flower run, from `experiment` and `set` of its run config."""
     return _from_run_config(str(run_config["experiment"]), str(run_config.get("set", "")))
 
 
-# A client is made for each message.
+# Cached, because a client is made for each message.
 @functools.lru_cache(maxsize=8)
 def _from_run_config(source: str, changes: str) -> Experiment:
     return load_experiment(source, shlex.split(changes))
 
 
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
-    """Check a parsed file, with changes from a command line, and expand it into its runs."""
+    """Check a parsed file with the overrides of a command line, and expand it into its runs."""
     if not isinstance(content, Mapping):
         raise SettingsError(f"{name}: expected a mapping of keys, found {type(content).__name__}")
     base = dict(content)
@@ -68,7 +68,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     variants = base.pop("runs", None) or {"": {}}
     seeds = base.pop("seeds", None)
     changes = parse_overrides(overrides)
-    # A seed on the command line asks for that one, whatever the file lists.
+    # `seed` on the command line replaces `seeds` of the file.
     seeds = changes.pop("seeds", None if "seed" in changes else seeds)
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
@@ -81,7 +81,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         settings["label"] = str(label) or str(settings.get("label") or _strategy_name(settings))
         for seed in seeds or [settings.get("seed", 0)]:
             runs.append(check_settings({**settings, "seed": seed}, where=f"{name}, run {label!r}" if label else name))
-    # Nodes may run elsewhere: they get the experiment's content, not its path.
+    # Nodes on other machines cannot read the file: they receive its content.
     run_config = {"experiment": json.dumps({"name": name, **content}, default=str), "set": shlex.join(overrides)}
     return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs), run_config=run_config)
 
@@ -92,7 +92,7 @@ def _strategy_name(settings: Mapping[str, Any]) -> str:
 
 
 def run_names(experiment: Experiment) -> list[str]:
-    """A folder's name for each run: its label, and its seed where labels repeat."""
+    """The folder name of each run: its label, with the seed if labels repeat."""
     labels = [re.sub(r"[^\w+.=-]+", "-", run.label).strip("-") or "run" for run in experiment.runs]
     repeated = len(set(labels)) < len(labels)
     names = [
@@ -108,7 +108,7 @@ def run_names(experiment: Experiment) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, and a key given twice is an error."""
+    """Reads 1e-4 as a number and rejects a key that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -146,17 +146,17 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         for part in path:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
-                raise SettingsError(f"{word!r}: {part!r} is already given a value of its own")
+                raise SettingsError(f"{word!r}: {part!r} has a value already")
         target[last] = parse_yaml(value)
     return changes
 
 
-# Mappings whose keys depend on what they name: the arguments of one strategy are not those of the next.
+# Mappings whose keys depend on their name or kind: two strategies have different arguments.
 _WHOLE = {"strategy": "name", "base": "name", "partition": "kind"}
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`, mapping by mapping; another strategy or kind of partition replaces the old one."""
+    """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole."""
     result = dict(base)
     for key, value in changes.items():
         old = result.get(key)

@@ -1,4 +1,4 @@
-"""A run's model: built, and tried on images of the right shape."""
+"""Builds a run's model and checks that it accepts the images."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
-    """The run's model, its first weights a function of the seed."""
+    """The run's model, with initial weights drawn from its seed."""
     classes = run.model.classes or dataset.classes
     if classes != dataset.classes:
         raise SettingsError(f"model.classes is {classes}, but {run.data.name!r} has {dataset.classes} classes")
-    options = {"groups": run.model.groups, **run.model.brn.model_dump()}  # a norm takes its own
+    options = {"groups": run.model.groups, **run.model.brn.model_dump()}  # each norm uses those that it has
     with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
         return build_model(
             run.model.name,
@@ -41,7 +41,7 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
 
 
 def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
-    """Run two images through the model: a wrong size shows here rather than on a client."""
+    """Run two images through the model, so that a wrong size is reported before training."""
     model.eval()
     sizes = [dataset.size]
     if run.data.crop is not None:
@@ -49,7 +49,7 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     for height, width in dict.fromkeys(sizes):
         try:
             with torch.no_grad():
-                # Two, as static batch norm has no variance of one value.
+                # Two, because static batch norm cannot compute the variance of one value.
                 logits = model(torch.zeros(2, dataset.channels, height, width, device=device))
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]

@@ -1,7 +1,8 @@
-"""The client's half of a run: what a node trains and evaluates with."""
+"""Makes the client of a node from the settings: its data, its model and its training."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import threading
 import weakref
@@ -18,7 +19,7 @@ from fedbn_flwr.client.training import CosineSchedule, StepSchedule
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.kinds import KINDS
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 
 from .data import check_labels, load_data, moments_of, own_test, partition_of, resolve, rows_by_domain
@@ -26,22 +27,25 @@ from .find import from_run_config, run_names
 from .model import choose_device, make_model
 from .settings import Experiment, Settings
 
+NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state")
+
 
 def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
-    """The client of the node `context`, in an experiment that its run config names."""
+    """The client of a node, for the experiment in its run config."""
     return client_of(from_run_config(context.run_config), context, config)
 
 
 def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any]) -> BNClient:
-    """The client of the node `context`, in the run that `config` names (the first, where it names none)."""
+    """The client of a node, for the run that the message's `config` names, else the first one."""
     names = run_names(experiment)
     name = str(config.get(protocol.RUN, names[0]))
     if name not in names:
-        raise SettingsError(f"the server asks for the run {name!r}, this client's experiment has {names}")
+        raise SettingsError(f"the server asks for the run {name!r}, but this client's experiment has the runs {names}")
     run = resolve(experiment.runs[names.index(name)])
     torch.set_num_threads(run.engine.threads)
     device = choose_device(run.engine.device)
     node = context.node_config
+    check_node_keys(node)
     client = number_of(context, run.clients)
     dataset, indices, own = _data_of(run, node, client, str(device))
     pool, tensors = _model_of(run, dataset, device)
@@ -71,15 +75,22 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         device=device,
         context=context,
     )
-    if ":" not in run.model.name:  # a network of the user's own may keep more than its state dict
+    if ":" not in run.model.name:  # the user's own network may have state outside of its state dict
         pool.lend(tensors, made)
     return made
 
 
-def number_of(context: Context, clients: int) -> int:
-    """The number of a node's client, on which its random draws depend: its partition.
+def check_node_keys(node: Mapping[str, Any]) -> None:
+    """Refuse keys that resemble one of NODE_KEYS; other keys may belong to other apps on the node."""
+    for key in node:
+        if key not in NODE_KEYS and difflib.get_close_matches(key, NODE_KEYS):
+            raise SettingsError(f"this node's config has the unknown key {key!r}; {did_you_mean(key, NODE_KEYS)}")
 
-    A node that has its own data needs no partition, as Flower's hub has it; then it is the node's id.
+
+def number_of(context: Context, clients: int) -> int:
+    """The number of a node's client, from which its random draws are derived: its partition.
+
+    A node with its own data needs no partition-id (the convention of Flower's hub); its number is then the node id.
     """
     node = context.node_config
     if "data-path" in node and "partition-id" not in node:
@@ -87,8 +98,8 @@ def number_of(context: Context, clients: int) -> int:
     client, partitions = int(node.get("partition-id", -1)), int(node.get("num-partitions", clients))
     if partitions != clients or not 0 <= client < clients:
         raise SettingsError(
-            f"this node is partition-id={node.get('partition-id')} of num-partitions={partitions}, the experiment has "
-            f'clients={clients}; set --node-config "partition-id=... num-partitions={clients}", or '
+            f"this node has partition-id={node.get('partition-id')} and num-partitions={partitions}, but the "
+            f'experiment has clients={clients}; set --node-config "partition-id=... num-partitions={clients}", or '
             "\"data-path='...'\" for a site with its own data"
         )
     return client
@@ -100,7 +111,7 @@ def _data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -
         dataset = load_data(run.data, device)
         indices = partition_of(run.data, run.clients, run.seed, device)[client]
         return dataset, indices, own_test(run.data, run.clients, run.seed, device)[client]
-    # The site has data of its own, all of which is this client's.
+    # A site with its own data: the client trains on all of it.
     changes: dict[str, Any] = {"partition": KINDS["iid"].options()}
     changes["domains"] = (str(node["domain"]),) if "domain" in node else ()
     if "data-path" in node:
@@ -111,7 +122,7 @@ def _data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -
 
 
 def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[ModelPool, ModelTensors]:
-    """A model with the values that the run's seed gives it, and the pool of such models."""
+    """A model with the initial values of the run, and the pool that it belongs to."""
     last = run.train.channels_last
     pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
     if (tensors := pool.take()) is not None:
@@ -123,7 +134,7 @@ def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[Mo
 
 
 def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBatches]:
-    """A client's test sets: all test images, its own, and of its own those of each domain."""
+    """A client's test sets: all test images, its own, and its own of each domain."""
     test = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
     tests = {"": test(), "own": test(own)} if len(own) else {"": test()}
     for domain, rows in rows_by_domain(dataset).items():
@@ -133,18 +144,18 @@ def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBat
 
 
 class ModelPool:
-    """Models of one kind, each used by one client at a time: building one can take longer than a round of training.
+    """Models that clients use one after another, because building one can take longer than a round of training.
 
-    A model is free again once the client that it was lent to no longer exists.
+    A model is free again when the client that used it no longer exists.
     """
 
     def __init__(self) -> None:
         self._lent: list[tuple[ModelTensors, weakref.ref[BNClient]]] = []
-        self._first: list[Tensor] = []  # the values that such a model is built with
-        self._lock = threading.Lock()  # clients of a FedTAN round are made side by side
+        self._initial: list[Tensor] = []  # the values that each of these models is built with
+        self._lock = threading.Lock()  # clients of a FedTAN round are made concurrently
 
     def take(self) -> ModelTensors | None:
-        """A free model with the values that it was built with, or None."""
+        """A free model, reset to its initial values, or None."""
         with self._lock:
             free = next((entry for entry in self._lent if entry[1]() is None), None)
             if free is None:
@@ -155,14 +166,14 @@ class ModelPool:
             return None
         for parameter in tensors.parameters.values():
             parameter.grad = None
-        torch._foreach_copy_(list(tensors.tensors.values()), self._first)
+        torch._foreach_copy_(list(tensors.tensors.values()), self._initial)
         return tensors
 
     def lend(self, tensors: ModelTensors, client: BNClient) -> None:
-        """Note that `client` uses a model, which is new or was taken from here."""
+        """Record that `client` uses a model, which is new or was returned by `take`."""
         with self._lock:
-            if not self._first:
-                self._first = [value.clone() for value in tensors.tensors.values()]
+            if not self._initial:
+                self._initial = [value.clone() for value in tensors.tensors.values()]
             self._lent.append((tensors, weakref.ref(client)))
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a run, before it begins."""
+"""Checks the nodes of a run before it begins."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .settings import Settings
 
 
 def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[int, int]:
-    """Check that each partition is held by exactly one node; `config` names the run and its last round.
+    """Check that exactly one node holds each partition. `config` identifies the run and its last round.
 
-    Returns, for each partition whose node stores its state in a folder, the round of the state stored there.
+    Returns the round of the stored state for each partition whose node has a state folder.
     """
     nodes = wait_for_nodes(
         grid,
@@ -32,7 +32,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
     content = RecordDict({"config": ConfigRecord({**config, protocol.READY: True})})
     questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
     replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
-    holders: dict[int | None, list[int]] = {}  # None: a site that has its own data and no partition
+    holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
     folders: dict[int, int] = {}
     problems = []
     for reply in replies:
@@ -55,7 +55,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:
-    """Either one node holds each partition, or no node has a partition and there is one for each client."""
+    """The problems, if it is neither one node per partition nor one node per client without partitions."""
     unnumbered = holders.get(None, [])
     if holders.keys() == {None}:
         found = len(unnumbered)

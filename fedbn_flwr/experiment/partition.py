@@ -1,4 +1,4 @@
-"""The partitions of an experiment, counted: `fedbn partition EXPERIMENT`."""
+"""Counts the images in an experiment's partitions, for `fedbn partition EXPERIMENT`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .settings import Experiment
 
 
 def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
-    """The image counts of each partition that the runs of an experiment use, with its first seed."""
+    """The image counts of each different partition of the runs, with the first seed that uses it."""
     labels_of: dict[tuple[settings.Data, int], list[str]] = {}
     seeds: dict[tuple[settings.Data, int], int] = {}
     for run in map(resolve, experiment.runs):
@@ -41,6 +41,6 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
 
 
 def _names_of(data: settings.Data, dataset: DataSet, parts: Sequence[Tensor]) -> tuple[str, ...]:
-    """The clients' names in a partition by groups: the group of their images."""
+    """The clients' names in a partition by domain or column: the group that their images belong to."""
     groups = {"domain": dataset.domains, "natural": dataset.natural}.get(data.partition.kind)
     return () if groups is None else tuple(groups.names[int(groups.train[part[0]])] for part in parts)

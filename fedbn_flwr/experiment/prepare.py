@@ -1,4 +1,4 @@
-"""From settings to what the server needs: data, model and strategy, made and checked before training starts."""
+"""Makes data, model and strategy of the server from the settings, and checks them before training starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .settings import Experiment, Settings
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that a run needs, made and checked before training starts."""
+    """What the server needs for a run, checked before training starts."""
 
     run: Settings
     name: str
@@ -34,7 +34,7 @@ class Prepared:
 
 
 def prepare(experiment: Experiment) -> list[Prepared]:
-    """All runs, or one error that says what is wrong with one; what is quick to check is checked first."""
+    """Prepare and check all runs. The strategies are checked first, because that is quick."""
     names = run_names(experiment)
     rules = [make_rule(run) for run in experiment.runs]
     return list(map(prepare_run, experiment.runs, names, rules))
@@ -57,8 +57,8 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
 
 
 def make_rule(run: Settings) -> Rule:
-    # All clients train unless the file says otherwise; whether they evaluate is `evaluate.clients`. A run begins with
-    # all clients (run.check_nodes), and continues without those that it loses.
+    # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
+    # (nodes.check_nodes) and continues without those that fail.
     least = 1 if run.clients == 1 else 2
     _check_demands(run.strategy, run.clients)
     strategy = build_strategy(
@@ -80,7 +80,7 @@ def make_rule(run: Settings) -> Rule:
 
 
 def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
-    """A round that needs more nodes than there are would wait for them in vain."""
+    """Refuse a minimum number of nodes above the number of clients: a round would wait for them until its timeout."""
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if isinstance(needed := spec.get(key), int) and needed > clients:
             raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")

@@ -1,4 +1,4 @@
-"""Resuming a run: from its checkpoint to the strategy and the clients."""
+"""Restores the strategy and the clients of a run from its checkpoint."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def read_snapshot(folder: RunFolder) -> Snapshot:
 def restore_clients(
     prepared: Prepared, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
 ) -> None:
-    """Give the clients the states of the checkpoint, or check that they have them on their own disks.
+    """Restore the clients' states from the checkpoint, or check that the nodes have them in their state folders.
 
-    `trained` is the last round that each partition trained in, `folders` the round that its node's folder has.
+    `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
     """
     saved, states = folder.checkpoint.clients(), grid.node_states()
     if saved is not None and states is not None:
         for node, records in saved:
             states.write_state(node, records)
         return
-    if (needed := _needed_of_clients(prepared)) is None:
+    if (needed := _needed_client_state(prepared)) is None:
         return
-    lost = [f"client {who} has none" for who in trained if who not in folders]
+    lost = [f"client {client} has none" for client in trained if client not in folders]
     lost += [
-        f"client {who} has that of round {folders[who]}, and trained in round {last}"
-        for who, last in trained.items()
-        if who in folders and folders[who] < last
+        f"client {client} has that of round {folders[client]}, but last trained in round {last}"
+        for client, last in trained.items()
+        if client in folders and folders[client] < last
     ]
     if lost:
         more = f" (and {len(lost) - 3} more)" if len(lost) > 3 else ""
         raise SettingsError(
-            f"{str(folder.path)!r} cannot be resumed here: {strategy_name(prepared.run.strategy)} needs what its "
-            f"clients keep of their own ({needed}), and {'; '.join(sorted(lost)[:3])}{more}. Resume it on the local "
+            f"{str(folder.path)!r} cannot be resumed here: {strategy_name(prepared.run.strategy)} needs its "
+            f"clients' state ({needed}), but {'; '.join(sorted(lost)[:3])}{more}. Resume it on the local "
             "engine if it began there, or give each node a folder before a run begins: --node-config "
             "\"state='/srv/fedbn-state'\""
         )
 
 
-def _needed_of_clients(prepared: Prepared) -> str | None:
-    """What training needs clients to keep from round to round, in words."""
+def _needed_client_state(prepared: Prepared) -> str | None:
+    """A description of the client state that training needs, or None."""
     if prepared.run.train.keep_momentum:
         return "their momentum"
     norms = [module for module in prepared.model.modules() if isinstance(module, _BatchNorm)]
     if any(isinstance(norm, BatchRenorm) or norm.momentum is None for norm in norms):
-        return "their counters of batches"
+        return "their batch counters"
     return prepared.rule.traits.client_memory

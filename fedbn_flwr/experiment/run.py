@@ -1,6 +1,6 @@
-"""Carries out prepared runs on any grid (ours, Flower's simulation, real nodes): the server's half.
+"""Carries out an experiment's runs on the server, on any grid: the local engine, Flower's simulation, a deployment.
 
-The clients' half is `node.make_client`.
+`node.make_client` makes the clients.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.screening import number_of
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder import RunFolder, default_out
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.report import write_report
 
@@ -66,7 +65,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, folders)
             rule.restore(snapshot.strategy)
-            ledger.take()  # the session before has counted these messages
+            ledger.take()  # the interrupted session counted these messages
         while state.round < run.rounds:
             if state.stop:
                 raise KeyboardInterrupt
@@ -105,20 +104,32 @@ class Outcome:
     failures: tuple[str, ...]  # failed runs, each with its reason
 
     def announce(self) -> None:
-        """Print the table and the files; raise where a run failed."""
+        """Print the table and the paths of the files; raise RunFailed if a run failed."""
         print(f"\n{self.table}\n\ntable: {self.page}\nplot:  {self.picture}", flush=True)
         if self.failures:
             raise RunFailed(f"{len(self.failures)} of the runs failed:\n" + "\n".join(self.failures))
 
 
+def open_folders(prepared: Sequence[Prepared], out: Path, *, resume: bool) -> list[RunFolder]:
+    """The folder of each run. All are checked before the first run trains."""
+    folders = [RunFolder(out / item.name) for item in prepared]
+    if resume and not any(folder.config() for folder in folders):  # some runs may not have begun
+        names = ", ".join(item.name for item in prepared)
+        raise SettingsError(
+            f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the runs "
+            "(out under flwr run), or start them without resuming"
+        )
+    for item, folder in zip(prepared, folders, strict=True):
+        folder.check(item.run.model_dump(mode="json"), resume=resume)
+    return folders
+
+
 def run_experiment(
     experiment: Experiment, make_grid: Any, out: Path, *, resume: bool = False, plain: bool | None = None
 ) -> Outcome:
-    """Carry out all runs, one after the other, each on the grid that the context manager `make_grid(run)` gives."""
+    """Carry out all runs one after the other, each on the grid of the context manager `make_grid(run)`."""
     prepared = prepare(experiment)
-    folders = [RunFolder(out / item.name) for item in prepared]
-    for item, folder in zip(prepared, folders, strict=True):  # before the first trains, not before the last
-        folder.check(item.run.model_dump(mode="json"), resume=resume)
+    folders = open_folders(prepared, out, resume=resume)
     failures: list[str] = []
     with Progress([run.rounds for run in experiment.runs], plain=plain) as progress:
         progress.message(f"run folders: {out.resolve()}")
@@ -134,20 +145,15 @@ def run_experiment(
             except RunFailed as error:
                 if len(prepared) == 1:
                     raise
-                # One rule that diverges is a result too; the others are still wanted.
+                # Divergence is a result too: the remaining runs are still carried out.
                 failures.append(f"{item.name}: {error}")
                 progress.message(f"{progress.label}: failed: {str(error).splitlines()[0]}")
     table, page, picture = write_report([out], out)
     return Outcome(out, table, page, picture, tuple(failures))
 
 
-def default_out(experiment: Experiment) -> Path:
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path(os.environ.get("FEDBN_OUT") or "runs") / f"{experiment.name}-{stamp}"
-
-
 def run_locally(experiment: Experiment, out: Path, *, resume: bool) -> Outcome:
-    """All runs on the local engine."""
+    """Carry out all runs on the local engine."""
     app = client_app(functools.partial(client_of, experiment))
 
     @contextmanager
@@ -171,16 +177,16 @@ def run_locally(experiment: Experiment, out: Path, *, resume: bool) -> Outcome:
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
-    """All runs of a Flower run's experiment on the grid that Flower gave its ServerApp."""
+    """Carry out the experiment of a Flower run on the grid of its ServerApp."""
     experiment = from_run_config(run_config)
     counts = {run.clients for run in experiment.runs}
     if len(counts) > 1:
-        raise SettingsError(f"the runs have {sorted(counts)} clients; under Flower's runtimes all must have as many")
+        raise SettingsError(f"the runs have {sorted(counts)} clients; under flwr run all must have the same number")
     grid = poll_often(grid)
     resume = bool(run_config.get("resume"))
     if resume and not run_config.get("out"):
-        raise SettingsError("resume is true, but out is empty; give the folder of the runs to continue")
-    out = Path(str(run_config.get("out") or "") or default_out(experiment)).resolve()
+        raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
+    out = Path(str(run_config.get("out") or "") or default_out(experiment.name)).resolve()
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:

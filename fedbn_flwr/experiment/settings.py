@@ -1,8 +1,8 @@
 """The settings of an experiment, checked and frozen.
 
-Configuration stops in this folder: `prepare.py` and `node.py` turn these objects into plain arguments, and nothing
-below sees one. All faults in a file are reported together, by key, with what was found and what would be right.
-docs/experiments.md explains the keys.
+Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library. All faults in
+a file are reported together, each with its key, the value found and the value expected. docs/experiments.md explains
+the keys.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 def _size(value: Any) -> int | tuple[int, int]:
-    """One message for both forms, where a union would give one for each."""
+    """Parse both forms with one error message; a union would report one for each form."""
     sides = (value,) if isinstance(value, int) else value
     if isinstance(sides, list | tuple) and all(type(side) is int and side > 0 for side in sides):
         if len(sides) == 1 and isinstance(value, int):
             return value
         if len(sides) == 2:
             return sides[0], sides[1]
-    raise ValueError(f"it is {value!r}; expected pixels of a side, or [height, width]")
+    raise ValueError(f"found {value!r}; expected pixels per side, or [height, width]")
 
 
 # Serialised unchanged: Pydantic would warn because a JSON list matches neither type.
@@ -56,32 +56,32 @@ Augment = Annotated[tuple[Literal["flip", "crop", "resized_crop", "rotate"], ...
 class Data(_Section):
     name: str = "digits"  # "digits", a name of the catalogue, a folder, or a hub name
     root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
-    image: str | None = None  # column; by default the one of image type
+    image: str | None = None  # column; None: the one of image type
     label: str | None = None
-    domain: str | None = None  # column; "domain" where there is one
-    domains: Names = ()  # those to be used; none: all
+    domain: str | None = None  # column; None: "domain" if there is one
+    domains: Names = ()  # domains to use; empty: all
     train: str | None = None  # split names
     test: str | None = None
-    classes: Positive | None = None  # checked against the data where given
+    classes: Positive | None = None  # checked against the data if given
     channels: Positive | None = None  # likewise
     size: Pixels | None = None  # resize to size x size, or to a height and a width
-    # How an image of another shape gets there, the catalogue's where not given: stretch; crop: the middle is cut out
+    # How images of another aspect ratio are resized: stretch, or crop (keep the centre). None: the catalogue's
     fit: Literal["stretch", "crop"] | None = None
-    crop: Positive | None = None  # of segmentation data: the side of the boxes to train on
-    # moments: each channel has mean zero and deviation one over the training set; unit: pixels from 0 to 1;
-    # official: by the catalogue's mean and deviation. None: official where there is one, else moments
+    crop: Positive | None = None  # segmentation: side of the random crops to train on
+    # moments: mean zero and standard deviation one per channel over the training set; unit: pixels from 0 to 1;
+    # official: by the catalogue's mean and standard deviation. None: official if the catalogue has them, else moments
     normalise: Literal["moments", "unit", "official"] | None = None
     # None: the catalogue's
     augment: Augment | None = None
-    pad: Positive = 2  # pixels around an image that is cropped
-    stream: Literal[True, False, "auto"] = "auto"  # decode when asked for; auto: what exceeds `memory`
-    memory: float = Field(default=8.0, gt=0)  # GiB that all images may take
-    readers: Positive = 2  # threads of each client that decode ahead
+    pad: Positive = 2  # pixels of padding before a random crop
+    stream: Literal[True, False, "auto"] = "auto"  # decode images when needed; auto: if they exceed `memory`
+    memory: float = Field(default=8.0, gt=0)  # GiB that decoded images may take
+    readers: Positive = 2  # decoding threads per client
     partition: Partition = KINDS["iid"].options()
 
 
 class Renorm(_Section):
-    """Of batch renormalisation: bounds of r and d, and the steps at which they begin to open and are open."""
+    """Batch renormalisation: bounds of r and d, and the first and last steps of their widening."""
 
     r_max: float = Field(default=3.0, ge=1)
     d_max: float = Field(default=5.0, ge=0)
@@ -93,7 +93,7 @@ class Renorm(_Section):
     def _open_after_the_warm_up(self) -> Renorm:
         for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps)):
             if steps < self.warmup:
-                raise ValueError(f"{name} ({steps}) is less than warmup ({self.warmup}), when the bounds begin to open")
+                raise ValueError(f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen")
         return self
 
 
@@ -103,7 +103,7 @@ class Model(_Section):
     groups: Positive = 2  # of group norm
     brn: Renorm = Renorm()
     classes: Positive | None = None
-    image_size: Positive | None = None  # what the network is built for; the data's where not given
+    image_size: Positive | None = None  # what the network is built for; None: the size of the data
     stem: Literal["auto", "small", "large"] = "auto"
 
 
@@ -117,14 +117,14 @@ class Schedule(_Section):
 class Train(_Section):
     lr: float = Field(default=0.1, gt=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    keep_momentum: bool = False  # from round to round, each client its own
+    keep_momentum: bool = False  # each client keeps its buffers from round to round
     weight_decay: float = Field(default=0.0, ge=0)
     batch_size: Positive = 32
-    epochs: Positive | None = None  # over the client's own data, each round; one of epochs and steps
+    epochs: Positive | None = None  # passes over the client's data per round; excludes steps
     steps: Positive | None = None
     schedule: Schedule = Schedule()
-    channels_last: bool = False  # images in memory as [N, H, W, C]: faster convolutions, other last bits
-    precision: Literal["float32", "bfloat16"] = "float32"  # of convolutions and products in training, by autocast
+    channels_last: bool = False  # memory format [N, H, W, C]: faster convolutions, different last bits
+    precision: Literal["float32", "bfloat16"] = "float32"  # of training passes, by autocast
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
@@ -135,16 +135,16 @@ class Train(_Section):
     @model_validator(mode="after")
     def _there_is_momentum_to_keep(self) -> Train:
         if self.keep_momentum and not self.momentum:
-            raise ValueError("keep_momentum keeps nothing while momentum is 0; set momentum, for instance to 0.9")
+            raise ValueError("keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9")
         return self
 
 
 class Evaluate(_Section):
-    every: Positive = 1  # rounds between evaluations of the global model; the last round always counts
-    # Clients evaluate their models too; None: if the rule personalises, or if the server does not evaluate.
+    every: Positive = 1  # rounds between evaluations of the global model; the last round is always evaluated
+    # Clients evaluate their models too; None: if the strategy personalises, or if the server does not evaluate.
     clients: bool | None = None
     server: bool = True  # false: the server has no data
-    statistics: Literal["model", "reestimated"] = "model"  # batch norm's, of the global model on the test images
+    statistics: Literal["model", "reestimated"] = "model"  # of the global model's batch norms, on the test images
     batch_size: Positive = 500
 
     @model_validator(mode="after")
@@ -152,26 +152,26 @@ class Evaluate(_Section):
         if not self.server and self.clients is False:
             raise ValueError("server and clients are both false; one of them must evaluate")
         if not self.server and self.statistics == "reestimated":
-            raise ValueError("statistics cannot be 'reestimated' on the server's test images where server is false")
+            raise ValueError("statistics is 'reestimated', which needs the server's test images, but server is false")
         return self
 
 
 class Engine(_Section):
     name: Literal["local", "ray"] = "local"
-    workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: all in one
+    workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: no worker processes
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Positive = 1  # of arithmetic per client; results are bit-identical at 1
+    threads: Positive = 1  # PyTorch threads per client; engines agree bit for bit at 1
     timeout: float = Field(default=3600, gt=0)  # seconds a round may take
     node_timeout: float = Field(default=120, gt=0)  # seconds to wait for all nodes before the first round
-    state_memory: float = Field(default=4, gt=0)  # GiB for what clients of the local engine remember; the rest in files
-    checkpoint_every: Positive | None = None  # rounds; a twentieth of all where none are given
+    state_memory: float = Field(default=4, gt=0)  # GiB for clients' state on the local engine; the rest is in files
+    checkpoint_every: Positive | None = None  # rounds; None: a twentieth of all rounds
 
     @model_validator(mode="after")
     def _workers(self) -> Engine:
         if isinstance(self.workers, int) and self.workers < 0:
             raise ValueError(f"workers is {self.workers}; give 0, a number of processes, or 'auto'")
         if self.threads > 1 and self.workers not in (0, "auto"):
-            raise ValueError(f"workers ({self.workers}) train with one thread each; for threads={self.threads} give 0")
+            raise ValueError(f"threads={self.threads} needs workers=0, found {self.workers}: a worker has one thread")
         return self
 
 
@@ -198,7 +198,7 @@ class Settings(_Section):
 
 
 class Experiment(_Section):
-    """A file: one training run, or several that differ in what `runs` and `seeds` say."""
+    """One run, or several that differ in their settings under `runs` and in their seeds."""
 
     name: str
     description: str = ""
@@ -218,7 +218,7 @@ def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
 
 
 def _explain(details: ErrorDetails) -> str:
-    # Pydantic puts the tag of a union's member into the path; a reader of the file never wrote it.
+    # Pydantic adds the kind of a partition to the path, but the file does not have it there.
     parts = [str(part) for part in details["loc"]]
     key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
     found = details["input"]
@@ -238,7 +238,7 @@ def _explain(details: ErrorDetails) -> str:
 
 
 def _section(path: Sequence[str]) -> Iterator[str]:
-    """The keys that are known where `path` leads."""
+    """The known keys of the section at `path`."""
     model: type[BaseModel] = Settings
     for part in path:
         if part in KINDS:

@@ -1,1 +1,1 @@
-"""What a run leaves behind: a ledger of messages, a folder of figures, a report."""
+"""The results of a run: the ledger of messages, the run folder, the report."""

@@ -1,9 +1,9 @@
-"""The checkpoint of a run: everything needed to resume it, in one store that each checkpoint replaces as a whole.
+"""The checkpoint of a run: everything needed to resume it, in one file that each checkpoint replaces.
 
 state          JSON: round, token, and the last round in which each client trained
-model          what training continues from
-strategy       the strategy's memory (absent where it cannot be saved)
-clients/NODE   the state of each client (absent where nodes keep their own)
+model          the arrays that training continues from
+strategy       the strategy's state (absent if it cannot be saved)
+clients/NODE   the state of each client (absent if the nodes store it)
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Snapshot:
     """A run between two rounds, without the clients' states."""
 
     round: int
-    token: str  # of the training run; nodes keep their state of it under this name
+    token: str  # of the run; nodes store their state of it under this name
     model: RecordDict
-    strategy: RecordDict | None  # None where it cannot be saved
-    unsaved: str | None = None  # why it cannot
-    trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round it trained in
+    strategy: RecordDict | None  # None if it cannot be saved
+    unsaved: str | None = None  # the reason
+    trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
 
 
 class CheckpointFile:
@@ -41,18 +41,18 @@ class CheckpointFile:
         self.path = path
 
     def round(self) -> int:
-        """The round after which a run continues; 0 where there is no checkpoint."""
+        """The round after which a run continues; 0 if there is no checkpoint."""
         if not self.path.exists():
             return 0
         with self._opened() as store:
             return int(_state(store)["round"])
 
     def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None = None) -> None:
-        """`clients` yields each node's state, one at a time; None where nodes keep their own."""
+        """`clients` yields the state of one node at a time; None if the nodes store it."""
         try:
             write_store(self.path, _entries(snapshot, clients))
         except StorageError as error:
-            raise RunFailed(f"{error}; the previous checkpoint is unchanged: correct this, then --resume") from None
+            raise RunFailed(f"{error}; the previous checkpoint is unchanged; correct this, then --resume") from None
 
     def read(self) -> Snapshot:
         with self._opened() as store:
@@ -67,7 +67,7 @@ class CheckpointFile:
             )
 
     def clients(self) -> Iterator[tuple[int, RecordDict]] | None:
-        """The state of each node, one at a time; None where the checkpoint has none."""
+        """The state of one node at a time; None if the checkpoint has none."""
         with self._opened() as store:
             return self._clients() if _state(store)["clients"] else None
 

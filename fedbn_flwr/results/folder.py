@@ -1,11 +1,11 @@
-"""A run's folder, written as the run goes, so that a run that is stopped leaves one that can be read.
+"""The folder of a run. It is updated after every round, so that an interrupted run can be read and resumed.
 
 config.yaml         the resolved settings
 environment.json    commit, versions, hardware, command
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model
-checkpoint          what is needed to resume the run, see checkpoint.py
+checkpoint          everything needed to resume the run, see checkpoint.py
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,26 @@ from .summary import Summary
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 
 
+def default_out(name: str) -> Path:
+    """A new folder for output, NAME-TIME in `runs` or in $FEDBN_OUT."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path(os.environ.get("FEDBN_OUT") or "runs") / f"{name}-{stamp}"
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def check(self, config: Mapping[str, Any], *, resume: bool) -> None:
-        """Refuse to write over a run, or to continue another one."""
-        found = self.config()
-        if not found:
+        """Refuse to overwrite a run, or to resume one with other settings."""
+        existing = self.config()
+        if not existing:
             return
         if not resume:
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
-        before, now = _deciding(found), _deciding(config)
+        before, now = _deciding(existing), _deciding(config)
         if different := sorted(key for key in {*before, *now} if before.get(key) != now.get(key)):
             key = different[0]
             raise SettingsError(
@@ -57,25 +64,25 @@ class RunFolder:
             )
 
     def begin(self, config: Mapping[str, Any]) -> int:
-        """Make the folder ready; returns the round after which to continue, 0 for a new run."""
+        """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         done = self.checkpoint.round()
         kept = [line for line in self.history() if line["round"] <= done]
         if (rounds := [line["round"] for line in kept]) != list(range(1, done + 1)):
             raise SettingsError(
-                f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, and history.jsonl has the "
-                f"rounds {rounds}; restore the folder from a copy, or begin again with another --out"
+                f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
+                f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SettingsError(f"cannot make the run folder {str(self.path)!r}: {error.strerror}") from None
+            raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
         self._write("config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
         self._write("environment.json", json.dumps(environment(), indent=2) + "\n")
         self._write("history.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
         return done
 
     def config(self) -> dict[str, Any]:
-        """The resolved settings; empty where there are none."""
+        """The resolved settings; empty if there are none."""
         file = self.path / "config.yaml"
         found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
         return found if isinstance(found, dict) else {}
@@ -92,7 +99,7 @@ class RunFolder:
         file = self.path / "history.jsonl"
         if not file.exists():
             return []
-        # A line without its end is one that a crash cut off.
+        # A last line without a line break was cut off by a crash.
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.strip() and line.endswith("\n")]
 
@@ -100,7 +107,7 @@ class RunFolder:
         self._write("summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
 
     def summary(self) -> Summary | None:
-        """None where there is none; ValueError where it cannot be read."""
+        """None if there is none; ValueError if it cannot be read."""
         file = self.path / "summary.json"
         return Summary.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
@@ -116,29 +123,27 @@ class RunFolder:
 
     def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> None:
         with (self.path / "history.jsonl").open("rb") as history:
-            os.fsync(history.fileno())  # the checkpoint counts on its lines
+            os.fsync(history.fileno())  # its rounds must be on disk before their checkpoint is
         self.checkpoint.write(snapshot, clients)
 
-    # --- writing ---
-
     def _write(self, name: str, text: str) -> None:
-        """Whole or not at all: another process may be reading."""
+        """Write atomically: another process may be reading the file."""
         with replacing(self.path / name, durable=False) as file:
             file.write_text(text, encoding="utf-8")
 
 
-# What a run may be resumed with differently: none of it decides a number.
+# Settings of the engine that may differ when a run is resumed, because they do not affect results.
 _FREE = ("workers", "timeout", "node_timeout", "state_memory", "checkpoint_every")
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide a run's numbers."""
+    """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
     return {**config, "engine": engine}
 
 
 def mark_interrupted(out: Path) -> None:
-    """Mark the runs below `out` that still run as interrupted, after their process was ended."""
+    """Mark unfinished runs below `out` as interrupted, after their process has ended."""
     for file in out.rglob("summary.json"):
         folder = RunFolder(file.parent)
         if (summary := folder.summary()) is not None and summary.status == "running":
@@ -147,7 +152,7 @@ def mark_interrupted(out: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What others need to know in order to repeat a run."""
+    """Commit, versions, hardware and command, with which others can repeat a run."""
     versions = {"fedbn-flwr": __version__}
     for package in _PACKAGES:
         try:
@@ -172,7 +177,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this code runs from, with a mark where it was changed since."""
+    """The commit of the checkout that this code runs from, with the ending -changed if files were changed since."""
     here = Path(__file__).parent
     try:
         git = ["git", "-C", str(here)]

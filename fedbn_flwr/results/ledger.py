@@ -1,6 +1,6 @@
-"""The ledger: messages and bytes of arrays, in each direction, as they are sent.
+"""The ledger counts messages and bytes of arrays in each direction.
 
-Bytes are elements times their size; names, headers and metrics are not counted, as in the papers.
+Bytes are the number of elements times their size; names, headers and metrics are not counted, as in the papers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fedbn_flwr.messages.arrays import array_bytes, elements
 class Traffic:
     """Counts of one round, or their sums over several."""
 
-    communication_rounds: int = 0  # exchanges between server and clients for training
+    communication_rounds: int = 0  # for training; see the glossary
     messages_down: int = 0
     messages_up: int = 0
     bytes_down: int = 0
     bytes_up: int = 0
-    # What the papers tabulate: a message that goes to all clients counted once (a broadcast), plus all uploads.
+    # The figure in the papers' tables: one broadcast (a message to all clients, counted once), plus all uploads.
     broadcast_bytes: int = 0
     # Largest message to and from one client, in elements of its arrays.
     elements_down_per_client: int = 0
     elements_up_per_client: int = 0
-    # Evaluation and queries, counted apart: no paper includes them.
+    # Evaluation and queries, which no paper includes.
     other_messages: int = 0
     other_bytes: int = 0
 
@@ -42,7 +42,7 @@ class Traffic:
 
 
 class MeteredGrid(GridAround):
-    """A grid that counts the messages through another."""
+    """A grid that passes messages to another one and counts them."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
@@ -56,7 +56,7 @@ class MeteredGrid(GridAround):
         return taken
 
     def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
-        """Add an exchange that bypassed the grid: one of FedTAN's over streams."""
+        """Count an exchange of FedTAN over streams, which do not use the grid."""
         traffic = Traffic(communication_rounds=1)
         _count_down(traffic, down)
         _count_up(traffic, up)
@@ -80,7 +80,7 @@ class MeteredGrid(GridAround):
             self._now.add(traffic)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        messages = list(messages)  # Flower's HttpGrid walks them twice
+        messages = list(messages)  # Flower's HttpGrid iterates over them twice
         if not messages:
             return []
         self._note_down(messages)

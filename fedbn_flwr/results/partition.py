@@ -1,4 +1,4 @@
-"""Who holds what: a table and a plot of clients against classes, `fedbn partition EXPERIMENT`."""
+"""A table and a plot of the images of each client by class, for `fedbn partition EXPERIMENT`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fedbn_flwr.errors import UserError
 
 from .report import COLOURS, as_text
 
-_SHOWN_CLASSES = 12  # more do not fit a line, nor a legend's colours an eye
+_SHOWN_CLASSES = 12  # more columns do not fit in a line, and more colours are hard to distinguish
 _SHOWN_CLIENTS = 40
 
 
 @dataclass(frozen=True)
 class PartitionCounts:
-    """A partition, counted."""
+    """How many images of each class the clients of a partition have."""
 
     title: str
     classes: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]  # [clients][classes]
-    clients: tuple[str, ...] = ()  # names, where clients have some (a domain, a city)
+    clients: tuple[str, ...] = ()  # names, if clients have any (a domain, a city)
 
     @property
     def sizes(self) -> list[int]:
@@ -33,46 +33,50 @@ class PartitionCounts:
         return f"{client} {self.clients[client]}" if self.clients else str(client)
 
 
-def holdings_table(held: PartitionCounts) -> str:
-    sizes = held.sizes
+def partition_table(partition: PartitionCounts) -> str:
+    sizes = partition.sizes
     spread = f"images per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
-    if len(held.classes) == 1:  # images that have labels for their pixels alone
-        rows = [(held.name(client), str(size)) for client, size in enumerate(sizes[:_SHOWN_CLIENTS])]
+    if len(partition.classes) == 1:  # segmentation data
+        rows = [(partition.name(client), str(size)) for client, size in enumerate(sizes[:_SHOWN_CLIENTS])]
         text = as_text([("client", "images"), *rows, ("all", str(sum(sizes)))])
-        return f"{held.title}\n\n{text}\n{_rest(held)}{spread}"
-    few = len(held.classes) <= _SHOWN_CLASSES
-    lines: list[Sequence[str]] = [("client", "images", "classes", *(held.classes if few else ("largest",)))]
-    for client, row in enumerate(held.counts[:_SHOWN_CLIENTS]):
+        return f"{partition.title}\n\n{text}\n{_rest(partition)}{spread}"
+    few = len(partition.classes) <= _SHOWN_CLASSES
+    lines: list[Sequence[str]] = [("client", "images", "classes", *(partition.classes if few else ("largest",)))]
+    for client, row in enumerate(partition.counts[:_SHOWN_CLIENTS]):
         present = sum(count > 0 for count in row)
         largest = max(range(len(row)), key=row.__getitem__)
-        shown = [str(count) if count else "." for count in row] if few else [f"{held.classes[largest]}: {row[largest]}"]
-        lines.append((held.name(client), str(sizes[client]), str(present), *shown))
-    total = [sum(column) for column in zip(*held.counts, strict=True)]
+        shown = (
+            [str(count) if count else "." for count in row]
+            if few
+            else [f"{partition.classes[largest]}: {row[largest]}"]
+        )
+        lines.append((partition.name(client), str(sizes[client]), str(present), *shown))
+    total = [sum(column) for column in zip(*partition.counts, strict=True)]
     lines.append(("all", str(sum(sizes)), str(sum(n > 0 for n in total)), *(map(str, total) if few else ("",))))
-    return f"{held.title}\n\n{as_text(lines)}\n{_rest(held)}{spread}"
+    return f"{partition.title}\n\n{as_text(lines)}\n{_rest(partition)}{spread}"
 
 
-def _rest(held: PartitionCounts) -> str:
-    more = len(held.counts) - _SHOWN_CLIENTS
+def _rest(partition: PartitionCounts) -> str:
+    more = len(partition.counts) - _SHOWN_CLIENTS
     return f"... and {more} more clients\n" if more > 0 else ""
 
 
-def plot_holdings(all_held: Sequence[PartitionCounts], file: Path) -> None:
+def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
     """Stacked bars, a bar for each client and a colour for each class; a panel for each partition."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    widest = max(len(held.counts) for held in all_held)
-    figure = Figure(figsize=(min(14, 4.5 + 0.35 * widest), 3.6 * len(all_held)), layout="constrained")
+    widest = max(len(partition.counts) for partition in partitions)
+    figure = Figure(figsize=(min(14, 4.5 + 0.35 * widest), 3.6 * len(partitions)), layout="constrained")
     FigureCanvasAgg(figure)
-    for panel, held in zip(figure.subplots(len(all_held), 1, squeeze=False)[:, 0], all_held, strict=True):
-        places = range(len(held.counts))
-        colours = _colours(len(held.classes))
-        bottom = [0] * len(held.counts)
-        many = len(held.counts) > _SHOWN_CLIENTS
-        for label, name in enumerate(held.classes):
-            heights = [row[label] for row in held.counts]
-            # A thin white line keeps neighbours apart where bars are wide enough for it.
+    for panel, partition in zip(figure.subplots(len(partitions), 1, squeeze=False)[:, 0], partitions, strict=True):
+        places = range(len(partition.counts))
+        colours = _colours(len(partition.classes))
+        bottom = [0] * len(partition.counts)
+        many = len(partition.counts) > _SHOWN_CLIENTS
+        for label, name in enumerate(partition.classes):
+            heights = [row[label] for row in partition.counts]
+            # A thin white line separates classes if the bars are wide enough for it.
             panel.bar(
                 places,
                 heights,
@@ -81,22 +85,22 @@ def plot_holdings(all_held: Sequence[PartitionCounts], file: Path) -> None:
                 color=colours[label],
                 label=name,
                 edgecolor="white",
-                linewidth=0 if many or len(held.classes) > 2 * _SHOWN_CLASSES else 0.4,
+                linewidth=0 if many or len(partition.classes) > 2 * _SHOWN_CLASSES else 0.4,
             )
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-        panel.set_title(held.title, fontsize="medium", loc="left")
+        panel.set_title(partition.title, fontsize="medium", loc="left")
         panel.set_ylabel("images")
         panel.set_xlabel("client")
-        panel.set_xlim(-0.6, len(held.counts) - 0.4)
-        panel.set_ylim(0, 1.05 * max(held.sizes))
+        panel.set_xlim(-0.6, len(partition.counts) - 0.4)
+        panel.set_ylim(0, 1.05 * max(partition.sizes))
         panel.grid(axis="y", alpha=0.3)
         panel.set_axisbelow(True)
         if not many:
-            slanted = bool(held.clients) and len(held.counts) > 8
-            panel.set_xticks(places, [held.clients[i] if held.clients else str(i) for i in places])
+            slanted = bool(partition.clients) and len(partition.counts) > 8
+            panel.set_xticks(places, [partition.clients[i] if partition.clients else str(i) for i in places])
             for tick in panel.get_xticklabels() if slanted else ():
-                tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each ends below its own bar
-        _explain_colours(figure, panel, held, colours)
+                tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each label ends below its bar
+        _explain_colours(figure, panel, partition, colours)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=130)
@@ -104,10 +108,10 @@ def plot_holdings(all_held: Sequence[PartitionCounts], file: Path) -> None:
         raise UserError(f"cannot write the plot {str(file)!r}: {error}") from None
 
 
-def _explain_colours(figure: Any, panel: Any, held: PartitionCounts, colours: Sequence[Any]) -> None:
-    if len(held.classes) == 1:
+def _explain_colours(figure: Any, panel: Any, partition: PartitionCounts, colours: Sequence[Any]) -> None:
+    if len(partition.classes) == 1:
         return
-    if len(held.classes) <= 2 * _SHOWN_CLASSES:
+    if len(partition.classes) <= 2 * _SHOWN_CLASSES:
         handles, names = panel.get_legend_handles_labels()
         # In the order of the bars, the first class at the bottom.
         panel.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
@@ -120,19 +124,19 @@ def _explain_colours(figure: Any, panel: Any, held: PartitionCounts, colours: Se
 
 
 def _colours(count: int) -> list[Any]:
-    """The report's palette, then turns of it; a continuous scale where classes are too many to tell apart."""
+    """The report's palette and variants of it; a continuous scale if there are too many classes to distinguish."""
     if count > 2 * _SHOWN_CLASSES:
         from matplotlib import colormaps
 
         return [colormaps["viridis"](i / (count - 1)) for i in range(count)]
-    return [_turned(COLOURS[i % len(COLOURS)], i // len(COLOURS)) for i in range(count)]
+    return [_variant(COLOURS[i % len(COLOURS)], i // len(COLOURS)) for i in range(count)]
 
 
-def _turned(colour: str, turn: int) -> tuple[float, float, float]:
-    """As it is, then darker, then lighter; lighter first would make the blue that the palette already has."""
+def _variant(colour: str, number: int) -> tuple[float, float, float]:
+    """0: the colour itself; 1: darker; 2: lighter. A lighter blue would resemble the palette's other blue."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    if turn == 0:
+    if number == 0:
         return red, green, blue
-    if turn == 1:  # black becomes grey
+    if number == 1:  # black becomes grey
         return (0.5, 0.5, 0.5) if colour == "#000000" else (red * 0.55, green * 0.55, blue * 0.55)
     return 0.4 * red + 0.6, 0.4 * green + 0.6, 0.4 * blue + 0.6

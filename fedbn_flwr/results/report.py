@@ -1,4 +1,4 @@
-"""A table and a plot from run folders: `fedbn report DIR...`."""
+"""A table and a plot from run folders, for `fedbn report DIR...`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .summary import BY_DOMAIN, Summary
 
 MIB = 1024**2
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
@@ -37,22 +37,22 @@ class Run:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs in folders and below them, in the order they were begun."""
+    """The runs in the folders and their subfolders, in the order in which they began."""
     files: dict[Path, None] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that hold some")
+            raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that contain some")
         found = sorted(folder.rglob("summary.json"))
         if not found:
-            raise UserError(f"{str(folder)!r} holds no run (no summary.json in it or below)")
+            raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
         files |= dict.fromkeys(found)
     runs = []
     for file in files:
-        store = RunFolder(file.parent)
+        run_folder = RunFolder(file.parent)
         try:
-            summary = store.summary()
+            summary = run_folder.summary()
             assert summary is not None, "its file was found"
-            runs.append(Run(file.parent, summary, store.history()))
+            runs.append(Run(file.parent, summary, run_folder.history()))
         except (ValueError, OSError) as error:
             raise UserError(f"{str(file.parent)!r} is not a readable run: {error}") from None
     return sorted(runs, key=lambda run: (run.summary.began, str(run.path)))
@@ -76,7 +76,7 @@ def group(runs: Sequence[Run]) -> list[Row]:
 
 _HEADINGS = ("run", "accuracy", "best", "rounds", "communication rounds", "MiB down", "MiB up", "seconds")
 
-# Columns that stand in a table only where one of its runs has them.
+# Columns that a table has only if one of its runs has these figures.
 _OPTIONAL = {
     "mean_iou": "mean IoU",
     "clients_accuracy": "clients' accuracy",
@@ -86,7 +86,7 @@ _OPTIONAL = {
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Headings and cells as text; several seeds give mean ± deviation and their number."""
+    """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     present = {key: name for key, name in _OPTIONAL.items() if any(row.figures(key) for row in rows)}
     lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
     for row in rows:
@@ -111,14 +111,14 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Domains:
-    """One kind of accuracy that runs have for each domain."""
+    """One kind of accuracy by domain."""
 
     title: str
     prefix: str
     names: tuple[str, ...]
 
     def averages(self, row: Row) -> list[float]:
-        """Of each run that has all domains their mean, each counted alike."""
+        """The unweighted mean over domains of each run that has all of them."""
         keys = [self.prefix + name for name in self.names]
         whole = [run.summary.domains for run in row.runs if run.summary.domains.keys() >= set(keys)]
         return [statistics.fmean(domains[key] for key in keys) for domains in whole]
@@ -133,7 +133,7 @@ class Domains:
 
 
 def by_domain(rows: Sequence[Row]) -> list[Domains]:
-    """The kinds of accuracy by domain that any of the runs has."""
+    """The kinds of accuracy by domain that at least one run has."""
     found = []
     for prefix, title in BY_DOMAIN.items():
         names = {
@@ -165,7 +165,7 @@ def as_markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def as_text(lines: Sequence[Sequence[str]]) -> str:
-    """Aligned columns that need no particular terminal."""
+    """Columns aligned with spaces."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for number, line in enumerate(lines):
@@ -177,7 +177,7 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Accuracy against rounds, communication rounds and bytes; of several seeds the mean, and the range as a band."""
+    """Plot accuracy against rounds, communication rounds and bytes; seeds as their mean, with a band for the range."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -189,7 +189,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     panels += [figure.add_subplot(grid[0, i], sharey=panels[0]) for i in (1, 2)]
     for panel in panels[1:]:
         panel.tick_params(labelleft=False)
-    # Of models with an answer for each pixel, mean IoU is what is compared.
+    # Segmentation models are compared by mean IoU.
     points = [point for row in rows for run in row.runs for point in _curve(run.history)]
     measure = "mean_iou" if points and all("mean_iou" in point for point in points) else "accuracy"
     axes: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
@@ -200,7 +200,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     for panel, (name, spent) in zip(panels, axes, strict=True):
         for number, row in enumerate(rows):
             curves = [{spent(point): 100 * point[measure] for point in _curve(run.history)} for run in row.runs]
-            # Where seeds were evaluated at the same places: one that broke off early ends there.
+            # Only points that all seeds have: an interrupted run shortens the curve.
             places = sorted(set.intersection(*(set(curve) for curve in curves)))
             if not places:
                 continue
@@ -230,7 +230,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
-    """A group of bars for each domain and for their average, a bar for each run, a line for its range over seeds."""
+    """A group of bars per domain and for their average: one bar per row, with a line for the range over seeds."""
     width = 0.8 / len(rows)
     for number, row in enumerate(rows):
         columns = [*(row.figures(kind.prefix + name) for name in kind.names), kind.averages(row)]
@@ -259,7 +259,7 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
 
 
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each run's settings, summary and curve: the evaluated rounds, with what had been spent by then."""
+    """Each run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them."""
     return [
         {"settings": RunFolder(run.path).config(), "summary": run.figures, "curve": _curve(run.history)}
         for row in rows
@@ -279,9 +279,9 @@ def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
-    """The table as text, and the files of the table (Markdown) and of the plot, which it writes.
+    """Write report.md (the table), report.png (the plot) and report.json (the figures of both) into `out`.
 
-    report.json beside them has the numbers behind both.
+    Returns the table as text, and the paths of the first two files.
     """
     rows = group(find_runs(folders))
     tables = [("", table(rows)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]

@@ -1,4 +1,4 @@
-"""The summary of a run: what summary.json has, and how the lines of history.jsonl add up to it."""
+"""The summary of a run: the content of summary.json, and how it is computed from the lines of history.jsonl."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .ledger import Traffic
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
-# Accuracies of which a run has one for each domain (the key ends with its name), and what they are.
+# Accuracies by domain: the beginning of the key, which ends with the domain's name, and a description.
 BY_DOMAIN = {
     "accuracy_": "accuracy of the global model, by domain",
     "clients_own_accuracy_": "accuracy of clients on test images of their own, by domain",
 }
 
-# Of these the summary has the value of the last round that was evaluated.
+# Keys whose value in the summary is that of the last evaluated round.
 _LATEST = (
     "accuracy",
     "loss",
@@ -30,11 +30,11 @@ _LATEST = (
 
 @dataclass
 class Summary:
-    """The figures of a run so far; in summary.json without the fields that are None."""
+    """The figures of a run so far; summary.json leaves out fields that are None."""
 
     name: str  # of the experiment
     label: str
-    strategy: str  # with those that it wraps: FixBN(FedProx)
+    strategy: str  # with the one that it wraps: FixBN(FedProx)
     model: str
     norm: str
     seed: int
@@ -45,7 +45,7 @@ class Summary:
     status: Status = "running"
     error: str | None = None  # of a run that failed
 
-    # Options that make training faster and change its numbers, where they are in use.
+    # Options in use that make training faster and change results.
     memory_format: str | None = None
     precision: str | None = None
 
@@ -54,14 +54,14 @@ class Summary:
     accuracy: float | None = None
     best_accuracy: float | None = None
     loss: float | None = None
-    evaluated_with: str | None = None  # the statistics in the global model's batch norms
+    evaluated_with: str | None = None  # the source of the statistics in the global model's batch norms
     mean_iou: float | None = None
-    clients_accuracy: float | None = None  # means over clients: on all test images, and on images of their own
+    clients_accuracy: float | None = None  # means over clients: on all test images, and on their own
     clients_own_accuracy: float | None = None
     clients_mean_iou: float | None = None
-    domains: dict[str, float] = field(default_factory=dict)  # the keys begin as in BY_DOMAIN
+    domains: dict[str, float] = field(default_factory=dict)  # the keys begin with those of BY_DOMAIN
     traffic: Traffic = field(default_factory=Traffic)
-    notes: dict[str, Any] = field(default_factory=dict)  # what the rule decided, for instance `freeze_round`
+    notes: dict[str, Any] = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
 
     def account(self, line: Mapping[str, Any]) -> None:
         """Add a round of the history."""
@@ -76,7 +76,7 @@ class Summary:
         self.domains |= {key: value for key, value in line.items() if key.startswith(tuple(BY_DOMAIN))}
 
     def to_json(self) -> dict[str, Any]:
-        """One flat mapping; the traffic, domains and notes of a summary have their keys beside the others."""
+        """One flat mapping, in which traffic, domains and notes are not nested."""
         flat = {key: value for key, value in asdict(self).items() if value is not None}
         traffic, domains, notes = (flat.pop(key) for key in ("traffic", "domains", "notes"))
         per_round = self.traffic.broadcast_bytes / self.rounds / 2**20 if self.rounds else 0.0
@@ -84,11 +84,11 @@ class Summary:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
-        required = [each.name for each in fields(cls) if each.default is each.default_factory is MISSING]
+        required = [item.name for item in fields(cls) if item.default is item.default_factory is MISSING]
         if missing := [key for key in required if key not in content]:
             raise ValueError(f"summary.json lacks {', '.join(missing)}")
         rest = {key: value for key, value in content.items() if key != "broadcast_mib_per_round"}
-        traffic = {each.name: rest.pop(each.name) for each in fields(Traffic) if each.name in rest}
-        own = {each.name: rest.pop(each.name) for each in fields(cls) if each.name in rest}
+        traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
+        own = {item.name: rest.pop(item.name) for item in fields(cls) if item.name in rest}
         domains = {key: rest.pop(key) for key in list(rest) if key.startswith(tuple(BY_DOMAIN))}
         return cls(**own, traffic=Traffic(**traffic), domains=domains, notes=rest)

@@ -118,7 +118,7 @@ def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_
     assert done.returncode == 1
     refused = json.loads((out / "FedBN" / "summary.json").read_text())  # the log's last lines may not be streamed
     assert refused["status"] == "failed"
-    assert "FedBN needs what its clients keep of their own (their own batch norm)" in refused["error"]
+    assert "FedBN needs its clients' state (their own batch norm)" in refused["error"]
     assert "client 0 has none" in refused["error"]
     session("FedAvg", tmp_path / "straight")
     assert outcome(out / "FedAvg")[0] == outcome(tmp_path / "straight")[0]

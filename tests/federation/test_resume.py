@@ -214,7 +214,7 @@ def test_what_decides_no_number_may_change_and_a_history_must_be_whole(tmp_path:
     history.write_text(whole + '{"round": 4, "accu')  # cut off by a crash
     assert [line["round"] for line in run.history()] == [1, 2, 3]
     history.write_text("".join(whole.splitlines(keepends=True)[:2]))
-    with pytest.raises(SettingsError, match=r"of round 3, and history\.jsonl has the rounds \[1, 2\]"):
+    with pytest.raises(SettingsError, match=r"of round 3, but history\.jsonl has the rounds \[1, 2\]"):
         session("FedAvg", tmp_path / "run")
 
 
@@ -250,9 +250,9 @@ def test_clients_go_on_with_what_their_own_disks_hold(
 @pytest.mark.parametrize("case", NEED_CLIENTS)
 def test_a_rule_that_needs_its_clients_memory_is_refused_where_it_is_lost(case: str, tmp_path: Path) -> None:
     session(case, tmp_path / "run", 2, grid=Elsewhere(case, None))
-    with pytest.raises(SettingsError, match=r"needs what its clients keep of their own \(their .*client \d has none"):
+    with pytest.raises(SettingsError, match=r"needs its clients' state \(their .*client \d has none"):
         session(case, tmp_path / "run", grid=Elsewhere(case, None))
-    with pytest.raises(SettingsError, match=r"client \d has that of round 0, and trained in round 2"):
+    with pytest.raises(SettingsError, match=r"client \d has that of round 0, but last trained in round 2"):
         session(case, tmp_path / "run", grid=Elsewhere(case, tmp_path / "empty"))
     with pytest.raises(SettingsError, match="has none"):  # nor in the checkpoint, on the local engine
         session(case, tmp_path / "run")
@@ -328,6 +328,8 @@ def test_a_flower_run_is_resumed_by_its_run_config(straight: Callable[[str], Pat
     assert outcome(out / "FedBN")[0] == outcome(straight("FedBN"))[0]
     with pytest.raises(SettingsError, match="resume is true, but out is empty"):
         serve(Elsewhere("FedBN", None), {"experiment": BASE, "resume": True})
+    with pytest.raises(SettingsError, match="mistyped' has no run to resume"):
+        serve(Elsewhere("FedBN", None), config | {"resume": True, "out": str(tmp_path / "mistyped")})
 
 
 @pytest.fixture(scope="module")

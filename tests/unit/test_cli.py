@@ -95,6 +95,30 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: py
     assert "rounds was 2 and is 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_resuming_where_there_is_no_run_is_an_error(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mistyped"
+    assert cli.main(["run", QUICK, "--engine", engine, "--out", str(out), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "mistyped' has no run to resume; expected one of the folders FixBN" in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_resuming_begins_the_runs_that_had_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "e.yaml", tmp_path / "out"
+    file.write_text("{rounds: 1, clients: 2, train: {steps: 1}, engine: {workers: 0}, runs: {first: {}}}")
+    assert cli.main(["run", str(file), "--out", str(out)]) == 0
+    model = (out / "first" / "model.safetensors").stat()
+    file.write_text(file.read_text().replace("first: {}", "first: {}, second: {seed: 1}"))
+    assert cli.main(["run", str(file), "--out", str(out), "--resume"]) == 0
+    assert "first: finished already" in capsys.readouterr().out
+    assert (out / "first" / "model.safetensors").stat() == model
+    assert json.loads((out / "second" / "summary.json").read_text())["status"] == "finished"
+
+
 def test_a_run_leaves_what_the_design_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert cli.main(["run", QUICK, "engine.workers=0", "--out", str(out)]) == 0
@@ -165,7 +189,7 @@ def test_a_run_stopped_by_ctrl_c_can_be_read_and_resumed_to_the_same_model(tmp_p
     summary = json.loads((stopped / "FixBN" / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert 3 <= summary["rounds"] < 40
-    assert cli.main(["report", str(stopped)]) == 0
+    assert cli.main(["report", str(stopped), "--out", str(tmp_path / "report")]) == 0
     assert cli.main(["run", *words, "--out", str(stopped), "--resume"]) == 0
     assert cli.main(["run", *words, "--out", str(tmp_path / "straight")]) == 0
     resumed, straight = stopped / "FixBN", tmp_path / "straight" / "FixBN"

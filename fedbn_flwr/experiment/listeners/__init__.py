@@ -1,1 +1,1 @@
-"""What happens in a run after each round: evaluation, history, progress, checkpoints."""
+"""The steps of a run after each round: evaluation, history, progress, checkpoint."""

@@ -1,4 +1,4 @@
-"""A run between its rounds, and what listens to it."""
+"""The state of a run between rounds, and the base class of its listeners."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..settings import Settings
 
 @dataclass
 class RunState:
-    """A run after a round."""
+    """The state of a run after a round."""
 
     prepared: Prepared
     grid: GridAround
     identity: Mapping[str, str]  # the config keys that name the run to its clients
-    arrays: ArrayRecord  # what training continues from
-    round: int = 0  # the last one that is done
-    trained: dict[int, int] = field(default_factory=dict)  # client -> the last round that it trained in
-    kept_round: int = 0  # the round that the run would be resumed from
-    line: dict[str, Any] = field(default_factory=dict)  # of the history; the listeners complete it
+    arrays: ArrayRecord  # that training continues from
+    round: int = 0  # the last finished one
+    trained: dict[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
+    kept_round: int = 0  # the round of the last checkpoint
+    line: dict[str, Any] = field(default_factory=dict)  # the round's line in the history; listeners add to it
     stop: bool = False  # the user asked to stop after this round
-    error: BaseException | None = None  # what ended the run before its last round
+    error: BaseException | None = None  # that ended the run before its last round
 
     def __post_init__(self) -> None:
         self.model = self.arrays  # the model for use outside the federation
@@ -38,10 +38,10 @@ class RunState:
 
 
 class Listener:
-    """Is called during a run; a hook that is not overridden does nothing."""
+    """Hooks that are called during a run; by default they do nothing."""
 
     def on_start(self, state: RunState) -> None:
-        """Before the first round of this session."""
+        """Before the first round, or the first one after resuming."""
 
     def on_round(self, state: RunState) -> None:
         """After a round, in the order of the listeners."""

@@ -1,4 +1,4 @@
-"""Writes what it takes to resume the run, and the global model."""
+"""Writes the checkpoint, from which the run can be resumed, and the global model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import Listener, RunState
 class Checkpoint(Listener):
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last whole round, with the global model
+        self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
 
     def on_round(self, state: RunState) -> None:
         run = state.run
@@ -28,7 +28,7 @@ class Checkpoint(Listener):
     def on_end(self, state: RunState) -> None:
         if self.latest is None:
             return
-        if state.grid.node_states() is None:  # nodes keep their memory of this round themselves
+        if state.grid.node_states() is None:  # the nodes store their state of this round themselves
             self._write(state, *self.latest)
         else:  # the engine's nodes may be in the middle of a round
             self.folder.write_model(unpack(self.latest[1]))
@@ -42,11 +42,11 @@ class Checkpoint(Listener):
 
 
 def _snapshot(state: RunState) -> Snapshot:
-    memory: RecordDict | None = None
+    strategy: RecordDict | None = None
     unsaved = None
     try:
-        memory = state.prepared.rule.state()
+        strategy = state.prepared.rule.state()
     except CannotSave as error:
         unsaved = str(error)
     arrays = RecordDict({"arrays": state.arrays})
-    return Snapshot(state.round, state.identity[protocol.TOKEN], arrays, memory, unsaved, dict(state.trained))
+    return Snapshot(state.round, state.identity[protocol.TOKEN], arrays, strategy, unsaved, dict(state.trained))

@@ -1,4 +1,4 @@
-"""Evaluates the models after a round: the global model on the server's test images, and each client's own."""
+"""Evaluates after a round: the global model on the server's test images, and the clients' models on the clients."""
 
 from __future__ import annotations
 
@@ -69,22 +69,22 @@ class Evaluate(Listener):
         model.load_state_dict(state, strict=False)
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         used = "model" if all(norm.running_mean is not None for norm in norms) else "batch"
-        if queried:  # a rule asked clients for them
+        if queried:  # the strategy asked clients for statistics
             used = "query"
         if norms and self.prepared.run.evaluate.statistics == "reestimated":
             model.load_state_dict(reestimate(model, test, device)[0], strict=False)
             used = "reestimated"
         figures = evaluate(model, test, cross_entropy, device)
         figures.pop("num-examples")
-        for domain, some in self.domains.items():
-            figures[f"accuracy_{domain}"] = evaluate(model, some, cross_entropy, device)["accuracy"]
+        for domain, domain_test in self.domains.items():
+            figures[f"accuracy_{domain}"] = evaluate(model, domain_test, cross_entropy, device)["accuracy"]
         return {key.replace("-", "_"): value for key, value in figures.items()} | {"evaluated_with": used}
 
 
 def own_figures(replies: Sequence[Message]) -> dict[str, float]:
-    """What clients measured on test data of their own: the mean over those that have some, each counted alike.
+    """Means of the clients' figures on their own test images, with equal weights, over the clients that have some.
 
-    "own-accuracy" is of all of it, "own-accuracy-DOMAIN" of each domain's part.
+    "own-accuracy" covers all of a client's own test images, "own-accuracy-DOMAIN" those of one domain.
     """
     reported: dict[str, list[float]] = {}
     for reply in replies:

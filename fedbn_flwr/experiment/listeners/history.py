@@ -1,4 +1,4 @@
-"""Writes the run's history and its summary, with what was sent and how long it took."""
+"""Writes the run's history and summary, with its traffic and seconds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class History(Listener):
     def on_end(self, state: RunState) -> None:
         if state.error is None:
             self.summary.status = "finished"
-            self.summary.notes = dict(state.prepared.rule.notes())  # of a run that was resumed after its last round
+            self.summary.notes = dict(state.prepared.rule.notes())  # if the run was resumed after its last round
         elif isinstance(state.error, KeyboardInterrupt | SystemExit):
             self.summary.status = "interrupted"
         else:

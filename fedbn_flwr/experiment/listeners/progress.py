@@ -1,7 +1,7 @@
-"""Shows the progress of runs, as a bar with the time left on a terminal and as plain lines elsewhere; and stops them.
+"""Shows the progress of runs, as a bar on a terminal and as plain lines elsewhere, and stops them on Ctrl-C.
 
-The first Ctrl-C asks the run to stop after its round, so that nothing is lost; the second, and SIGTERM, stop it at
-once, and the rounds after the last checkpoint must be done again.
+The first Ctrl-C stops the run after the current round, so that no work is lost. The second one, and SIGTERM, stop it
+immediately; a resumed run then repeats the rounds after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from .base import Listener, RunState
 
 
 class Progress(Listener):
-    """Follows the runs of an experiment, one after the other; `rounds` are those of each run."""
+    """The progress of an experiment's runs, which follow one another; `rounds` has the number of rounds of each."""
 
     def __init__(self, rounds: Sequence[int], *, plain: bool | None = None) -> None:
         self.console = Console(highlight=False)
-        self.label = ""  # of the run, with its number
+        self.label = ""  # the run's, with its number
         self._plain = plain if plain is not None else not self.console.is_terminal
         self._rounds = rounds
         self._number = 0  # of the run, from 1
-        self._done_rounds = self._counted = 0  # of all runs, and of these in this session
-        self._began = self._spoke = time.monotonic()
+        self._done_rounds = self._counted = 0  # of all runs, and without those of earlier sessions
+        self._began = self._printed = time.monotonic()
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._stop_asked = False
-        self._handlers: dict[signal.Signals, Any] = {}  # those that were there before
+        self._handlers: dict[signal.Signals, Any] = {}  # the previous ones
 
     def __enter__(self) -> Progress:
-        # Python's own handler raises wherever the program is, and in a destructor that is printed and forgotten.
-        # Under Flower this is not the main thread, and a shell's background job must not react to Ctrl-C.
+        # Python's own handler raises at any point of the program, and an exception in a destructor is only printed.
+        # Under Flower this is not the main thread. A shell's background job ignores Ctrl-C, and must continue to.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Flower has one of its own
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Flower sets its own handler
             self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
         if not self._plain:
             self._bar = Bar(
@@ -72,11 +72,11 @@ class Progress(Listener):
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def _terminate(self, number: int, frame: Any) -> None:
-        """At once: the sender may not wait, and may have sent it to the worker processes as well."""
+        """Stop immediately: the sender may not wait, and may have sent SIGTERM to the worker processes too."""
         raise KeyboardInterrupt
 
     def next_run(self, label: str) -> None:
-        """Before each run; raises KeyboardInterrupt where the user asked to stop."""
+        """Called before each run; raises KeyboardInterrupt if the user asked to stop."""
         if self._stop_asked:
             raise KeyboardInterrupt
         self._number += 1
@@ -108,8 +108,8 @@ class Progress(Listener):
             return
         now = time.monotonic()
         last = state.round == state.run.rounds
-        if last or now - self._spoke >= 2:
-            self._spoke = now
+        if last or now - self._printed >= 2:
+            self._printed = now
             left = (now - self._began) / self._counted * (sum(self._rounds) - self._done_rounds)
             ending = "" if last else f"  about {_duration(left)} left"
             self._say(f"{self.label}: round {state.round}/{state.run.rounds}  {figures}{ending}")
@@ -121,7 +121,7 @@ class Progress(Listener):
             self._say(text)
 
     def _say(self, text: str) -> None:
-        # Not through rich: it would wrap lines to the width of a terminal that is not there.
+        # Not with rich, which wraps lines at 80 columns if there is no terminal.
         print(text, file=sys.stdout, flush=True)
 
 

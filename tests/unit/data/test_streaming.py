@@ -336,7 +336,7 @@ def test_a_folder_without_classes_says_what_it_should_hold(folder: Path) -> None
         ("{stream: sometimes}", r"data\.stream is 'sometimes': expected True, False or 'auto'"),
         ("{readers: 0}", r"data\.readers is 0: expected greater than or equal to 1"),
         ("{memory: 0}", r"data\.memory is 0: expected greater than 0"),
-        ("{size: [32]}", r"data\.size: it is \[32\]; expected pixels of a side, or \[height, width\]"),
+        ("{size: [32]}", r"data\.size: found \[32\]; expected pixels per side, or \[height, width\]"),
         ("{fit: middle}", r"data\.fit is 'middle': expected 'stretch' or 'crop'"),
         ("{crop: 7}", r"data\.crop is 7, but 'digits' has one label per image"),
     ],

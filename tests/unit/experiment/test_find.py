@@ -114,7 +114,7 @@ def test_an_override_without_key_or_value_is_refused(word: str) -> None:
 
 
 def test_an_override_below_a_value_is_refused() -> None:
-    with pytest.raises(SettingsError, match="'train' is already given a value"):
+    with pytest.raises(SettingsError, match="'train' has a value already"):
         parse_overrides(["train=3", "train.lr=1"])
 
 

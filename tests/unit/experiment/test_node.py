@@ -8,6 +8,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.node import make_client
 
 SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.steps=2"
@@ -17,9 +18,9 @@ def network(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
 
 
-def client_of(partition: int, experiment: str) -> BNClient:
+def client_of(partition: int, experiment: str, **more: str) -> BNClient:
     run_config = {"experiment": "demo", "set": experiment}
-    node = {"partition-id": partition, "num-partitions": 2}
+    node = {"partition-id": partition, "num-partitions": 2, **more}
     return make_client(Context(1, partition, node, RecordDict(), run_config), {})
 
 
@@ -52,3 +53,16 @@ def test_a_network_of_the_user_s_own_is_built_anew_for_every_client() -> None:
     experiment = SETTINGS.format(norm="bn") + f" model.name={__name__}:network"
     first = client_of(0, experiment).model
     assert client_of(1, experiment).model is not first
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("data", "data-path"), ("data_path", "data-path"), ("num-partition", "num-partitions")]
+)
+def test_a_node_config_with_a_misspelt_key_is_refused(key: str, near: str) -> None:
+    with pytest.raises(SettingsError, match=f"unknown key '{key}'; did you mean '{near}'") as refused:
+        client_of(0, SETTINGS.format(norm="bn"), **{key: "/srv/data"})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_node_config_may_have_keys_of_other_apps() -> None:
+    assert client_of(0, SETTINGS.format(norm="bn"), rack="b7").partition_id == 0

@@ -80,7 +80,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("engine: {name: dask}", ["engine.name is 'dask'", "'local' or 'ray'"]),
         ("strategy: {freeze_round: 1}", ["strategy needs a name"]),
         ("train: {epochs: 1, steps: 2}", ["train: epochs (1) and steps (2) exclude each other"]),
-        ("train: {keep_momentum: true}", ["train: keep_momentum keeps nothing while momentum is 0"]),
+        ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_expected(text: str, words: list[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from fedbn_flwr import cli
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import Traffic
 from fedbn_flwr.results.report import by_domain, find_runs, group, table, write_report
@@ -93,3 +94,21 @@ def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -
     write_report([tmp_path], tmp_path / "out")
     (figures,) = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [point["mean_iou"] for point in figures["curve"]] == [0.31] * 3
+
+
+def test_the_command_writes_into_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        write_run(tmp_path / name / "run", name)
+    write_report([tmp_path / "first"], tmp_path / "first")
+    before = (tmp_path / "first" / "report.md").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDBN_OUT", raising=False)
+    assert cli.main(["report", "first", "second"]) == 0
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("report-")
+    assert f"table: {folder / 'report.md'}\nplot:  {folder / 'report.png'}" in capsys.readouterr().out
+    assert {file.name for file in folder.iterdir()} == {"report.md", "report.png", "report.json"}
+    assert "| second |" in (folder / "report.md").read_text()
+    assert (tmp_path / "first" / "report.md").read_bytes() == before

@@ -11,23 +11,23 @@ from PIL import Image
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.partition import count_partitions
-from fedbn_flwr.results.partition import PartitionCounts, _colours, holdings_table, plot_holdings
+from fedbn_flwr.results.partition import PartitionCounts, _colours, partition_table, plot_partitions
 
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
 
 
 def test_the_table_counts_clients_and_classes() -> None:
-    lines = [line.split() for line in holdings_table(SMALL).splitlines()]
+    lines = [line.split() for line in partition_table(SMALL).splitlines()]
     assert lines[2] == ["client", "images", "classes", "cat", "dog", "owl"]
     assert lines[4] == ["0", "4", "2", "3", ".", "1"]
     assert lines[5] == ["1", "12", "1", ".", "12", "."]
     assert lines[6] == ["all", "16", "3", "3", "12", "1"]
-    assert "images per client: 4 to 12, median 8" in holdings_table(SMALL)
+    assert "images per client: 4 to 12, median 8" in partition_table(SMALL)
 
 
 def test_many_classes_and_clients_are_summed_up() -> None:
     counts = tuple(tuple(100 + i if label == i else 1 for label in range(30)) for i in range(50))
-    text = holdings_table(PartitionCounts("many", tuple(f"c{i}" for i in range(30)), counts))
+    text = partition_table(PartitionCounts("many", tuple(f"c{i}" for i in range(30)), counts))
     assert "c7: 107" in text
     assert "... and 10 more clients" in text
     assert max(map(len, text.splitlines())) < 80
@@ -43,7 +43,7 @@ def test_each_class_has_a_colour_of_its_own(classes: int) -> None:
 
 def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
     """Read from the picture: the second client's bar, of the second class alone, has three times the pixels."""
-    plot_holdings([SMALL], tmp_path / "held.png")
+    plot_partitions([SMALL], tmp_path / "held.png")
     picture = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).astype(int)
     colours = [np.rint(np.array(colour) * 255) for colour in _colours(3)]
     # Columns of pixels that are bars: the legend's patches are far lower.
