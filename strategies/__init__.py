@@ -1,4 +1,4 @@
-"""One Flower Strategy per aggregation rule; import them from `fedbn_flwr.strategies`."""
+"""The strategies, one file each; import them from `fedbn_flwr.strategies`."""
 
 from fedbn_flwr.messages.screening import Reply as Reply
 
@@ -12,7 +12,7 @@ from ._rule import Traits as Traits
 from ._wrapper import Wrapper as Wrapper
 from ._wrapper import as_rule as as_rule
 
-# The rules, one line each: the registry is made of these names.
+# One line for each strategy: `register` collects the registry from these names.
 from .fedavg import FedAvg as FedAvg
 from .fedbn import FedBN as FedBN
 from .fedbs import FedBS as FedBS

@@ -1,7 +1,8 @@
-"""Attributes as Flower's records and back: how a rule's memory, and that of a foreign strategy, is saved.
+"""Converts attributes to Flower's records and back, to save the state of a rule or of any other strategy.
 
-Each value goes by its type: None, booleans, numbers, strings, bytes, and lists, tuples, sets and dicts of these as
-Python literals; NumPy's arrays and numbers, lists, tuples and dicts of arrays; Flower's records.
+The type of a value decides how it is saved: None, booleans, numbers, strings, bytes, and lists, tuples, sets and dicts
+of these become Python literals; NumPy arrays and scalars, and lists, tuples and dicts of arrays, become ArrayRecords;
+Flower's records stay records.
 """
 
 from __future__ import annotations
@@ -23,60 +24,60 @@ _LITERALS = (type(None), bool, int, float, str, bytes)
 
 
 class CannotSave(SettingsError):
-    """A strategy remembers a value that has no place in a RecordDict."""
+    """An attribute of a strategy has a type that cannot be saved in a RecordDict."""
 
 
 def save(values: Mapping[str, Any], owner: str) -> RecordDict:
-    """The values by name, as `load` reads them; CannotSave names the `owner`."""
+    """The records from which `load` restores the values; CannotSave names the `owner`."""
     literals: dict[str, Any] = {}
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
     for name, value in values.items():
         if isinstance(value, Record):
-            found[f"record:{name}"] = value
+            records[f"record:{name}"] = value
         elif _is_literal(value):
             literals[name] = repr(value)
         elif (arrays := _arrays(value)) is not None:
             kind, content = arrays
-            found[f"{kind}:{name}"] = pack(content)
+            records[f"{kind}:{name}"] = pack(content)
         else:
             raise CannotSave(
-                f"{owner}.{name} is a {type(value).__name__}, which cannot be saved; keep numbers, texts, arrays, "
-                "records, or lists and dicts of these"
+                f"{owner}.{name} is a {type(value).__name__}, which cannot be saved; expected numbers, strings, "
+                "arrays, records, or lists and dicts of these"
             )
-    return RecordDict({"literals": ConfigRecord(literals), **found})
+    return RecordDict({"literals": ConfigRecord(literals), **records})
 
 
 def load(records: RecordDict) -> dict[str, Any]:
-    """The values that `save` was given."""
+    """The values that `save` converted to these records."""
     literals = records["literals"]
     assert isinstance(literals, ConfigRecord)
     values = {name: ast.literal_eval(str(text)) for name, text in literals.items()}
     for key, record in records.items():
         kind, colon, name = key.partition(":")
-        if not colon or "/" in kind:  # of a strategy inside
+        if not colon or "/" in kind:  # a record of a wrapped strategy
             continue
         values[name] = record if kind == "record" else _ARRAYS[kind](record)
     return values
 
 
 def nested(name: str, records: RecordDict) -> dict[str, Record]:
-    """The records of a strategy inside, under names of their own."""
+    """The records of a wrapped strategy, prefixed with the name of the attribute that holds it."""
     return {f"{name}/{key}": record for key, record in records.items()}
 
 
 def inside(name: str, records: RecordDict) -> RecordDict:
-    """The records that `nested` renamed, by their first names."""
+    """The inverse of `nested`: the records with the prefix, without it."""
     prefix = f"{name}/"
-    return RecordDict({key.removeprefix(prefix): each for key, each in records.items() if key.startswith(prefix)})
+    return RecordDict({key.removeprefix(prefix): record for key, record in records.items() if key.startswith(prefix)})
 
 
 def _is_literal(value: Any) -> bool:
-    """Whether `ast.literal_eval` makes of the value's repr the same value, types included."""
+    """Whether `ast.literal_eval(repr(value))` returns the same value with the same types."""
     kind = type(value)
     if kind in (list, tuple, set):
         return (kind is not set or bool(value)) and all(map(_is_literal, value))
     if kind is dict:
-        return all(_is_literal(key) and _is_literal(each) for key, each in value.items())
+        return all(_is_literal(key) and _is_literal(item) for key, item in value.items())
     return kind in _LITERALS and not (kind is float and not math.isfinite(value))
 
 
@@ -85,10 +86,10 @@ def _arrays(value: Any) -> tuple[str, Mapping[str, np.ndarray]] | None:
         return "flat", value
     if isinstance(value, np.ndarray | np.generic):
         return ("array" if isinstance(value, np.ndarray) else "scalar"), {"": np.asarray(value, order="C")}
-    if type(value) in (list, tuple) and all(isinstance(each, np.ndarray) for each in value):
-        return type(value).__name__, {str(i): np.asarray(each, order="C") for i, each in enumerate(value)}
+    if type(value) in (list, tuple) and all(isinstance(array, np.ndarray) for array in value):
+        return type(value).__name__, {str(i): np.asarray(array, order="C") for i, array in enumerate(value)}
     if type(value) is dict and all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in value.items()):
-        return "dict", {key: np.asarray(each, order="C") for key, each in value.items()}
+        return "dict", {key: np.asarray(array, order="C") for key, array in value.items()}
     return None
 
 

@@ -1,4 +1,4 @@
-"""Every strategy by name, and how an experiment's `strategy:` section becomes one."""
+"""The strategies by name, and the one that an experiment's `strategy:` section describes."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from ._wrapper import Wrapper
 
 STRATEGIES: dict[str, type[Rule]] = {}
 
-# Arguments that are objects or names of records; a file has no use for them.
+# An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
 _NOT_IN_FILES = {"self", "options", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn"}
 
 
 def register(names: Mapping[str, Any]) -> dict[str, type[Rule]]:
-    """Make STRATEGIES of the rules among the names of this package."""
+    """Fill STRATEGIES with the rules among the names of this package."""
     rules = {name: value for name, value in names.items() if isinstance(value, type) and issubclass(value, Rule)}
     STRATEGIES.update({name: rule for name, rule in rules.items() if rule not in (Rule, Wrapper)})
     return STRATEGIES
 
 
 def arguments(name: str) -> dict[str, inspect.Parameter]:
-    """What a file may set of the strategy `name`, its base's arguments included."""
+    """The arguments of strategy `name` that an experiment file may set, inherited ones included."""
     strategy = STRATEGIES[name]
     inner = strategy.inner if issubclass(strategy, Wrapper) else None
-    # A rule that makes the strategy it wraps has that one's arguments, and its own first class's.
+    # A rule that creates the strategy it wraps passes its options on to that strategy, not to its own base class.
     classes = strategy.__mro__ if inner is None else (strategy, *inner.__mro__)
-    found: dict[str, inspect.Parameter] = {}
+    accepted: dict[str, inspect.Parameter] = {}
     for cls in classes:
         if "__init__" not in vars(cls):
             continue
         parameters = inspect.signature(vars(cls)["__init__"]).parameters
-        found |= {key: p for key, p in parameters.items() if key not in found and key not in _NOT_IN_FILES}
+        accepted |= {key: p for key, p in parameters.items() if key not in accepted and key not in _NOT_IN_FILES}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            break  # it passes nothing on
-    return found
+            break  # without **options it passes no arguments on
+    return accepted
 
 
 def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
-    """The strategy of `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}`.
+    """The strategy that a section such as `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}` describes.
 
-    A rule that wraps takes its `base`, FedAvg where none is given. `defaults` go to every strategy that
-    has such an argument where the file does not set it.
+    A strategy that wraps another one takes it from `base`, by default FedAvg. `defaults` are arguments that the file
+    may omit; each strategy, a base included, receives those that it accepts.
     """
     options = dict(spec)
     name = options.pop("name", None)
@@ -78,7 +78,7 @@ def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
 
 
 def _check_type(name: str, key: str, value: Any, default: Any) -> None:
-    """Flower does not validate its arguments: a string passed as a fraction would only fail mid-run."""
+    """Flower does not validate its arguments: a string given as a fraction would fail only during the run."""
     expected: tuple[type, ...]
     match default:
         case bool():
@@ -86,7 +86,7 @@ def _check_type(name: str, key: str, value: Any, default: Any) -> None:
         case int():
             expected = (int,)
         case float():
-            expected = (int, float) if value != "auto" else (str,)  # the rule says whether it decides by itself
+            expected = (int, float) if value != "auto" else (str,)  # the rule checks whether it supports 'auto'
         case str():
             expected = (str,)
         case _:
@@ -99,7 +99,7 @@ def _check_type(name: str, key: str, value: Any, default: Any) -> None:
 
 
 def describe_strategies() -> dict[str, str]:
-    """Each strategy and the first line of its module, which cites the paper."""
+    """The first line of each strategy's module docstring, which cites the paper."""
     lines = {}
     for name, cls in STRATEGIES.items():
         module = inspect.getmodule(cls)

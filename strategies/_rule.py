@@ -1,8 +1,9 @@
-"""The base of every rule: what it decides in ten hooks, what it is in `traits`, what it remembers in `memory`.
+"""The base class of rules: ten hooks, fixed properties in `traits`, and the rule's state in `memory`.
 
-In the order of a run: `check`, `begin`; in each round `instructions` and `records` go out to the clients, `problem`
-judges each reply, `weights` and `combine` make the new model, `after_round` updates the memory; then `global_model`
-for who evaluates, and `notes` for the summary. A rule overrides the hooks that it changes.
+The hooks in the order of a run: `check` and `begin` prepare it. In each round, `instructions` and `records` are sent to
+the clients, `problem` checks each reply, `weights` and `combine` compute the new model, and `after_round` updates the
+state. `global_model` returns the model to evaluate, and `notes` what the summary reports. A rule overrides only the
+hooks whose behaviour it changes.
 """
 
 from __future__ import annotations
@@ -25,71 +26,73 @@ from ._records import load, save
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """A round as a rule sees it."""
+    """The round in which a hook is called."""
 
     number: int
-    total: int | None  # rounds of the run; None where the run was not started by our `start`
+    total: int | None  # rounds of the run; None if the run was not started by `Rule.start`
     arrays: ArrayRecord  # the global model that the round begins with
-    config: Mapping[str, Any]  # what all clients are sent, without this rule's own instructions
+    config: Mapping[str, Any]  # of the messages to all clients, without this rule's own instructions
     grid: Grid
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a rule is, whatever happens in a run."""
+    """The properties of a rule that do not change during a run."""
 
-    personal: bool = False  # clients end with models of their own, each to be evaluated by itself
+    personal: bool = False  # each client trains its own model, which is evaluated on that client
     has_global_model: bool = True  # the server's arrays are a trained model
-    replaces_norm: bool = False  # clients compute something else in place of batch norm's own arithmetic
-    client_memory: str | None = None  # what training needs clients to keep from round to round, in words
-    kept: frozenset[Role] = frozenset()  # the roles that stay on the client: it is never sent them
-    returned: frozenset[Role] = frozenset()  # of these, the ones that it nevertheless sends back
+    replaces_norm: bool = False  # clients replace the arithmetic of batch norm
+    client_memory: str | None = None  # the state that clients must keep from round to round, described in words
+    kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
+    returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
 
 
 class Rule(Strategy):
-    """A strategy that is written as hooks; `FedAvg` and `Wrapper` say when they are called."""
+    """A strategy written as hooks; `FedAvg` and `Wrapper` call them."""
 
     @dataclass
     class Memory:
-        """What the rule remembers from round to round: reset by `begin`, saved and restored with a run.
+        """The state of the rule: `begin` resets it, a checkpoint saves it, and a resumed run restores it.
 
-        A rule with a memory declares a dataclass of this name, derived from its base's, whose fields have defaults:
-        numbers, strings, arrays, and lists and dicts of these.
+        A rule with state declares a dataclass of this name, derived from its base's. All fields have defaults; they
+        are numbers, strings, arrays, and lists and dicts of these.
         """
 
     traits: Traits = Traits()
     memory: Memory
     num_rounds: int | None = None
-    # Whose replies made the last mean (node ids, in order) and their weights; None for a strategy without this.
+    # The weight of each reply in the last mean, by node id and in the order of the sum. None if the strategy does not
+    # report it.
     shares: Mapping[int, float] | None = None
 
     # --- the hooks ---
 
     def check(self, num_rounds: int) -> None:
-        """Raise SettingsError where the settings do not suit so many rounds; called before any data are loaded."""
+        """Raise SettingsError if the settings do not suit this number of rounds. No data are loaded yet."""
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Prepare for a run that begins with this model; raise SettingsError where the rule does not suit it."""
+        """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
         self.memory = self.Memory()
         self.num_rounds = num_rounds
 
     def instructions(self, round: Round) -> Mapping[str, Any]:
-        """The config keys that ask clients to do their part of the rule."""
+        """The config keys that ask clients to apply the client rule."""
         return {}
 
     def records(self, round: Round) -> Mapping[str, Arrays]:
-        """Arrays beside the model, by record name; clients send such records back, for the parameters they train.
+        """Additional arrays for the clients, by record name.
 
-        An empty record is not sent, but expected back.
+        Each client sends back a record of each name, with an array for every parameter that it trains. An empty
+        record is not sent, but the clients' records are still required.
         """
         return {}
 
     def problem(self, round: Round, reply: Reply) -> str | None:
-        """Why a reply must not be used, or None."""
+        """The reason to refuse a reply, or None."""
         return None
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        """Each reply's weight, up to scale: the client's number of examples."""
+        """The weight of each reply, up to scale: by default the client's number of examples."""
         return [reply.number(protocol.NUM_EXAMPLES) for reply in replies]
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
@@ -97,24 +100,24 @@ class Rule(Strategy):
         raise NotImplementedError
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        """Update the memory from the replies that made the new model."""
+        """Update the state from the replies that were combined into the new model."""
 
     def global_model(self, round: Round) -> ArrayRecord:
-        """The model for use outside the federation after a round, in which `round.arrays` came out."""
+        """The model for use outside the federation, where `round.arrays` is the result of the round."""
         return round.arrays
 
     def notes(self) -> Mapping[str, Any]:
-        """What the rule decided in the run, for the run's summary."""
+        """The rule's entries in the run's summary, for instance the round in which it froze batch norm."""
         return {}
 
     # --- the run ---
 
     def state(self) -> RecordDict:
-        """The memory as records."""
+        """`memory` as records."""
         return save(vars(self.memory), type(self).__name__)
 
     def restore(self, records: RecordDict) -> None:
-        """The inverse of `state`, after `begin`, in a rule made with the same arguments."""
+        """The inverse of `state`, called after `begin` on a rule created with the same arguments."""
         self.memory = self.Memory(**load(records))
 
     def start(
@@ -133,5 +136,5 @@ class Rule(Strategy):
 
 
 def returned_roles(traits: Traits, present: Collection[Role]) -> frozenset[Role]:
-    """The kept roles that clients send back: a server that holds no counters has no use for them."""
+    """The kept roles that clients send back: only those that the server's model contains (it may lack counters)."""
     return traits.kept & traits.returned & frozenset(present)

@@ -1,4 +1,4 @@
-"""Rules compose by wrapping: `FixBN(FedProx(...), freeze_round=50)`, as Flower's privacy strategies do."""
+"""Rules compose by wrapping, for instance `FixBN(FedProx(...), freeze_round=50)`, as Flower's privacy strategies do."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, t
 
 
 def as_rule(strategy: Strategy) -> Rule:
-    """The strategy itself where it is a rule; any other strategy of Flower as a rule that changes nothing."""
+    """The strategy itself if it is a rule; otherwise a rule that forwards every call to it."""
     return strategy if isinstance(strategy, Rule) else Foreign(strategy)
 
 
 class Wrapper(Rule):
-    """A rule around another strategy: its hooks come before or after the other's, and what they leave is passed on.
+    """A rule around another strategy, which it extends.
 
-    Its instructions and records are added to the other's messages; replies in which it finds a problem reach the
-    other as errors; `combine` is what the other makes of the replies.
+    Its instructions and records are added to the messages of the wrapped strategy. A reply in which it finds a problem
+    reaches the wrapped strategy as an error. Its `combine` returns the new model of the wrapped strategy.
     """
 
-    inner: type[Strategy] | None = None  # of a rule that makes the other itself, and takes its arguments
+    inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy) -> None:
         if not isinstance(strategy, Strategy):
@@ -48,10 +48,10 @@ class Wrapper(Rule):
         self.shares = self.rule.shares
         self.memory = self.Memory()
         self.round: Round | None = None
-        self._failed: list[Message] = []  # replies of this round that the wrapped strategy gets as errors
+        self._failed: list[Message] = []  # replies of this round that the wrapped strategy receives as errors
         self._metrics: MetricRecord | None = None
 
-    # --- hooks: the wrapped rule's ---
+    # --- the hooks, delegated to the wrapped rule ---
 
     def check(self, num_rounds: int) -> None:
         self.rule.check(num_rounds)
@@ -80,9 +80,9 @@ class Wrapper(Rule):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
-        told = ConfigRecord({**config, **self.instructions(round)})
-        messages = self.rule.configure_train(server_round, arrays, told, grid)
-        # FedTAN has held its exchanges by now: these are its last messages, and only they carry the records.
+        extended = ConfigRecord({**config, **self.instructions(round)})
+        messages = self.rule.configure_train(server_round, arrays, extended, grid)
+        # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
         records = {name: pack(values) for name, values in self.records(round).items() if values}
         return with_records(messages, records) if records else messages
 
@@ -108,7 +108,7 @@ class Wrapper(Rule):
                 found.append(reply)
             else:
                 self._failed.append(refused(message, problem))
-        # Node ids are random in every run: the sums of Flower's strategies go by partition where it is known.
+        # Flower's strategies add in the order of the replies. Sort by partition: node ids are random in every run.
         found.sort(key=lambda reply: (-1 if reply.partition is None else reply.partition, reply.node))
         weights = self.weights(round, found)
         model = pack(self.combine(round, found, weights))
@@ -141,10 +141,10 @@ class Wrapper(Rule):
 
 
 class Foreign(Rule):
-    """A strategy that is no `Rule`: its methods as they are, and its attributes as its memory.
+    """A strategy that is not a `Rule`: calls are forwarded to it, and its attributes are its state.
 
-    Functions and classes are arguments, which a new instance has as well, and are left out; a strategy inside is saved
-    as any other. What it draws from Python's or NumPy's global generator is not part of its memory.
+    Functions and classes are not saved, since a new instance receives them as arguments. A strategy that it wraps is
+    saved in the same way. The state of Python's and NumPy's global random generators, which it may use, is not saved.
     """
 
     def __init__(self, strategy: Strategy) -> None:

@@ -1,12 +1,13 @@
 """Federated averaging (McMahan et al. 2017, https://arxiv.org/abs/1602.05629), the base of the other rules.
 
-Flower's own FedAvg with the same arguments, except where a number could not be trusted:
+It has the arguments of Flower's FedAvg and differs from it where Flower's results are unreliable:
 
-- The mean keeps dtypes: ten equal integers of 16 stay 16 (Flower returns 15.999999999999998).
-- It is the same whatever the order of replies and the node ids, which are random in every run: clients report
-  their partition, and sums run in its order. So does the choice of clients, where not all take part.
-- A reply that does not fit what was sent, or is not finite, is left out and named; a round that too few
-  clients answered is an error with their reasons, never an empty success.
+- The mean keeps dtypes: the mean of ten integers 16 is 16 (Flower returns 15.999999999999998).
+- The mean does not depend on the order of the replies or on node ids, which are random in every run: clients report
+  their partition, and the sum runs in the order of partitions. The choice of clients, if not all take part, depends
+  on partitions too.
+- A reply whose arrays differ in keys, shapes or dtypes from those that were sent, or are not finite, is left out, and
+  the log names the client. If too few replies remain, the run ends with an error that lists the reasons.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
 class FedAvgOptions(TypedDict, total=False):
-    """The arguments of `FedAvg`, for rules that pass theirs on."""
+    """The arguments of `FedAvg`, for rules that pass them on."""
 
     fraction_train: float
     fraction_evaluate: float
@@ -63,19 +64,19 @@ class FedAvgOptions(TypedDict, total=False):
 
 
 class FedAvg(Rule, FlowerFedAvg):
-    """Flower's FedAvg with its arguments, and these:
+    """Flower's FedAvg with its arguments and two more:
 
     Parameters
     ----------
     seed : int (default: 0)
-        Of the choice of clients, where not all take part.
+        The seed for the choice of clients, if not all take part.
     node_timeout : float (default: 600)
         Seconds to wait for enough nodes to connect.
     """
 
     @dataclass
     class Memory(Rule.Memory):
-        partitions: dict[int, int] = field(default_factory=dict)  # by node id, as far as nodes have reported theirs
+        partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
 
     memory: Memory
     shares: dict[int, float]
@@ -104,9 +105,9 @@ class FedAvg(Rule, FlowerFedAvg):
         self.node_timeout = node_timeout
         self.memory = self.Memory()
         self.shares = {}
-        self.round: Round | None = None  # the one that clients train in
-        self.asked = 0  # clients that were sent its model
-        self.left_out: list[str] = []  # whose replies could not be used, and why
+        self.round: Round | None = None  # the current one
+        self.asked = 0  # number of clients that received the model in this round
+        self.left_out: list[str] = []  # this round's unusable replies: client and reason
 
     # --- sending ---
 
@@ -118,11 +119,11 @@ class FedAvg(Rule, FlowerFedAvg):
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
-        told = dict(self.instructions(round))
-        if self.traits.returned and (back := returned_roles(self.traits, roles(arrays).values())):
-            told[RETURN] = protocol.join(back)
+        instructions = dict(self.instructions(round))
+        if self.traits.returned and (returned := returned_roles(self.traits, roles(arrays).values())):
+            instructions[RETURN] = protocol.join(returned)
         records = {name: pack(values) for name, values in self.records(round).items() if values}
-        return self._messages(round, records, told, nodes, MessageType.TRAIN)
+        return self._messages(round, records, instructions, nodes, MessageType.TRAIN)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -134,12 +135,12 @@ class FedAvg(Rule, FlowerFedAvg):
         return self._messages(round, {}, {}, nodes, MessageType.EVALUATE)
 
     def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The part of the global model that clients are sent: all but the roles that stay on the client."""
+        """The arrays of the global model that clients receive: all roles except those that stay on the client."""
         kept = self.traits.kept
         return record_of(split_by_role(arrays, roles(arrays), kept)[1]) if kept else arrays
 
     def expected(self, arrays: ArrayRecord) -> list[str]:
-        """The keys that a client sends back."""
+        """The keys of the arrays that a client must send back."""
         if not self.traits.kept:
             return list(arrays)
         of = roles(arrays)
@@ -150,18 +151,18 @@ class FedAvg(Rule, FlowerFedAvg):
         self,
         round: Round,
         records: Mapping[str, ArrayRecord],
-        told: Mapping[str, Any],
+        instructions: Mapping[str, Any],
         nodes: Iterable[int],
         kind: str,
     ) -> list[Message]:
-        # A new record: Flower's loop gives every round the same one.
-        config = ConfigRecord({**round.config, **told, protocol.ROUND: round.number})
+        # A new record, since Flower passes the same object in every round.
+        config = ConfigRecord({**round.config, **instructions, protocol.ROUND: round.number})
         arrays = {self.arrayrecord_key: self.outgoing(round.arrays), **records}
         content = RecordDict({**arrays, self.configrecord_key: config})
         return [Message(content, node, kind) for node in nodes]
 
     def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
-        """The nodes of this round: a function of the seed, the round and the partitions."""
+        """The nodes of this round; the choice depends only on the seed, the round and the partitions."""
         partitions = self.memory.partitions
         nodes = self._wait_for_nodes(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):
@@ -182,12 +183,12 @@ class FedAvg(Rule, FlowerFedAvg):
         return nodes if len(nodes) >= needed else wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
-        """Node ids are random in every run; who is chosen must not be."""
+        """The choice of clients depends on partitions, since node ids are random in every run."""
         if not nodes:
             return
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
-        questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
-        for reply in round.grid.send_and_receive(questions, timeout=self.node_timeout):
+        queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
+        for reply in round.grid.send_and_receive(queries, timeout=self.node_timeout):
             if reply.has_content():
                 self._note_partition(reply)
 
@@ -196,7 +197,7 @@ class FedAvg(Rule, FlowerFedAvg):
             self.memory.partitions[reply.metadata.src_node_id] = partition
 
     def _position(self, node: int) -> tuple[int, int, int]:
-        """Sorts nodes by partition; nodes that never reported theirs follow by node id."""
+        """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
         partition = self.memory.partitions.get(node)
         return (1, 0, node) if partition is None else (0, partition, node)
 
@@ -213,39 +214,39 @@ class FedAvg(Rule, FlowerFedAvg):
         round, messages = self.round, list(replies)
         if round is None or self.fraction_train == 0.0:
             return None, None
-        like, expected, names = unpack(round.arrays), self.expected(round.arrays), list(self.records(round))
+        sent, expected, names = unpack(round.arrays), self.expected(round.arrays), list(self.records(round))
 
         def problem(message: Message) -> str | None:
-            if bad := number_problem(only_metrics(message.content), self.weighted_by_key):
-                return bad
+            if wrong := number_problem(only_metrics(message.content), self.weighted_by_key):
+                return wrong
             reply = read_reply(message, self.arrayrecord_key, names)
-            return fault(reply.arrays, like, expected) or self.problem(round, reply)
+            return fault(reply.arrays, sent, expected) or self.problem(round, reply)
 
-        messages = refuse_records(messages, names, like)
+        messages = refuse_records(messages, names, sent)
         usable = self.screen(f"round {server_round}", messages, self.asked, problem)
-        found = [read_reply(message, self.arrayrecord_key, names) for message in usable]
-        weights = self.weights(round, found)
+        read = [read_reply(message, self.arrayrecord_key, names) for message in usable]
+        weights = self.weights(round, read)
         if not sum(weights) > 0:
             raise RunFailed(
                 f"round {server_round}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero"
             )
-        self.shares = {reply.node: weight for reply, weight in zip(found, weights, strict=True)}
-        model = pack(self.combine(round, found, weights))
-        if list(model) != list(round.arrays):  # what did not travel stays as it is
+        self.shares = {reply.node: weight for reply, weight in zip(read, weights, strict=True)}
+        model = pack(self.combine(round, read, weights))
+        if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
-        self.after_round(round, found, weights)
+        self.after_round(round, read, weights)
         return model, self._mean_metrics(usable, self.train_metrics_aggr_fn)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         def problem(message: Message) -> str | None:
             return number_problem(only_metrics(message.content), self.weighted_by_key)
 
-        # A run does not end because an evaluation is missing: no reply is needed.
+        # A missing evaluation must not end the run, so no reply is required.
         usable = self.screen(f"round {server_round}, evaluation", replies, 0, problem)
         return self._mean_metrics(usable, self.evaluate_metrics_aggr_fn) if usable else None
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        """p_i, up to scale: the client's number of examples."""
+        """p_i up to scale, the client's number of examples"""
         return [reply.number(self.weighted_by_key) for reply in replies]
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
@@ -255,9 +256,9 @@ class FedAvg(Rule, FlowerFedAvg):
     def screen(
         self, what: str, replies: Iterable[Message], asked: int, problem: Callable[[Message], str | None]
     ) -> list[Message]:
-        """The replies in which `problem` finds nothing, in the order of partitions; see `admit`."""
+        """The replies for which `problem` returns None, in the order of partitions; see `admit`."""
         usable: dict[int, Message] = {}
-        refused: list[tuple[int, str]] = []  # not by node: for lost nodes Flower replies in the name of the SuperLink
+        refused: list[tuple[int, str]] = []  # not a dict: all error replies for lost nodes have the SuperLink's node id
         for reply in replies:
             node = reply.metadata.src_node_id
             if reply.has_error():
@@ -277,10 +278,11 @@ class FedAvg(Rule, FlowerFedAvg):
     def admit(
         self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
     ) -> list[int]:
-        """The nodes that answered (with the partition each reports) and are not refused, in the order of partitions.
+        """The nodes of `answered` that are not in `refused`, in the order of partitions.
 
-        The log names the others. Where too few of `asked` clients are left, RunFailed says why; with `asked` 0 none
-        are needed.
+        `answered` maps a node to the partition that it reports, `refused` are pairs of node and reason. The log names
+        the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the `asked` clients remain;
+        with `asked` 0 no client is required.
         """
         self.memory.partitions.update({node: number for node, number in answered.items() if number is not None})
         reasons = sorted(f"{self._who(node)}: {reason}" for node, reason in refused)
@@ -299,14 +301,14 @@ class FedAvg(Rule, FlowerFedAvg):
         return sorted(usable, key=self._position)
 
     def _mean_metrics(self, replies: Sequence[Message], mean: MeanOfMetrics) -> MetricRecord:
-        """The clients' mean metrics, of the keys that all of them sent; a partition's number has no mean."""
+        """The mean of each metric that all clients sent; identifiers and numbers of examples are left out."""
         records = [metrics_of(reply.content) for reply in replies]
         common = set.intersection(*(set(record) for record in records))
         common -= {protocol.PARTITION, protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES} - {self.weighted_by_key}
-        kept = [
+        averaged = [
             RecordDict({"metrics": MetricRecord({key: value for key, value in record.items() if key in common})})
             for record in records
         ]
         if not any(record[self.weighted_by_key] for record in records):
-            return MetricRecord()  # a mean over nothing
-        return mean(kept, self.weighted_by_key)
+            return MetricRecord()  # all weights are zero, so there is no mean
+        return mean(averaged, self.weighted_by_key)

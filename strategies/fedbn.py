@@ -1,10 +1,10 @@
-"""FedBN (Li et al. 2021, ICLR, https://arxiv.org/abs/2102.07623): batch norm stays on the client, all else is averaged.
+"""FedBN (Li et al. 2021, ICLR, https://arxiv.org/abs/2102.07623): batch norm stays on the client, the rest is averaged.
 
-Algorithm 1 of the paper: in a round each layer that is not batch norm is replaced by the clients' mean; gamma, beta
-and the running statistics of each client continue from its own last round. So there are as many models as clients, and
-each client is evaluated with its own (`evaluate.clients` is on by default).
+Algorithm 1 of the paper: each round replaces every layer except batch norm by the clients' mean; gamma, beta and the
+running statistics of each client continue from that client's previous round. So every client has its own model and is
+evaluated with it (`evaluate.clients` is on by default).
 
-The paper leaves open which model a user outside the federation uses, and what the server holds; see `global_norm`.
+The paper does not define the server's batch norm, nor a model for users outside the federation; see `global_norm`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .fedavg import FedAvg, FedAvgOptions
 
 
 class LocalNorm(FedAvg):
-    """FedAvg over everything that clients do not keep; for a model without batch norm it is plain FedAvg.
+    """FedAvg over the roles that do not stay on the client; for a model without batch norm it is FedAvg.
 
-    Takes FedAvg's arguments too.
+    Accepts FedAvg's arguments too.
 
     Parameters
     ----------
     global_norm : "average" | "initial" (default: "average")
-        What the global model, which no client uses, has in the place of the clients' batch norm: the mean over
-        the clients of this round, who then send theirs as well; or what the model began with, and nothing of it
-        travels. Neither is ever sent to a client: one that is new begins with the batch norm it was built with.
+        The batch norm of the global model, which no client uses: "average" is the mean over the clients of the round,
+        which send their batch norm for this purpose; "initial" keeps the initial values, and batch norm is not sent.
+        The server never sends batch norm: a new client begins with that of its newly built model.
     """
 
     kept: frozenset[Role]  # the roles that stay on the client
@@ -50,12 +50,12 @@ class LocalNorm(FedAvg):
 class FedBN(LocalNorm):
     """Gamma, beta and the statistics stay on the client.
 
-    Takes LocalNorm's and FedAvg's arguments too.
+    Accepts the arguments of LocalNorm and FedAvg too.
 
     Parameters
     ----------
     share : "nothing" | "statistics" (default: "nothing")
-        With "statistics" these are averaged and sent as in FedAvg, and only gamma and beta stay.
+        With "statistics" the statistics are averaged as in FedAvg, and only gamma and beta stay on the client.
     """
 
     def __init__(

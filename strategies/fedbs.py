@@ -1,17 +1,17 @@
 """FedBS (Idrissi, Berrada, Noubir, "FedBS: Learning on Non-IID Data in Federated Learning using Batch Normalization").
 
-Clients that are behind weigh more: each counts by its training loss, until the losses are close together; then
-FedProx, all alike. Close together means that the standard deviation over a round's clients has been at most epsilon
-for r rounds in a row.
+Each client is weighted by its training loss, so that clients with a higher loss count more. Once the losses are close
+together, training switches to FedProx with equal weights. The losses are close together when their standard deviation
+over the clients has been at most epsilon for r consecutive rounds.
 
-Where the paper leaves a choice:
+Choices that the paper leaves open:
 
-- The loss is the mean over the images of a client's round, as training saw them, which every reply carries.
-- One weight for all that travels, statistics of batch norm included.
-- The paper gives no mu for FedProx: the default is that of our FedProx.
+- The loss is the mean training loss over the images of a client's round, which every reply reports.
+- One weight per client applies to all arrays that are sent, statistics of batch norm included.
+- The paper gives no mu for FedProx; the default is that of `FedProx`.
 
-This is the rule that the paper describes. The authors' public code averages weights alike and pools the statistics that
-all clients sent in all rounds so far; it has neither the loss nor the switch.
+This module implements the method as the paper describes it. The authors' public code averages with equal weights and
+pools the statistics of all clients and all previous rounds; it uses neither the loss nor the switch.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from .fedavg import FedAvg, FedAvgOptions
 class FedBS(FedAvg):
     """FedAvg weighted by loss, then FedProx with equal weights.
 
-    Takes FedAvg's arguments too; `weighted_by_key` has no effect but on the mean of metrics.
+    Accepts FedAvg's arguments too; `weighted_by_key` applies only to the mean of metrics.
 
     Parameters
     ----------
     epsilon : float (default: 0.1)
-        The standard deviation of the clients' losses (of the population) at which they count as alike.
+        The largest (population) standard deviation of the clients' losses at which they count as close together.
     patience : int (default: 5)
-        r, the rounds in a row in which they must.
+        r, the number of consecutive rounds with such losses before the switch.
     proximal_mu : float (default: 0.01)
-        mu of FedProx, from the next round on.
+        mu of FedProx, after the switch.
     """
 
     @dataclass
     class Memory(FedAvg.Memory):
-        alike: int = 0  # rounds in a row in which the losses were close together
-        switch_round: int | None = None  # the first of FedProx
+        alike: int = 0  # consecutive rounds in which the losses were close together
+        switch_round: int | None = None  # the first round of FedProx
 
     memory: Memory
 
@@ -86,12 +86,12 @@ class FedBS(FedAvg):
         loss = reply.metrics.get(protocol.TRAIN_LOSS)
         return (
             f"the reply's metrics have {protocol.TRAIN_LOSS!r} = {loss!r}, which cannot be a weight; expected a "
-            "number, zero or more"
+            "finite number, zero or more"
         )
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         losses = [reply.number(protocol.TRAIN_LOSS) for reply in replies]
-        # Equal losses, zero ones as well, are equal weights to the last bit.
+        # Equal losses, zeros included, give exactly equal weights.
         equal = self.memory.switch_round is not None or len(set(losses)) == 1
         return [1.0] * len(losses) if equal else losses
 

@@ -1,8 +1,8 @@
 """FedProx (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", https://arxiv.org/abs/1812.06127).
 
-FedAvg whose clients add mu/2 ||w - w_t||^2 to their loss, over parameters, w_t being the model they were sent
-(equation 2). The term is the client's; Flower's own key `proximal-mu` asks for it, so this rule drives clients written
-for Flower's FedProx, and Flower's FedProx drives ours.
+FedAvg whose clients add mu/2 ||w - w_t||^2 to their loss, where w are the parameters and w_t those received from the
+server (equation 2). The server requests the term by Flower's key `proximal-mu`, so this strategy works with clients
+written for Flower's FedProx, and Flower's FedProx works with a BNClient.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .fedavg import FedAvg, FedAvgOptions
 class FedProx(FedAvg):
     """FedAvg with a proximal term.
 
-    Takes FedAvg's arguments too.
+    Accepts FedAvg's arguments too.
 
     Parameters
     ----------
     proximal_mu : float (default: 0.01)
-        mu; 0 is FedAvg.
+        mu; with 0 the strategy is FedAvg.
     """
 
     def __init__(self, *, proximal_mu: float = 0.01, **options: Unpack[FedAvgOptions]) -> None:

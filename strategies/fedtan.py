@@ -1,15 +1,15 @@
 """FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", Algorithm 3).
 
-In the first local step every batch norm averages over the clients: forward its batch mean and variance, backward the
-gradients with respect to both. The weighted mean of the clients' gradients is then that of ordinary batch norm on the
-union of their batches. The other E - 1 local steps are ordinary ones.
+In the first local step every batch norm averages over the clients: the batch mean and variance in the forward pass, and
+the gradients with respect to both in the backward pass. The weighted mean of the clients' gradients then equals the
+gradient of ordinary batch norm on the union of the clients' batches. The other E - 1 local steps are ordinary ones.
 
-The client's part is `fedbn_flwr.exchange.step`, the server's loop `fedbn_flwr.exchange.round`: 2L exchanges with L
-batch norms (3L as in the paper), and the model. A client that does not answer an exchange is out of the rest of the
-round, and the weights of the others are normalised again.
+`fedbn_flwr.exchange.step` has the client's computation, `fedbn_flwr.exchange.round` the server's loop. A model with L
+batch norms needs 2L exchanges (3L as in the paper) and the messages with the model. A client that does not answer an
+exchange is left out of the rest of the round, and the weights of the others are normalised again.
 
-Exchanges use Flower's messages, or streams where the deployment has an exchange service
-(`fedbn_flwr.exchange.config`); the numbers are the same.
+Exchanges use Flower's messages, or streams if the deployment has an exchange service (`fedbn_flwr.exchange.config`).
+Both give the same results.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from .fixbn import FixBN
 
 
 class FedTAN(FedAvg):
-    """FedAvg whose first local step has the gradient of the union of the clients' batches.
+    """FedAvg whose first local step uses the gradient of the union of the clients' batches.
 
-    Takes FedAvg's arguments too.
+    Accepts FedAvg's arguments too.
 
     Parameters
     ----------
     exchange : "fused" | "paper" (default: "fused")
-        Mean and variance together, 2L + 1 communication rounds; or one after the other, 3L + 1 as in the paper.
-        The gradient is the same.
+        "fused" exchanges mean and variance together, in 2L + 1 communication rounds; "paper" exchanges one after the
+        other, in 3L + 1. The gradient is the same.
     weights : "data" | "batch" (default: "data")
-        p_i by the clients' data sets, as in the paper, or by their batches. With batches of unequal size only the
-        second gives the gradient of the union.
+        p_i is proportional to the size of the client's data set ("data", as in the paper) or of its batch ("batch").
+        With batches of unequal size only "batch" gives the gradient of the union.
     exchange_timeout : float (default: 600)
-        Seconds that one exchange may take.
+        The time limit of one exchange in seconds.
     direct : ExchangeConfig | bool (default: True)
-        The exchange service for streams between clients and server; True: as the environment names it
-        (`FEDBN_EXCHANGE_ADDRESS`, ...; messages where it names none), False: messages.
+        The exchange service for streams between clients and server: True takes it from the environment
+        (`FEDBN_EXCHANGE_ADDRESS`, ...) or uses messages if none is set; False always uses messages.
     """
 
-    backward = True  # gradients are exchanged too
-    traits = Traits(replaces_norm=True)  # by batch norm over the clients' batches
+    backward = True  # the backward pass exchanges gradients
+    traits = Traits(replaces_norm=True)  # clients normalise over the batches of all clients
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class FedTAN(FedAvg):
             raise SettingsError(f"weights is {weights!r}; expected 'data' or 'batch'")
         if not isinstance(direct, ExchangeConfig | bool):
             raise SettingsError(
-                f"direct is {direct!r}; expected true or false (the address is the deployment's: "
-                "FEDBN_EXCHANGE_ADDRESS in the ServerApp's environment), or a fedbn_flwr.exchange.config.ExchangeConfig"
+                f"direct is {direct!r}; expected true or false (the environment variable FEDBN_EXCHANGE_ADDRESS of the "
+                "ServerApp has the address), or a fedbn_flwr.exchange.config.ExchangeConfig"
             )
         if not exchange_timeout > 0:
-            raise SettingsError(f"exchange_timeout is {exchange_timeout!r}; expected seconds above zero")
+            raise SettingsError(f"exchange_timeout is {exchange_timeout!r}; expected a number of seconds above zero")
         if weights == "batch":
             options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
         super().__init__(**options)
@@ -93,12 +93,12 @@ class FedTAN(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        if (service := self._service()) is not None:  # a wrong setting is an error before the first round
+        if (service := self._service()) is not None:  # report a wrong setting before the first round
             service.check()
             if service.open_to_others:
                 log(
                     WARNING,
-                    "the exchange service at %s has no TLS: others can read and change exchanges",
+                    "the exchange service at %s has no TLS: third parties can read and change exchanges",
                     service.address,
                 )
         if Role.STATISTICS not in roles(arrays).values():
@@ -108,7 +108,7 @@ class FedTAN(FedAvg):
             )
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        if _frozen(round.config):  # there are no batch statistics to exchange
+        if _frozen(round.config):  # frozen batch norms compute no batch statistics
             return {}
         return {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward}
 
@@ -166,11 +166,11 @@ class FedTAN(FedAvg):
 
 
 class FedAvgGlobalStats(FedTAN):
-    """FedTAN's forward exchange only: the papers' "FedAvg + Algorithm 2", and their stand-in for FedDNA.
+    """FedTAN's forward exchange only: the papers' "FedAvg + Algorithm 2", and their substitute for FedDNA.
 
-    Batches are normalised with the cohort's statistics; backward each client uses its own gradients with respect
-    to them. The papers do not say what replaces the exchange there: taking the client's own in place of the mean
-    over clients is Algorithm 3 without its communication, and exact for one client.
+    Clients normalise batches with the cohort's statistics; in the backward pass each client uses its own gradients with
+    respect to them. The papers do not specify the backward pass. Using the client's own gradients instead of their mean
+    over the clients is Algorithm 3 without its communication, and exact for one client.
     """
 
     backward = False
@@ -179,12 +179,12 @@ class FedAvgGlobalStats(FedTAN):
 class FedTANII(FixBN):
     """FedTAN for M rounds, then FedAvg with the statistics frozen (FedTAN paper, Section 5).
 
-    Takes FedTAN's arguments too.
+    Accepts FedTAN's arguments too.
 
     Parameters
     ----------
     fedtan_rounds : int | float (default: 0.1)
-        M, a round as an int or a fraction of all rounds as a float.
+        M, a number of rounds as an int or a fraction of all rounds as a float.
     """
 
     inner = FedTAN

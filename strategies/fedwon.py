@@ -1,11 +1,11 @@
 """FedWon (Zhuang, Lyu, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv 2306.05879).
 
-No normalisation at all: batch norms are taken out, convolutions are reparametrised by scaled weight standardisation
-(`model.norm=won`, see `fedbn_flwr.norms.wsconv`), and clients clip their gradients adaptively. What remains for
-the server is FedAvg.
+The network has no normalisation layers: batch norms are removed, convolutions are reparametrised by scaled weight
+standardisation (`model.norm=won`, see `fedbn_flwr.norms.wsconv`), and clients clip their gradients adaptively. The
+server averages as FedAvg does.
 
-The paper's lambda is 0.1; it is meant for larger batches, and small ones (1 to 4 images) do without clipping. The last
-linear layer is not clipped, as in Brock et al. 2021, where the method comes from.
+The paper uses lambda = 0.1 for larger batches and no clipping for small ones (1 to 4 images). The last linear layer is
+not clipped, as in Brock et al. 2021, who introduced adaptive clipping.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .fedavg import FedAvg, FedAvgOptions
 
 
 class FedWon(FedAvg):
-    """FedAvg of a network without normalisation.
+    """FedAvg for a network without normalisation.
 
-    Takes FedAvg's arguments too.
+    Accepts FedAvg's arguments too.
 
     Parameters
     ----------
     clip : float or None (default: 0.1)
-        lambda: a unit's gradient is at most so many times as long as its weights. None or 0 clips nothing.
+        lambda, the largest ratio of a unit's gradient norm to its weight norm; None or 0 turns clipping off.
     """
 
     def __init__(self, *, clip: float | None = 0.1, **options: Unpack[FedAvgOptions]) -> None:

@@ -1,9 +1,9 @@
 """FixBN (Zhong, Chen, Chao, "Making Batch Normalization Great in Federated Deep Learning").
 
-Train with batch norm as usual up to round T*, then freeze the aggregated statistics: from then on every batch
-norm normalises with the same global mean and variance in training as in evaluation, while gamma, beta and the
-rest of the network keep training. That removes the mismatch between a client's batch statistics and the
-global ones, at no cost in communication.
+Train with ordinary batch norm up to round T*, then freeze the aggregated statistics: in later rounds every batch norm
+normalises with the global mean and variance, in training as in evaluation, while gamma, beta and the other layers
+continue to train. This removes the mismatch between a client's batch statistics and the global statistics without
+additional communication.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ class FixBN(Wrapper):
     Parameters
     ----------
     strategy : Strategy
-        What trains and aggregates, for instance `FedAvg()`.
+        The strategy that trains and aggregates, for instance `FedAvg()`.
     freeze_round : int | float | "auto" (default: 0.5)
-        T*, the last round with ordinary batch norm: a round as an int (0 freezes the statistics the model came with;
-        the number of rounds never freezes), or a fraction of all rounds as a float. The paper's default is half.
-        "auto" decides as in its Appendix B.6: see `window` and `threshold`.
+        T*, the last round with ordinary batch norm: a round as an int (with 0 the initial statistics are frozen, with
+        the number of rounds nothing is), or a fraction of all rounds as a float. The paper's default is half.
+        "auto" applies the criterion of its Appendix B.6; see `window` and `threshold`.
     freeze : sequence of str (default: ["statistics"])
-        What is frozen: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H) and
-        freezes only the statistics.
+        The roles to freeze: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H)
+        and freezes only the statistics.
     window : int (default: 10)
-        W, with "auto": rounds over which the variance of the change is taken.
+        W, with "auto": the number of rounds over which the variance of the change is computed.
     threshold : float (default: 1e-4)
-        tau, with "auto": freeze after the first round in which that variance is below tau for every client. The paper
-        does not say how the change of a client's statistics from one round to the next is measured: here it is their
-        distance relative to their length, |s_t - s_(t-1)| / |s_(t-1)|, so that tau does not depend on the model. The
-        server takes them from the replies that it aggregates anyway.
+        tau, with "auto": freeze after the first round in which this variance is below tau for every client. The paper
+        does not define the change of a client's statistics from one round to the next. Here it is the relative
+        distance |s_t - s_(t-1)| / |s_(t-1)|, so that tau does not depend on the size of the model. The statistics are
+        those of the clients' replies.
     """
 
     @dataclass
     class Memory(Wrapper.Memory):
         last_free: int | None = None  # T*; with "auto" the number of rounds until it is decided
-        last: dict[str, Array] = field(default_factory=dict)  # with "auto", each client's last statistics s_t,
-        changes: dict[str, list[float]] = field(default_factory=dict)  # and how far they moved in its last W rounds
+        last: dict[str, Array] = field(default_factory=dict)  # with "auto": each client's last statistics s_t
+        changes: dict[str, list[float]] = field(default_factory=dict)  # with "auto": their changes in W rounds
 
     memory: Memory
-    argument = "freeze_round"  # the name of T* among the arguments
+    argument = "freeze_round"  # the name of the argument T*, for errors
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class FixBN(Wrapper):
             )
         if isinstance(freeze_round, float) and freeze_round > 1:
             raise SettingsError(
-                f"{self.argument} is {freeze_round!r}; as a fraction of the rounds it must be at most 1.0, and a round "
-                f"is written without a point: {int(freeze_round)}"
+                f"{self.argument} is {freeze_round!r}; a fraction of the rounds must be at most 1.0, and a round is an "
+                f"integer: {int(freeze_round)}"
             )
         names = [freeze] if isinstance(freeze, str) else list(freeze)
         if not names or not set(names) <= FREEZABLE:
             raise SettingsError(f"freeze is {freeze!r}; expected one or both of {sorted(map(str, FREEZABLE))}")
         if window < 2:
-            raise SettingsError(f"window is {window}; a variance needs at least 2 rounds")
+            raise SettingsError(f"window is {window}; expected at least 2 rounds, since a variance needs two values")
         if not threshold > 0:
             raise SettingsError(f"threshold is {threshold}; expected a number above zero")
         self.freeze_round = freeze_round
@@ -126,8 +126,8 @@ class FixBN(Wrapper):
         return {FREEZE: protocol.join(self.freeze)} if self._frozen(round) else {}
 
     def problem(self, round: Round, reply: Reply) -> str | None:
-        """A client that ignores the request trains something else: refuse it rather than average it."""
-        # What FedBN's clients keep they freeze each as their own: the server's is not what they have.
+        """Refuse the reply of a client that ignored the freeze: it trained a different model."""
+        # Roles that stay on the client (FedBN) are frozen there with the client's own values: do not compare them.
         for key, sent in self._frozen(round, self.freeze - self.traits.kept).items():
             value = reply.arrays.get(key)
             # Some of Flower's strategies send float64 to a model of float32.
@@ -141,35 +141,38 @@ class FixBN(Wrapper):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = super().combine(round, replies, weights)
-        # A mean of equal numbers may be a rounding error off; what is frozen does not move at all.
+        # The mean of equal numbers may differ from them by a rounding error, but frozen arrays must not change at all.
         frozen = {key: value for key, value in self._frozen(round).items() if key in model}
         return {**model, **frozen} if frozen else model
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        """With "auto", freeze from the next round on where every client's statistics change at a steady rate."""
+        """With "auto", freeze from the next round on if every client's statistics change at a steady rate."""
         if self.freeze_round == "auto" and not self._frozen(round):
-            steady = [self._is_steady(reply) for reply in replies]  # of each: all memories are updated
+            steady = [self._is_steady(reply) for reply in replies]  # a list, since each call updates the state
             if steady and all(steady):
                 self.memory.last_free = round.number
 
     def _frozen(self, round: Round, which: frozenset[Role] | None = None) -> Arrays:
-        """The arrays that stand still in a round: none up to round T*."""
+        """The arrays that are frozen in a round: none up to round T*."""
         if self.memory.last_free is None:
             raise RuntimeError(
-                f"freeze_round={self.freeze_round!r} depends on the number of rounds, which is not known: start the "
-                "run by the outermost strategy's start(), or give a round"
+                f"freeze_round={self.freeze_round!r} depends on the number of rounds, which is unknown; start the "
+                "run by the start() of the outermost strategy, or give freeze_round as an int"
             )
         if round.number <= self.memory.last_free:
             return {}
         return split_by_role(unpack(round.arrays), roles(round.arrays), self.freeze if which is None else which)[0]
 
     def _is_steady(self, reply: Reply) -> bool:
-        """Add a client's change |s_t - s_(t-1)| / |s_(t-1)|; whether its variance over W rounds is below tau."""
+        """Record a client's change |s_t - s_(t-1)| / |s_(t-1)|; is the variance of W changes below tau?"""
         statistics = split_by_role(reply.arrays, roles(reply.arrays), {Role.STATISTICS})[0]
         if not statistics:
-            raise SettingsError("freeze_round is 'auto', but the clients send no statistics to decide by")
+            raise SettingsError(
+                f"{self.argument} is 'auto', but the clients send no statistics to measure; expected a round or a "
+                "fraction of the rounds"
+            )
         vector = np.concatenate([array.ravel().astype(np.float64) for array in statistics.values()])
-        # By partition where the client reports it: node ids are new when a run is resumed elsewhere.
+        # By partition if the client reports it, since node ids change when a run is resumed.
         who = f"node {reply.node}" if reply.partition is None else f"partition {reply.partition}"
         changes = self.memory.changes.setdefault(who, [])
         if (last := self.memory.last.get(who)) is not None:

@@ -1,11 +1,11 @@
 """Maintained global momentum (Zhong, Chen, Chao, "Making Batch Normalization Great in Federated Deep Learning").
 
-Clients that begin every round with a momentum of zero lose it, the more so the shorter a round. Here they send their
-SGD's momentum along with the model; the server averages both alike, and the next round begins with the mean. With
-one full-batch step a round and equal clients that is centralised SGD with momentum. Messages grow by the size of the
-parameters: upwards from the first round on, downwards from the second.
+Clients that reset momentum to zero in every round lose much of its effect, especially if rounds are short. Here clients
+send the momentum buffers of SGD with the model; the server averages both with the same weights, and the next round
+begins with the mean. With one full-batch step per round and equal clients the result is centralised SGD with momentum.
+Messages grow by the size of the parameters: replies from the first round on, messages to clients from the second.
 
-The paper's other variant, maintained local momentum, needs only the client: `train.keep_momentum`.
+The paper's other variant, maintained local momentum, is an option of the client: `train.keep_momentum`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._wrapper import Wrapper
 
 
 class GlobalMomentum(Wrapper):
-    """Average the clients' momentum as the model is, around any of our strategies."""
+    """Averages the clients' momentum with the weights of the wrapped strategy, which must be a rule of this project."""
 
     @dataclass
     class Memory(Wrapper.Memory):
@@ -38,8 +38,8 @@ class GlobalMomentum(Wrapper):
         super().__init__(strategy)
         if self.shares is None:
             raise SettingsError(
-                f"GlobalMomentum averages as its base does, and {type(strategy).__name__} does not report how; wrap "
-                "one of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
+                f"GlobalMomentum averages with the weights of its base, and {type(strategy).__name__} does not report "
+                "them; wrap one of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
             )
 
     def instructions(self, round: Round) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """HeteroFL's static batch norm (Diao et al. 2021, ICLR, https://arxiv.org/abs/2010.01264, section 3, "sBN").
 
-Clients normalise with the statistics of each batch and track none while they train; gamma and beta are averaged with
-the weights. "Static" is the layer (model.norm=sbn), so this rule is FedAvg and, where one is asked for, the query
-after training: the paper estimates the global statistics once, from all clients' data under the global model, and its
-authors' code as the cumulative mean over the batches of the whole training set. Over the clients in order that is the
-mean of theirs weighted by their numbers of batches. HeteroFL's models of several widths are not part of this.
+Clients normalise with the statistics of each batch and track no running statistics; gamma and beta are averaged like
+the weights. The static layer is part of the model (model.norm=sbn), so this strategy is FedAvg with an optional query
+for statistics. The paper estimates the global statistics once, after training, from all clients' data under the global
+model; the authors' code computes them as the cumulative mean over the batches of the whole training set. That is the
+mean of the clients' statistics, weighted by their numbers of batches. HeteroFL's models of different widths are not
+implemented.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from .fedavg import FedAvg, FedAvgOptions
 class HeteroBN(FedAvg):
     """FedAvg for models with static batch norm.
 
-    Takes FedAvg's arguments too.
+    Accepts FedAvg's arguments too.
 
     Parameters
     ----------
     statistics : "batch" | "query" (default: "batch")
-        What the global model normalises with when it is tested: each test batch's own statistics, or those that
-        all clients are asked for, in rounds that are evaluated. Clients' own evaluation uses the batch's.
+        The statistics with which the global model is evaluated: those of each test batch, or the mean over all
+        clients, which are queried in every round that is evaluated. Clients always evaluate with batch statistics.
     query_timeout : float (default: 3600)
-        Seconds that the clients may take to answer.
+        The time limit of the query in seconds.
     """
 
     def __init__(
@@ -55,25 +56,25 @@ class HeteroBN(FedAvg):
         super().begin(num_rounds, arrays)
         if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
             raise SettingsError(
-                f"HeteroBN trains static batch norm, and the model tracks statistics ({tracked[0]!r}); use "
+                f"HeteroBN trains static batch norm, but the model tracks statistics ({tracked[0]!r}); use "
                 "model.norm=sbn, or convert_norm(model, 'sbn') on server and clients"
             )
 
     def global_model(self, round: Round) -> ArrayRecord:
-        """The model with the statistics of all clients' data under it."""
+        """The model, with "query" including the statistics of all clients' data under it."""
         if self.statistics == "batch":
             return round.arrays
-        told = ConfigRecord({**protocol.run_keys(round.config), protocol.ROUND: round.number})
-        content = RecordDict({self.arrayrecord_key: round.arrays, self.configrecord_key: told})
+        config = ConfigRecord({**protocol.run_keys(round.config), protocol.ROUND: round.number})
+        content = RecordDict({self.arrayrecord_key: round.arrays, self.configrecord_key: config})
         nodes = self._wait_for_nodes(round.grid, self.min_available_nodes)
-        questions = [Message(content, node, protocol.STATISTICS_QUERY) for node in nodes]
+        queries = [Message(content, node, protocol.STATISTICS_QUERY) for node in nodes]
         what = f"round {round.number}, statistics"
-        answered = round.grid.send_and_receive(questions, timeout=self.query_timeout)
-        messages = self.screen(what, answered, len(nodes), lambda message: None)
-        like = read_reply(messages[0], self.arrayrecord_key).arrays
+        answers = round.grid.send_and_receive(queries, timeout=self.query_timeout)
+        messages = self.screen(what, answers, len(nodes), lambda message: None)
+        first = read_reply(messages[0], self.arrayrecord_key).arrays
 
         def problem(message: Message) -> str | None:
-            return fault(read_reply(message, self.arrayrecord_key).arrays, like)
+            return fault(read_reply(message, self.arrayrecord_key).arrays, first)
 
         messages = self.screen(what, messages, len(messages), problem)
         replies = [read_reply(message, self.arrayrecord_key) for message in messages]

@@ -1,12 +1,13 @@
-"""Keeps server optimisers away from batch norm's statistics.
+"""Averages batch norm's statistics, for use around server optimisers.
 
-FedAdam, FedAvgM and others take the clients' mean as a pseudo-gradient and step along it (Reddi et al. 2021,
-https://arxiv.org/abs/2003.00295). A running variance that is stepped like a weight can overshoot below zero. Around
-such a strategy, statistics and counters are the plain weighted mean of the clients', and all else is as it decides:
+FedAdam, FedAvgM and others treat the clients' mean change as a pseudo-gradient and take an optimiser step along it
+(Reddi et al. 2021, https://arxiv.org/abs/2003.00295). Such a step can make a running variance negative. This wrapper
+replaces the statistics and counters by the weighted mean of the clients' values and leaves the other arrays to the
+wrapped strategy:
 
     MeanStatistics(FedAdam(eta=0.01))
 
-Robust rules such as Krum choose among whole replies and need no such help.
+Robust strategies such as Krum choose among whole replies and do not need this wrapper.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ._wrapper import Wrapper
 class MeanStatistics(Wrapper):
     """Any strategy, with statistics and counters of batch norm averaged by number of examples.
 
-    Replies that do not fit what was sent, or are not finite, are left out first: Flower's strategies do not look.
+    Replies whose arrays do not match those that were sent, or are not finite, are left out first, since Flower's
+    strategies do not check them.
     """
 
     def problem(self, round: Round, reply: Reply) -> str | None:
@@ -34,7 +36,7 @@ class MeanStatistics(Wrapper):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
-        # In the dtypes that were sent: FedAdam returns float64 for all it steps.
+        # Keep the dtypes that were sent: FedAdam returns float64 arrays.
         stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, replies, weights).items()}
         of_norms = split_by_role(sent, roles(sent), {Role.STATISTICS, Role.COUNTER})[0]
         statistics = [{key: reply.arrays[key] for key in of_norms} for reply in replies]

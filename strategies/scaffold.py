@@ -1,15 +1,15 @@
 """SCAFFOLD (Karimireddy et al. 2020, "Stochastic Controlled Averaging", https://arxiv.org/abs/1910.06378, Algorithm 1).
 
-Each client i keeps a control variate c_i, its guess at its own gradient, and the server keeps c, the mean of them
-all. Local steps go along g_i(y) + c - c_i, which takes the clients' drift out. The client's part
-(`fedbn_flwr/client/rules/scaffold.py`) sends back the change of c_i beside its model.
+Each client i keeps a control variate c_i, an estimate of its gradient, and the server keeps their mean c. Local steps
+use g_i(y) + c - c_i, which corrects the drift of the clients. The client rule (`fedbn_flwr/client/rules/scaffold.py`)
+sends back the change of c_i with the model.
 
-Where the paper leaves a choice:
+Choices that the paper leaves open:
 
-- c_i becomes the mean of the round's gradients. Without momentum and weight decay that is the paper's option II,
-  c_i - c + (x - y_i) / (K lr), and with them it still is a gradient.
-- x is averaged as FedAvg does, by number of examples; the paper has equal clients and a server step of 1.
-- Control variates are of parameters. Statistics of batch norm have no gradient, and are averaged as the rest of x.
+- c_i becomes the mean of the round's gradients. Without momentum and weight decay this equals the paper's option II,
+  c_i - c + (x - y_i) / (K lr); with them it is still a gradient.
+- x is averaged by number of examples, as in FedAvg; the paper has equal weights and a server step size of 1.
+- Only parameters have control variates. Statistics of batch norm have no gradient and are averaged like the rest of x.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scaffold(FedAvg):
         return {CONTROL: True}
 
     def records(self, round: Round) -> dict[str, Arrays]:
-        return {CONTROL_RECORD: self.memory.control}  # there c, and back c_i+ - c_i
+        return {CONTROL_RECORD: self.memory.control}  # the server sends c and receives c_i+ - c_i
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: c <- c + |S|/N * 1/|S| sum_i (c_i+ - c_i)"""

@@ -1,8 +1,8 @@
 """SiloBN (Andreux et al. 2020, https://arxiv.org/abs/2008.07424): batch norm's statistics stay on the client.
 
-Gamma and beta are averaged like the weights; running mean and variance, which describe one client's data, never mix.
-For data of none of the clients the paper takes statistics of that data, as AdaBN does: `evaluate.statistics:
-reestimated` judges the global model so.
+Gamma and beta are averaged like the weights; the running mean and variance, which describe one client's data, are not.
+For data from outside the federation the paper uses the statistics of those data, as AdaBN does; `evaluate.statistics:
+reestimated` evaluates the global model in this way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from .fedbn import LocalNorm
 
 
 class SiloBN(LocalNorm):
-    """FedAvg of all but the statistics of batch norm; the arguments are LocalNorm's and FedAvg's."""
+    """FedAvg of all arrays except the statistics of batch norm; the arguments are those of LocalNorm and FedAvg."""
 
     kept = frozenset({Role.STATISTICS, Role.COUNTER})

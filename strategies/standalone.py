@@ -1,8 +1,9 @@
-"""Standalone: each client trains on its own, the lower bound that a federation has to beat.
+"""Standalone: each client trains separately, the baseline that federated training has to improve on.
 
-A round has its messages, but no array travels. Clients begin with the model they were built with, the same for all
-where they build it from one seed, and keep everything from round to round. There is no global model, so a run's
-accuracy is the mean over the clients. (The upper bound, training on all data in one place, is FedAvg with one client.)
+The messages of a round contain no arrays. Each client begins with its newly built model, which is the same for all
+clients if they use the same seed, and keeps all arrays from round to round. There is no global model, so the accuracy
+of a run is the mean over the clients. (The opposite baseline, training on all data in one place, is FedAvg with one
+client.)
 """
 
 from __future__ import annotations
@@ -14,6 +15,6 @@ from .fedavg import FedAvg
 
 
 class Standalone(FedAvg):
-    """FedAvg that shares nothing; the arguments are FedAvg's."""
+    """FedAvg that sends no arrays; the arguments are FedAvg's."""
 
     traits = Traits(personal=True, has_global_model=False, client_memory="their models", kept=frozenset(Role))

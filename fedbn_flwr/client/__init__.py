@@ -1,1 +1,1 @@
-"""The client: local training of any PyTorch model, and the client half of each rule."""
+"""The client: local training of any PyTorch model, and the client rules."""

@@ -1,7 +1,4 @@
-"""Messages to clients: `client_app` serves a BNClient, or any NumPyClient, to message-based strategies.
-
-app = client_app(make_client)
-"""
+"""`client_app(make_client)`: a ClientApp that serves message-based strategies by BNClients or other NumPyClients."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.messages.screening import arrays_of
 
 from .client import BNClient, Config
 from .layerwise import abandon_parked, parked_rounds, train_by_messages, train_over_stream
@@ -31,20 +29,20 @@ Make = Callable[[], NumPyClient]
 
 
 class ClientFailed(FedbnError, RuntimeError):
-    """What a client answers when it could not do as asked."""
+    """The error of a client that could not handle a message; Flower sends it to the server as an error reply."""
 
 
 def client_app(make_client: MakeClient) -> ClientApp:
-    """A ClientApp that serves `make_client(context)` to message-based strategies, Flower's and ours.
+    """A ClientApp that handles the messages of Flower's and this project's strategies.
 
-    `make_client` is called for each message and returns a BNClient or any other NumPyClient; one with two
-    parameters is given the message's config as well. Whatever goes wrong becomes Flower's error reply, which
-    names the partition and what failed.
+    `make_client(context)` is called for each message and returns a BNClient or any other NumPyClient. If the function
+    has a second parameter, it receives the config of the message. An exception becomes Flower's error reply, which
+    names the partition and the task that failed.
     """
     app = ClientApp()
     takes_config = len(inspect.signature(make_client).parameters) > 1
 
-    def answer(what: str, handle: Handler, message: Message, context: Context) -> Message:
+    def answer(task: str, handle: Handler, message: Message, context: Context) -> Message:
         def make() -> NumPyClient:
             if not takes_config:
                 return make_client(context)  # type: ignore[call-arg]
@@ -54,9 +52,9 @@ def client_app(make_client: MakeClient) -> ClientApp:
             on_disk = "state" in context.node_config
             with stored_state(message, _config(message), context) if on_disk else nullcontext():
                 return Message(handle(make, message, context), reply_to=message)
-        except (Exception, SystemExit) as error:  # sys.exit() in a handler would take Flower's process along
+        except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             who = context.node_config.get("partition-id", f"node {context.node_id}")
-            raise ClientFailed(f"client {who} could not {what}: {type(error).__name__}: {error}") from error
+            raise ClientFailed(f"client {who} could not {task}: {type(error).__name__}: {error}") from error
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -64,7 +62,7 @@ def client_app(make_client: MakeClient) -> ClientApp:
         if protocol.COHORT_STEP in config:
             return answer("train", _train_by_messages, message, context)
         if parked_rounds:
-            abandon_parked(context)  # the server has continued without the end of that round
+            abandon_parked(context)  # this message starts another round, so the server has ended the parked one
         return answer("train", _train_over_stream if protocol.DIRECT in config else _train, message, context)
 
     @app.evaluate()
@@ -92,20 +90,20 @@ Handler = Callable[[Make, Message, Context], RecordDict]
 
 
 def _train(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), _arrays(message), _config(message)
+    client, record, config = make(), arrays_of(message.content), _config(message)
     if isinstance(client, BNClient):
         return _reply(client.train_round(unpack(record), config, _extras(message, record)))
-    # NumPyClient knows positions, not names: the reply takes the names of the message.
+    # A NumPyClient identifies arrays by position, not by name: the reply uses the names of the message.
     protocol.check_known(config, protocol.OF_RUN)
     values, num_examples, extra = client.fit([a.numpy() for a in record.values()], _plain(config))
     if len(values) != len(record):
-        raise MessageError(f"fit() returned {len(values)} arrays for the {len(record)} it was given")
+        raise MessageError(f"fit() received {len(record)} arrays and returned {len(values)}; expected the same number")
     arrays = dict(zip(record, values, strict=True))
     return _reply(Update(arrays, {protocol.NUM_EXAMPLES: num_examples, **extra} | _place(context), {}))
 
 
 def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), _arrays(message), _config(message)
+    client, record, config = make(), arrays_of(message.content), _config(message)
     if isinstance(client, BNClient):
         metrics = client.evaluate_round(unpack(record), config)
     else:
@@ -117,12 +115,12 @@ def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
 def _partition(make: Make, message: Message, context: Context) -> RecordDict:
     config = _config(message)
     if config.get(protocol.READY):
-        make()  # a site's errors appear before any training
+        make()  # raises errors in the site's data or model before any training
     return RecordDict({"metrics": _numbers(_place(context) | return_to_round(config, context))})
 
 
 def _place(context: Context) -> dict[str, Any]:
-    """The node's partition, where it has one: node ids are random, and replies are put in an order."""
+    """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
     partition = context.node_config.get("partition-id")
     return {} if partition is None else {protocol.PARTITION: int(partition)}
 
@@ -131,20 +129,20 @@ def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
     client = make()
     if not isinstance(client, BNClient):
         raise MessageError(f"{type(client).__name__} cannot report statistics of its data; a BNClient can")
-    return _reply(client.statistics_round(unpack(_arrays(message)), _config(message)))
+    return _reply(client.statistics_round(unpack(arrays_of(message.content)), _config(message)))
 
 
 # --- layer-wise rounds -------------------------------------------------------
 
 
 def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = _arrays(message), _plain(_config(message))
+    record, config = arrays_of(message.content), _plain(_config(message))
     outcome = train_by_messages(_bn_client(make), message.content, config, _extras(message, record), context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
 
 
 def _train_over_stream(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = _arrays(message), _plain(_config(message))
+    record, config = arrays_of(message.content), _plain(_config(message))
     return _reply(train_over_stream(_bn_client(make), unpack(record), config, _extras(message, record)))
 
 
@@ -159,16 +157,6 @@ def _bn_client(make: Make) -> Callable[[], BNClient]:
 
 
 # --- records -----------------------------------------------------------------
-
-
-def _arrays(message: Message) -> ArrayRecord:
-    """The model's arrays; a lone record may have any name, as Flower's strategies allow."""
-    records = arrays_in(message.content)
-    if "arrays" in records:
-        return records["arrays"]
-    if len(records) != 1:
-        raise MessageError(f"expected an ArrayRecord 'arrays' in the message, found {list(records) or 'none'}")
-    return next(iter(records.values()))
 
 
 def _config(message: Message) -> ConfigRecord:
@@ -189,7 +177,7 @@ def _plain(config: ConfigRecord) -> dict[str, Any]:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:
-    """Plain numbers: a MetricRecord takes neither booleans nor NumPy's scalars."""
+    """The numbers among the metrics as Python's types: a MetricRecord accepts neither booleans nor NumPy scalars."""
     plain = MetricRecord()
     for key, value in metrics.items():
         if isinstance(value, bool | np.bool_ | int | np.integer):

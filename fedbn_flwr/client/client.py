@@ -1,9 +1,9 @@
-"""The client: a NumPyClient that trains any PyTorch model as a strategy asks.
+"""BNClient, a NumPyClient that trains any PyTorch model and applies the client rules that a strategy requests.
 
     def make_client(context):
         return BNClient(Net(), train_loader, test_loader, lr=0.1, context=context)
 
-`serving.client_app(make_client)` makes a ClientApp of it.
+`fedbn_flwr.client_app(make_client)` creates a ClientApp that uses it.
 """
 
 from __future__ import annotations
@@ -43,41 +43,41 @@ TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 class BNClient(NumPyClient):
     """Trains `model` on `train_data` by SGD and evaluates it on `eval_data`.
 
-    The server decides which arrays travel: the client loads those it is sent, and sends the same ones back.
-    What it is not sent (counters of batch norm, say) stays in the node's state.
+    The server decides which arrays are sent: the client loads the arrays that it receives and sends the same ones
+    back. It keeps all other arrays, for instance the counters of batch norm, in its state.
 
     Parameters
     ----------
     model
-        Any module. Its batch norms are found by type. (Or ModelTensors, for a model that serves many clients:
-        its tensors must then stay the ones that it has.)
+        Any module; its batch norms are found by type. Several clients may share a model as ModelTensors, whose
+        tensors must then not be replaced.
     train_data, eval_data
-        Iterables of (inputs, targets), such as a DataLoader; or, for data whose order is a function of the
-        round, an object with `num_examples` and `epoch(server_round, epoch)`. `eval_data` may be several sets
-        by name, or a function that makes what is to be evaluated on when it is asked for.
+        Iterables of (inputs, targets), such as a DataLoader, or, for data whose order is a function of the round, an
+        object with `num_examples` and `epoch(server_round, epoch)`. `eval_data` may also be a dict of several sets by
+        name, or a function that returns the data and is called when the client is evaluated.
     lr
         The learning rate, or a function of the round.
     epochs, steps
-        Length of a round: passes over `train_data`, or optimiser steps. One epoch by default.
+        The length of a round: passes over `train_data`, or optimiser steps. The default is one epoch.
     momentum, weight_decay
-        Of SGD; momentum buffers are reset each round.
+        Arguments of SGD; the momentum buffers are reset in each round.
     keep_momentum
-        Keep the momentum buffers from round to round, in the node's state.
+        Keep the momentum buffers from round to round, in the client's state.
     loss
-        A function of (logits, targets); cross entropy by default (of pixels, without those labelled 255, where the
-        model has logits for each).
+        A function of (logits, targets). The default is cross entropy; for a segmentation model it is the mean over
+        the pixels whose label is not 255.
     channels_last
-        Train with images and filters in this memory format: faster convolutions, other last bits.
+        Train with images and filters in this memory format. Convolutions are faster; results differ in the last bits.
     precision
-        torch.bfloat16: training passes run under PyTorch's autocast, in bfloat16 where it thinks it safe. Weights,
-        their gradients, statistics and the steps of SGD stay float32, and so do evaluation and FedTAN's first step.
+        With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and
+        SGD stay in float32, and so do evaluation and FedTAN's first step.
     seed
-        Of what the model draws itself (dropout), and of a DataLoader that shuffles: both become functions of
+        The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
     device
-        Where to train; that of the model's parameters by default.
+        The device for training; by default that of the model's parameters.
     context
-        The node's Flower context: its number (`partition-id`), and its state.
+        The node's Flower context, which has the client's `partition-id` and state.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class BNClient(NumPyClient):
         self._is_fixed = isinstance(model, ModelTensors)
         self._state = NodeState(RecordDict() if context is None else context.state)
         self.partition_id = None if context is None else context.node_config.get("partition-id")
-        # What draws depend on: a site without a partition has a node id.
+        # Random draws depend on this number: the partition or, if the site has none, the node id.
         self._number = 0 if context is None else int(context.node_config.get("partition-id", context.node_id))
 
     @property
@@ -136,14 +136,14 @@ class BNClient(NumPyClient):
 
     @property
     def records(self) -> RecordDict:
-        """Where Flower keeps what the node remembers; each message of a layer-wise round comes with its own."""
+        """The client's state in the node's context; each message of a layer-wise round has its own context."""
         return self._state.records
 
     @records.setter
     def records(self, records: RecordDict) -> None:
         self._state.records = records
 
-    # --- by name: what client_app calls ---
+    # --- arrays by name, for client_app ---
 
     def train_round(
         self,
@@ -152,14 +152,15 @@ class BNClient(NumPyClient):
         extras: Mapping[str, Arrays] | None = None,
         exchange: Exchange | None = None,
     ) -> Update:
-        """Load `arrays` and train a round as `config` asks; `extras` are records beside them, by name.
+        """Load `arrays` and train a round with the client rules that `config` selects.
 
-        `exchange` carries a layer-wise step's tensors to the other clients and back.
+        `extras` are the message's other records of arrays, by name. `exchange` sends the tensors of a layer-wise step
+        to the other clients and returns the result.
         """
         wanted = rules_for(config)
         if self.keep_momentum:
             wanted.add(GlobalMomentum)
-        with _alone(self.model):
+        with _exclusive(self.model):
             return self._train_round(arrays, config, {} if extras is None else extras, exchange, wanted)
 
     def _train_round(
@@ -180,11 +181,11 @@ class BNClient(NumPyClient):
         lr = self.lr(server_round) if callable(self.lr) else self.lr
         seed = seeding.seed_for(self.seed, "model", server_round, self._number)
         self._parts.set_training()
-        waiting = list(rules)  # to begin
+        not_begun = list(rules)
 
         def begin() -> None:
-            while waiting:
-                waiting.pop(0).begin()
+            while not_begun:
+                not_begun.pop(0).begin()
 
         adjust = [begin, *(rule.adjust for rule in rules)] if rules else []
 
@@ -201,29 +202,29 @@ class BNClient(NumPyClient):
                 self.loss,
                 device=self.device,
                 adjust=adjust,
-                first_step=next((found for rule in rules if (found := rule.first_gradient()) is not None), None),
+                first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
                 channels_last=self.channels_last,
                 precision=self.precision,
             )
-            begin()  # in a round without any step
-        back, came = frozenset[Role]().union(*(rule.returned() for rule in rules)), set(arrays)
-        sent = self._parts.taken(key for key, role in self.roles.items() if key in came or role in back)
+            begin()  # if the round had no step
+        returned, received = frozenset[Role]().union(*(rule.returned() for rule in rules)), set(arrays)
+        sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
         metrics: Metrics = {
             protocol.NUM_EXAMPLES: self.num_examples,
             protocol.TRAIN_LOSS: loss,
             protocol.BATCH_EXAMPLES: first_batch,
         }
         update = Update(sent, metrics | self.identity, {})
-        # Only now, when nothing can fail any more: a round that is replayed begins where this one began.
-        self._state.save("local", self._parts.taken(key for key in self.roles if key not in came))
+        # Save state only after everything that can fail: a replay of the round must begin with the same state.
+        self._state.save("local", self._parts.taken(key for key in self.roles if key not in received))
         for rule in rules:
             rule.finish(update)
         return update
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
-        """Loss and accuracy of `arrays`, with what the node kept of its own, on this client's test data.
+        """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
 
-        Where there are several sets, the metrics of the second and later ones begin with their name.
+        If there are several test sets, the names of the metrics of the second and later ones begin with the set's name.
         """
         rules_for(config)
         if self.eval_data is None:
@@ -233,23 +234,23 @@ class BNClient(NumPyClient):
         sets = data if isinstance(data, Mapping) else {"": data}
         metrics: Metrics = {}
         for name, data in sets.items():
-            found = evaluate(self.model, data, self.loss, self.device)
+            measured = evaluate(self.model, data, self.loss, self.device)
             if not metrics:
-                metrics = dict(found)
+                metrics = dict(measured)
             else:
-                metrics |= {f"{name}-{key}": value for key, value in found.items() if key != protocol.NUM_EXAMPLES}
+                metrics |= {f"{name}-{key}": value for key, value in measured.items() if key != protocol.NUM_EXAMPLES}
         return metrics | self.identity
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
-        """Mean batch statistics of this client's training data under `arrays`; `num-examples` counts batches."""
+        """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
         rules_for(config)
         self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
-        found, batches = reestimate(self.model, epoch, self.device)
-        numbers = {key: value.cpu().numpy() for key, value in found.items()}
-        return Update(numbers, {protocol.NUM_EXAMPLES: batches} | self.identity, {})
+        statistics, batches = reestimate(self.model, epoch, self.device)
+        values = {key: value.cpu().numpy() for key, value in statistics.items()}
+        return Update(values, {protocol.NUM_EXAMPLES: batches} | self.identity, {})
 
-    # --- by position: Flower's NumPyClient ---
+    # --- arrays by position, for Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
         taken = self._parts.taken(self._sent())
@@ -264,7 +265,7 @@ class BNClient(NumPyClient):
         metrics = self.evaluate_round(self._named(parameters), config)
         return metrics.pop("loss"), int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
-    # --- inside ---
+    # --- internal ---
 
     @property
     def identity(self) -> Metrics:
@@ -281,8 +282,8 @@ class BNClient(NumPyClient):
         if isinstance(data, Sequence):  # batches in a list
             return sum(len(targets) for _, targets in data)
         raise TypeError(
-            "how many examples does train_data hold? Give a DataLoader over a sized data set, a list of batches, or an "
-            f"object with num_examples and epoch(server_round, epoch); found {type(data).__name__}"
+            f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
+            "data set with a length, a list of batches, or an object with num_examples and epoch(server_round, epoch)"
         )
 
     def _sent(self) -> list[str]:
@@ -293,48 +294,50 @@ class BNClient(NumPyClient):
         if len(parameters) == len(self.roles):
             keys = list(self.roles)
         if len(parameters) != len(keys):
-            raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r} and on")
+            raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
         return dict(zip(keys, parameters, strict=True))
 
     def _load(self, arrays: Arrays, config: Config) -> None:
-        """The received arrays, and for all other keys what this node last had (or was built with)."""
+        """Load the received arrays, and the client's own values of all other arrays."""
         if not (self._is_fixed or self._parts.are_current()):
             self._parts = ModelTensors(self.model, self.device)
         self._state = NodeState(self.records, run_of(config))
-        kept = self._state.load("local")
-        if not self._parts.fits(arrays, kept):
-            self._check(arrays, kept)
-            kept = {key: value for key, value in kept.items() if key not in arrays}
+        own = self._state.load("local")
+        if not self._parts.fits(arrays, own):
+            self._check(arrays, own)
+            own = {key: value for key, value in own.items() if key not in arrays}
         if negative := negative_variance(arrays):
             raise MessageError(
-                f"the server sent no model: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must not step "
-                "statistics: wrap it as MeanStatistics(FedAdam(...))"
+                f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
+                "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
             )
-        self._parts.load(kept)
+        self._parts.load(own)
         self._parts.load(arrays)
 
-    def _check(self, arrays: Arrays, kept: Arrays) -> None:
-        """That what came and what the node kept make up this client's model."""
-        own, came = self._parts.shapes, set(arrays)
-        if unknown := [key for key in arrays if key not in own]:
+    def _check(self, arrays: Arrays, own: Arrays) -> None:
+        """Raise MessageError unless the received arrays and the client's own ones are those of its model."""
+        expected, received = self._parts.shapes, set(arrays)
+        if unknown := [key for key in arrays if key not in expected]:
             raise MessageError(
-                f"the server sent {unknown[0]!r}, which this client's model does not have; its keys begin "
-                f"{list(own)[:3]}. Server and clients must build the same model"
+                f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
+                f"{list(expected)[:3]}. Server and clients must build the same model"
             )
-        absent = [key for key in own if key not in came and key not in kept]
-        # A message without any array (Standalone) is meant so; one that lacks some is of another model.
+        absent = [key for key in expected if key not in received and key not in own]
+        # Standalone sends no arrays at all; a message that lacks only some weights is for another model.
         if arrays and (lacking := [key for key in absent if self.roles[key] is Role.WEIGHTS]):
             raise MessageError(
-                f"the server did not send {lacking[0]!r} ({len(lacking)} such keys), and this node has none"
+                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of weights are missing), and the "
+                "client's state does not have it. Server and clients must build the same model"
             )
         shapes = arrays.layout.shapes if isinstance(arrays, FlatArrays) else {key: arrays[key].shape for key in arrays}
-        for key, shape in {**{key: value.shape for key, value in kept.items()}, **shapes}.items():
-            if shape != own[key]:
-                raise MessageError(f"{key!r} has shape {shape} in the message and {own[key]} in this client's model")
+        for key, shape in {**{key: value.shape for key, value in own.items()}, **shapes}.items():
+            if shape != expected[key]:
+                where = "the message" if key in received else "the client's state"
+                raise MessageError(f"{key!r} has shape {shape} in {where} and {expected[key]} in this client's model")
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:
-    """The rules that a message asks for; it is refused where it has a key of ours that no rule declares."""
+    """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
     wanted, by_key = set(), rules_by_key()
     for key, value in config.items():
         if key in by_key:
@@ -344,16 +347,16 @@ def rules_for(config: Config) -> set[type[ClientRule]]:
     return wanted
 
 
-_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those in the middle of a round
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models whose round has not ended
 
 
 @contextmanager
-def _alone(model: nn.Module) -> Iterator[None]:
-    """Inside, no other client may train this very model: layer-wise rounds run side by side, and would mix."""
+def _exclusive(model: nn.Module) -> Iterator[None]:
+    """Refuses a second client with the same model: the layer-wise rounds of several clients run concurrently."""
     if model in _TRAINED:
         raise MessageError(
-            "another client is in the middle of a round with this very model; clients of a layer-wise round train side "
-            "by side, so make_client must give each a model of its own"
+            "another client is in the middle of a round with this very model; the clients of a layer-wise round train "
+            "concurrently, so make_client must return clients with separate models"
         )
     _TRAINED.add(model)
     try:

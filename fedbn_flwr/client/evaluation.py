@@ -1,4 +1,4 @@
-"""Loss and accuracy of a model on batches; mean IoU of one that has an output for each pixel."""
+"""Loss and accuracy of a model on batches, and the mean IoU of a segmentation model."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .training import Batch, Loss
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: torch.device) -> dict[str, float | int]:
-    """`loss` and `accuracy` (a fraction), means over `num-examples` examples, in evaluation mode.
+    """`loss` and `accuracy` (a fraction) in evaluation mode, means over `num-examples` examples.
 
-    Of a model with logits for each pixel, [N, C, H, W], they are means over the pixels that count (their label is not
-    255), and there is `mean-iou` as well.
+    For a segmentation model, whose logits are [N, C, H, W], they are means over the pixels whose label is not 255, and
+    the result includes `mean-iou`.
     """
     was_training = model.training
     model.eval()
     loss = torch.zeros((), device=device, dtype=torch.float64)
     correct = torch.zeros((), device=device, dtype=torch.int64)
     examples = 0
-    pixels: torch.Tensor | None = None  # of a model with logits for each pixel: its confusion matrix
+    pixels: torch.Tensor | None = None  # the confusion matrix of a segmentation model
     for inputs, targets in batches:
         inputs, targets = inputs.to(device), targets.to(device)
         logits = model(inputs)
         if logits.ndim > 2:
-            found = confusion(logits, targets)
-            pixels = found if pixels is None else pixels + found
-            loss += loss_fn(logits, targets).double() * found.sum()
+            matrix = confusion(logits, targets)
+            pixels = matrix if pixels is None else pixels + matrix
+            loss += loss_fn(logits, targets).double() * matrix.sum()
         else:
             loss += loss_fn(logits, targets).double() * len(targets)
             correct += (logits.argmax(1) == targets).sum()
@@ -42,7 +42,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: 
     if pixels is None:
         return {"loss": float(loss) / examples, "accuracy": int(correct) / examples, "num-examples": examples}
     if not (counted := int(pixels.sum())):
-        raise ValueError(f"no pixel of the examples has a label other than {IGNORED}")
+        raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
     return {
         "loss": float(loss) / counted,
         "accuracy": int(pixels.trace()) / counted,
@@ -52,9 +52,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: 
 
 
 def confusion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How often each class (row) was taken for each (column), among pixels whose label is not 255.
+    """The number of pixels by label (row) and predicted class (column), without pixels whose label is 255.
 
-    logits [N, C, ...], targets [N, ...]; the answer is [C, C] and adds up over batches.
+    logits [N, C, ...], targets [N, ...]; the result is [C, C], and the sum over batches is the matrix of all.
     """
     classes = logits.shape[1]
     counts = targets != IGNORED
@@ -62,17 +62,17 @@ def confusion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError(
             f"labels of pixels run from {int(labels.min())} to {int(labels.max())}, the model has {classes} classes; "
-            f"{IGNORED} is for pixels that do not count"
+            f"expected 0 to {classes - 1}, or {IGNORED} for pixels to leave out"
         )
     return torch.bincount(labels * classes + predictions, minlength=classes**2).view(classes, classes)
 
 
 def mean_iou(matrix: torch.Tensor) -> float:
-    """Mean over classes of intersection over union, from a confusion matrix.
+    """The mean over classes of intersection over union, from a confusion matrix.
 
-    A class that is nowhere, neither in the labels nor in the predictions, has no union and is left out.
+    A class that appears neither in the labels nor in the predictions is left out.
     """
-    both = matrix.diag()
-    union = matrix.sum(0) + matrix.sum(1) - both
-    there = union > 0
-    return float((both[there].double() / union[there]).mean())
+    intersection = matrix.diag()
+    union = matrix.sum(0) + matrix.sum(1) - intersection
+    present = union > 0
+    return float((intersection[present].double() / union[present]).mean())

@@ -1,7 +1,8 @@
-"""A client's end of a layer-wise round: by messages, parked from one to the next, or over a stream.
+"""A client's part of a layer-wise round: by messages, where the round is parked between two messages, or by a stream.
 
-Each message may reach another process of the node. A parked round is therefore only a cache: the node's state has
-what a replay needs, the model and all agreements so far; the batch and all draws are functions of round and client.
+Each message may reach another process of the node. A parked round is therefore only a cache: the client's state
+contains the data for a replay, which are the model and all agreements so far. The batch and all random draws are
+functions of round and client.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MakeClient = Callable[[], BNClient]
 
 @dataclass
 class _Parked:
-    """A round that waits in this process for the answer to exchange `step` + 1."""
+    """A round that waits in this process for the result of exchange `step` + 1."""
 
     token: tuple[str | None, int]  # run and round
     step: int
@@ -40,10 +41,10 @@ class _Parked:
 
 
 class ParkedRounds(dict[tuple[int, int], _Parked]):
-    """The rounds that wait in one process, by run and node."""
+    """The parked rounds of a process, by run and node."""
 
     def take(self, context: Context, token: tuple[str | None, int], step: int) -> _Parked | None:
-        """The node's parked round if it waits for the answer to exchange `step`; any other ends here."""
+        """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop((context.run_id, context.node_id), None)
         if parked is None or (step and (parked.token, parked.step) == (token, step - 1)):
             return parked
@@ -54,7 +55,7 @@ class ParkedRounds(dict[tuple[int, int], _Parked]):
         self[context.run_id, context.node_id] = parked
 
     def clear(self) -> None:
-        """End all rounds, as if the process had ended."""
+        """End all parked rounds, for instance to simulate the end of the process."""
         for parked in self.values():
             parked.session.abandon()
         super().clear()
@@ -66,7 +67,7 @@ parked_rounds = ParkedRounds()
 def train_by_messages(
     make: MakeClient, content: RecordDict, config: Mapping[str, Any], extras: dict[str, Arrays], context: Context
 ) -> Contribution | Update:
-    """Begin a round (step 0), or continue with the answer to exchange `step`, up to the next exchange or the end."""
+    """Begin a round (step 0) or continue it with the result of exchange `step`, up to the next exchange or the end."""
     step, run = int(config[protocol.COHORT_STEP]), run_of(config)
     token = (run, int(config.get(protocol.ROUND, 1)))
     state = NodeState(context.state, run)
@@ -90,15 +91,15 @@ def train_by_messages(
 
 
 def abandon_parked(context: Context) -> None:
-    """End a node's round that still waits in this process: the server has continued without it."""
+    """End the node's parked round in this process: the server has continued without the client."""
     parked_rounds.take(context, (None, 0), 0)
 
 
 def train_over_stream(
     make: MakeClient, arrays: Arrays, config: Mapping[str, Any], extras: Mapping[str, Arrays]
 ) -> Update:
-    """A whole round, with its exchanges on a stream to the server."""
-    # Connected first, so that the others soon know of any error here.
+    """A whole round, whose exchanges use a stream to the server."""
+    # Connect before the client is created, so that the server and the other clients learn of an error there at once.
     with ExchangeStream(ExchangeAddress.from_config(config)) as stream:
         return make().train_round(arrays, config, extras, stream.exchange)
 
@@ -114,25 +115,28 @@ def _replay(
     client = make()
     first = arrays_in(state.load_records(_name(0)))
     if "arrays" not in first:
-        raise MessageError(f"message {step} of round {token[1]} reached a node that was never sent the model")
+        raise MessageError(
+            f"message {step} of layer-wise round {token[1]} cannot be handled: the client's state does not have the "
+            "model of this round, which message 0 contains"
+        )
     arrays = unpack(first["arrays"])
 
     def work(exchange: Exchange) -> Update:
         return client.train_round(arrays, config, extras, exchange)
 
-    agreed = []
+    agreements = []
     for number in range(1, step + 1):
         if not (records := state.load_records(_name(number))):
-            raise MessageError(f"the answer to exchange {number} never reached this node")
-        agreed.append(agreement_from_records(records))
-    return _Parked(token, step, client, Session(work, agreed), extras)
+            raise MessageError(f"the client's state does not have the result of exchange {number}")
+        agreements.append(agreement_from_records(records))
+    return _Parked(token, step, client, Session(work, agreements), extras)
 
 
 def _exchanged(content: RecordDict, config: Mapping[str, Any]) -> RecordDict:
-    """The model, or an agreement, without a message's other records."""
+    """The message's model or agreement, without its other records."""
     arrays = arrays_in(content)
     if "arrays" not in arrays:
-        raise MessageError(f"expected an ArrayRecord 'arrays' in the message, found {list(arrays) or 'none'}")
+        raise MessageError(f"expected an ArrayRecord 'arrays', found {len(arrays)} ArrayRecords: {list(arrays)}")
     images = int(config.get(protocol.COHORT_BATCH, 0))
     return RecordDict({"arrays": arrays["arrays"], "config": ConfigRecord({protocol.COHORT_BATCH: images})})
 

@@ -1,4 +1,4 @@
-"""Cached references to a model's tensors; traversing the module tree costs more than loading the weights."""
+"""Cached references to a model's tensors: traversing the module tree takes longer than loading the weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedbn_flwr.norms.roles import Role, roles
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a model's arrays arrive in one piece, and what of it goes into which tensor."""
+    """Buffers through which arrays of one layout are copied to the model in one piece."""
 
-    host: Tensor
-    here: Tensor  # on the model's device
+    host: Tensor  # in the host's memory
+    here: Tensor  # on the model's device; `host` itself on a CPU
     pieces: list[Tensor]  # of `here`
-    into: list[Tensor]
+    into: list[Tensor]  # the model's tensors, in the order of `pieces`
 
 
 Plan = tuple[list[Tensor], Layout] | None
@@ -36,7 +36,7 @@ class ModelTensors:
         self.device = torch.device(device) if device is not None else first.device
         model.to(self.device)
         self.roles: dict[str, Role] = roles(model)
-        # The very tensors: what is copied into them is in the model.
+        # References to the model's tensors: copying into them changes the model.
         self.tensors: dict[str, Tensor] = model.state_dict()
         self.parameters = dict(model.named_parameters())
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
@@ -55,16 +55,16 @@ class ModelTensors:
         ]
 
     def are_current(self) -> bool:
-        """Whether the model still has these tensors: its owner may have moved it, or given it others."""
+        """Whether the model still has these tensors; its owner may have moved it or replaced some."""
         return all(table.get(name) is tensor and tensor.data_ptr() == at for table, name, tensor, at in self._held)
 
     def set_training(self) -> None:
-        """Training mode for all modules; to set what is set takes longer than to see that it is."""
+        """Set training mode, if it is not set: setting it takes longer than checking it."""
         if not all(module.training for module in self._modules):
             self.model.train()
 
     def fits(self, *sets: Arrays) -> bool:
-        """Whether these blocks together are arrays of this model, each once, with all weights; False if unknown."""
+        """Whether these blocks contain distinct arrays of this model and all its weights; False for other mappings."""
         blocks = [block for block in sets if len(block)]
         if not all(isinstance(block, FlatArrays) for block in blocks):
             return False
@@ -78,7 +78,7 @@ class ModelTensors:
         return self._fits[layouts]
 
     def load(self, arrays: Arrays) -> None:
-        """Copy arrays into the tensors of the same keys, which have their shapes."""
+        """Copy arrays into the tensors of the same keys and shapes."""
         if isinstance(arrays, FlatArrays) and (stage := self._stage(arrays.layout)) is not None:
             np.copyto(stage.host.numpy(), arrays.flat)
             if stage.here is not stage.host:
@@ -88,7 +88,7 @@ class ModelTensors:
         for key, value in arrays.items():
             tensor = self.tensors[key]
             if not tensor.is_floating_point():
-                # Flower's own mean returns integer counters as floats a rounding error off.
+                # Flower's mean returns integer counters as floats with a rounding error.
                 value = np.rint(value)
             if (view := self._views.get(key)) is not None:
                 np.copyto(view, value, casting="unsafe")
@@ -96,7 +96,7 @@ class ModelTensors:
                 tensor.copy_(torch.from_numpy(np.array(value)))
 
     def _stage(self, where: Layout) -> Stage | None:
-        """For arrays of this layout; None where they are not copied as they are."""
+        """The buffers for arrays of this layout; None if they must be copied one by one."""
         if where not in self._stages:
             keys = list(where.places)
             fits = all(key in self._flat and self._flat[key].dtype == self._flat[keys[0]].dtype for key in keys)
@@ -110,7 +110,7 @@ class ModelTensors:
         return self._stages[where]
 
     def taken(self, keys: Iterable[str]) -> Arrays:
-        """Copies of the tensors with these keys, as they are now."""
+        """Copies of the current values of the tensors with these keys."""
         wanted = tuple(keys)
         if wanted not in self._plans:
             self._plans[wanted] = self._plan(wanted)
@@ -121,7 +121,7 @@ class ModelTensors:
         return copied({key: self.tensors[key] for key in wanted})
 
     def _plan(self, keys: tuple[str, ...]) -> Plan:
-        """The tensors of these keys and how they lie in one block; None where they do not make one."""
+        """The tensors of these keys and their layout in one block; None if they do not fit into one."""
         flat = [self._flat[key] for key in keys if key in self._flat]
         if len(flat) < len(keys) or len({values.dtype for values in flat}) != 1:
             return None
@@ -130,10 +130,11 @@ class ModelTensors:
 
 
 def flatten_storage(model: nn.Module) -> nn.Module:
-    """The model, its tensors moved next to each other in the order of its state dict: to be copied as one.
+    """Move the model's tensors to consecutive memory, so that they can be copied as one, and return the model.
 
-    For models of our own making: whoever holds a parameter's memory by other means would lose it. On a GPU they stay
-    where they are: its kernels want weights that begin at round addresses, and many copies are one launch there.
+    Only for models that this package builds: any other view of a parameter's memory no longer shares it afterwards.
+    Tensors on a GPU are not moved, since GPU kernels prefer weights at aligned addresses, and one kernel launch copies
+    many tensors.
     """
     first = next(model.parameters(), torch.empty(0))
     once = {
@@ -151,14 +152,14 @@ def flatten_storage(model: nn.Module) -> nn.Module:
 
 
 def joined(flat: list[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors: neighbours in one memory become one."""
-    found: list[Tensor] = []
+    """The same elements in fewer tensors: tensors in consecutive memory become one."""
+    merged: list[Tensor] = []
     for piece in flat:
-        if found and _follows(piece, found[-1]):
-            found[-1] = found[-1].as_strided((len(found[-1]) + len(piece),), (1,))
+        if merged and _follows(piece, merged[-1]):
+            merged[-1] = merged[-1].as_strided((len(merged[-1]) + len(piece),), (1,))
         else:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 def _follows(piece: Tensor, last: Tensor) -> bool:
@@ -167,24 +168,24 @@ def _follows(piece: Tensor, last: Tensor) -> bool:
 
 
 def initial_arrays(model: nn.Module) -> Arrays:
-    """What a server begins with: all of a model but batch norm's counters, which nobody sends."""
+    """The initial arrays of a server: all arrays of the model except batch norm's counters, which are never sent."""
     of, state = roles(model), model.state_dict()
     return copied({key: state[key] for key in state if of[key] is not Role.COUNTER})
 
 
 def copied(tensors: Mapping[str, Tensor]) -> Arrays:
-    """The tensors' values as they are now; of those of one dtype a block, in one go from the device."""
+    """Copies of the tensors' current values; tensors of one dtype are copied from the device as one block."""
     shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
     flat = [tensor.detach().reshape(-1) for tensor in tensors.values()]
     if len({values.dtype for values in flat}) != 1:
-        each = [np.array(values.cpu().numpy()) for values in flat]
-        return {key: values.reshape(shape) for key, values, shape in zip(tensors, each, shapes, strict=True)}
+        arrays = [np.array(values.cpu().numpy()) for values in flat]
+        return {key: array.reshape(shape) for key, array, shape in zip(tensors, arrays, shapes, strict=True)}
     block = torch.cat(flat).cpu().numpy()
     return FlatArrays(layout_of(block.dtype.str, tuple(tensors), shapes), block)
 
 
 def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:
-    """`value` in the form of a parameter; zeros where there is none."""
+    """`value` with the dtype and device of a parameter; zeros if it is None."""
     if value is None:
         return torch.zeros_like(parameter)
     return torch.from_numpy(np.array(value)).to(device=parameter.device, dtype=parameter.dtype)

@@ -1,17 +1,16 @@
-"""A node's state: what it keeps between messages.
+"""A client's state: arrays and records that a node stores between messages.
 
-It is in `Context.state`, which Flower keeps for one Flower run and one life of the node. An experiment may train
-several models in that time, so the state carries the name of its training run, and another run starts with an empty
-one.
+The state is in `Context.state`, which Flower keeps for one Flower run until the node restarts. A Flower run may contain
+several training runs, so the state has the name of its training run, and another run starts with an empty state.
 
-With a folder in the node config, `--node-config "state='/srv/fedbn-state'"`, the node also stores its state there after
-each round in which it trained:
+With a state folder in the node config, `--node-config "state='/srv/fedbn-state'"`, the node also stores the state there
+after each round in which it trained:
 
     FOLDER/RUN-TOKEN/client-2/round-17
 
-The server draws the token when a training run begins and keeps it in its checkpoint, so two runs never mix. A client
-asked to train in round r starts with the state of the latest round before r; asked to evaluate in round r, with that of
-the latest round up to r. So a server that resumes from an older checkpoint gets the same numbers.
+The server draws the token when a training run begins and saves it in its checkpoint, so the states of two runs are
+never confused. To train in round r, a client starts with the state of its latest round before r; to evaluate in round
+r, with that of its latest round up to r. So a server that resumes from an older checkpoint gets the same results.
 """
 
 from __future__ import annotations
@@ -36,14 +35,16 @@ _ARRAYS = "fedbn.arrays."
 
 
 def run_of(config: Mapping[str, Any]) -> str | None:
-    """The training run that a message belongs to; None where the server does not name any."""
-    words = [str(config[key]) for key in (protocol.RUN, protocol.TOKEN) if key in config]
-    return " ".join(words) or None
+    """The training run of a message; None if the server does not name one."""
+    names = [str(config[key]) for key in (protocol.RUN, protocol.TOKEN) if key in config]
+    return " ".join(names) or None
 
 
 class NodeState:
-    """Named sets of arrays in a node's `Context.state`. A state of another training run than `run` is dropped;
-    with None its owner is not checked."""
+    """Named sets of arrays and records in a node's `Context.state`.
+
+    If the state belongs to another training run than `run`, it is deleted; with None this is not checked.
+    """
 
     def __init__(self, records: RecordDict, run: str | None = None) -> None:
         self.records = records
@@ -56,7 +57,7 @@ class NodeState:
             records[_RUN] = ConfigRecord({"name": run})
 
     def load(self, name: str) -> Arrays:
-        """The arrays saved under `name`; empty where there are none."""
+        """The arrays stored as `name`; empty if there are none."""
         record = self.records.get(_ARRAYS + name)
         return unpack(record) if isinstance(record, ArrayRecord) else {}
 
@@ -64,23 +65,23 @@ class NodeState:
         self.records[_ARRAYS + name] = pack(arrays)
 
     def load_records(self, name: str) -> RecordDict:
-        """The records kept under `name`; empty where there are none."""
+        """The records stored as `name`; empty if there are none."""
         prefix = f"{_ARRAYS}{name}/"
-        return RecordDict({key[len(prefix) :]: each for key, each in self.records.items() if key.startswith(prefix)})
+        return RecordDict({key.removeprefix(prefix): r for key, r in self.records.items() if key.startswith(prefix)})
 
     def save_records(self, name: str, records: RecordDict) -> None:
         for key, record in records.items():
             self.records[f"{_ARRAYS}{name}/{key}"] = record
 
     def forget(self, name: str) -> None:
-        """Remove what is kept under `name`, arrays or records."""
+        """Delete the arrays or records stored as `name`."""
         for key in [key for key in self.records if key == _ARRAYS + name or key.startswith(f"{_ARRAYS}{name}/")]:
             del self.records[key]
 
 
 @contextmanager
 def stored_state(message: Message, config: Mapping[str, Any], context: Context) -> Iterator[None]:
-    """Restores the node's state from its folder before a message is handled, and saves it there after training."""
+    """Restores the state from the state folder before a message is handled, and saves it there after training."""
     folder = StateFolder.of(config, context)
     kind = message.metadata.message_type
     if folder is None or protocol.ROUND not in config:
@@ -95,16 +96,16 @@ def stored_state(message: Message, config: Mapping[str, Any], context: Context) 
 
 
 def return_to_round(config: Mapping[str, Any], context: Context) -> dict[str, int]:
-    """The run continues after `server-round`: forget later rounds, and report the latest one left in the folder."""
+    """Delete the states of rounds after `server-round`, from which the run resumes; report the latest round left."""
     folder = StateFolder.of(config, context)
-    if folder is None or protocol.ROUND not in config:  # the query is for the partition only
+    if folder is None or protocol.ROUND not in config:  # the server asks only for the partition
         return {}
     folder.check()
     return {protocol.STATE_ROUND: folder.forget_after(int(config[protocol.ROUND]))}
 
 
 class StateFolder:
-    """The states of one client in one training run, a store for each round."""
+    """The states of one client in one training run, one store for each round."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
@@ -112,9 +113,9 @@ class StateFolder:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], context: Context) -> StateFolder | None:
-        """None where the node has no folder, or the server does not name the run."""
-        given, token = context.node_config.get("state"), str(config.get(protocol.TOKEN, ""))
-        if not given or not token:
+        """The client's folder; None if the node config has no state folder or the server does not name the run."""
+        folder, token = context.node_config.get("state"), str(config.get(protocol.TOKEN, ""))
+        if not folder or not token:
             return None
         if not re.fullmatch(r"[0-9a-f]{32}", token):  # it becomes part of a path
             raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
@@ -122,7 +123,7 @@ class StateFolder:
         client = int(context.node_config.get("partition-id", context.node_id))
         run = run_of(config)
         assert run is not None
-        return cls(Path(str(given)).expanduser() / f"{name}-{token}" / f"client-{client}", run)
+        return cls(Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client}", run)
 
     def check(self) -> None:
         try:
@@ -137,44 +138,47 @@ class StateFolder:
             ) from None
 
     def rounds(self) -> list[int]:
-        """Those whose state is stored, ascending."""
+        """The rounds whose state is stored, in ascending order."""
         matches = (re.fullmatch(r"round-(\d+)", file.name) for file in self.path.glob("round-*"))
         return sorted(int(match[1]) for match in matches if match)
 
     def restore(self, context: Context, last: int) -> None:
-        """Give the node its state of the latest round up to `last`; an empty one where there is none."""
+        """Load the state of the latest round up to `last`; an empty one if there is none."""
         wanted = max((server_round for server_round in self.rounds() if server_round <= last), default=0)
         owner = context.state.get(_RUN)
         if isinstance(owner, ConfigRecord) and owner.get("name") == self.run and owner.get("round", 0) == wanted:
-            return  # the node has it, and may be in the middle of a layer-wise round
+            return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
         records = self._read(wanted) if wanted else RecordDict()
         context.state.clear()
         context.state.update(records)
 
     def save(self, context: Context, server_round: int, kept: int) -> None:
-        """Store the node's state after a round; the server may return to round `kept`, so older ones are deleted."""
+        """Store the state after a round and delete states older than round `kept`, to which the server may return."""
         context.state[_RUN] = ConfigRecord({"name": self.run, "round": server_round})
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_store(self._file(server_round), [("state", dump(context.state))])
         except (OSError, StorageError) as error:
-            raise MessageError(f"the node's state cannot be saved: {error}; free space, or change the owner") from None
+            raise MessageError(
+                f"the node's state cannot be saved: {error}; expected free space and a folder that this node can write "
+                "to"
+            ) from None
         self.forget_after(server_round)
         rounds = self.rounds()
-        oldest = max((each for each in rounds if each <= kept), default=0)
-        for each in rounds:
-            if each < oldest:
-                self._file(each).unlink(missing_ok=True)
-        for unfinished in self.path.glob(".round-*.tmp"):  # of a process that was killed
+        oldest = max((stored for stored in rounds if stored <= kept), default=0)
+        for stored in rounds:
+            if stored < oldest:
+                self._file(stored).unlink(missing_ok=True)
+        for unfinished in self.path.glob(".round-*.tmp"):  # written by a process that was killed
             unfinished.unlink(missing_ok=True)
 
     def forget_after(self, server_round: int) -> int:
-        """Delete the states of later rounds, which will be trained again; returns the latest one left, or 0."""
+        """Delete the states of later rounds, which will be trained again; return the latest round left, or 0."""
         rounds = self.rounds()
-        for each in rounds:
-            if each > server_round:
-                self._file(each).unlink(missing_ok=True)
-        return max((each for each in rounds if each <= server_round), default=0)
+        for stored in rounds:
+            if stored > server_round:
+                self._file(stored).unlink(missing_ok=True)
+        return max((stored for stored in rounds if stored <= server_round), default=0)
 
     def _file(self, server_round: int) -> Path:
         return self.path / f"round-{server_round}"

@@ -1,4 +1,4 @@
-"""The one local loop: every rule's client trains through `train`, and what a rule adds is an argument."""
+"""The local training loop `train` that all client rules share: each rule adds its part by an argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedbn_flwr.data import IGNORED
 
 Batch = Any  # what the loader yields: (inputs, targets)
 Loss = Callable[[Tensor, Tensor], Tensor]
-# Leaves the loss's gradient in the parameters and returns the loss, detached: (model, inputs, targets, loss_fn).
+# (model, inputs, targets, loss_fn): sets the gradients of the parameters and returns the detached loss.
 Gradient = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
 Adjust = Callable[[], None]
 
@@ -31,7 +31,7 @@ class Epochs(Protocol):
 
 
 class Optimizer(Protocol):
-    """SGD, or one of torch.optim."""
+    """SGD below, or an optimizer of torch.optim."""
 
     def zero_grad(self) -> None: ...
 
@@ -39,10 +39,10 @@ class Optimizer(Protocol):
 
 
 class SGD:
-    """torch.optim.SGD with the same bits, parameters by name, and each parameter's momentum in `buffers` by name.
+    """Gives the same bits as torch.optim.SGD; has parameters by name and their momentum in `buffers` by name.
 
-    It calls PyTorch's functional form: creating an optimizer of torch.optim imports PyTorch's compiler, which takes
-    more than a second in every worker process.
+    It calls PyTorch's functional SGD, since creating an optimizer of torch.optim imports PyTorch's compiler, which
+    takes more than a second in every worker process.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SGD:
         sgd(
             list(trained.values()),
             [parameter.grad for parameter in trained.values() if parameter.grad is not None],
-            buffers,  # those that are None are created
+            buffers,  # None entries are replaced by new buffers
             foreach=True,
             lr=self.lr,
             momentum=self.momentum,
@@ -79,14 +79,14 @@ class SGD:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """`lr`, multiplied by `gamma` once each milestone has passed: a fraction of all rounds, or a round."""
+    """`lr`, multiplied by `gamma` after each milestone, which is a round or a fraction of all rounds."""
 
     lr: float
     milestones: Sequence[float] = ()
     gamma: float = 0.1
 
     def __call__(self, server_round: int, rounds: int) -> float:
-        # 0.29 * 100 is 28.999999999999996, and round 29 still counts as before it.
+        # 0.29 * 100 is 28.999999999999996; without the correction round 29 would come after the milestone.
         ends = [milestone * rounds + 1e-9 if milestone <= 1 else milestone for milestone in self.milestones]
         passed = sum(server_round > end for end in ends)
         return self.lr * self.gamma**passed
@@ -94,7 +94,7 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """From `lr` in the first round down along half a cosine, which would be zero after the last."""
+    """Half a cosine from `lr` in the first round to zero in the round after the last."""
 
     lr: float
 
@@ -103,31 +103,31 @@ class CosineSchedule:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy: of images, or, where there are logits for each pixel, of those pixels that count.
+    """The mean cross entropy over images or, for a segmentation model, over the pixels whose label is not 255.
 
-    Label 255 is left out of dense targets alone: among a thousand classes of images it is one.
+    For images, 255 is an ordinary class: ImageNet has a thousand.
     """
     if logits.ndim <= 2:
         return nn.functional.cross_entropy(logits, targets)
     total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)  # a crop may hold no pixel that counts
+    return total / (targets != IGNORED).sum().clamp(min=1)  # all pixels of a crop may be ignored
 
 
 def local_batches(
     data: Epochs | Iterable[Batch], server_round: int, *, epochs: int | None, steps: int | None
 ) -> Iterator[Batch]:
-    """The batches of one round: so many epochs, or so many steps over as many epochs as they take."""
+    """The batches of one round: `epochs` passes over the data, or `steps` batches over any number of passes."""
     epoch = taken = 0
     if steps == 0:
         return
     while epochs is None or epoch < epochs:
-        before = taken
+        taken_before = taken
         for batch in data.epoch(server_round, epoch) if isinstance(data, Epochs) else data:
             yield batch
             taken += 1
             if steps is not None and taken >= steps:
                 return
-        if taken == before:
+        if taken == taken_before:
             raise ValueError("the training data yielded no batch")
         epoch += 1
 
@@ -144,13 +144,13 @@ def train(
     channels_last: bool = False,
     precision: torch.dtype | None = None,
 ) -> tuple[float, int, int]:
-    """One optimiser step per batch; returns the mean loss (by examples), the steps, and the first batch's size.
+    """One optimiser step per batch; returns the mean loss over examples, the steps, and the first batch's size.
 
-    `adjust` are functions that change the gradients between backward and step, in this order: what a rule adds
-    (a proximal term, control variates, clipping). `first_step` finds loss and gradients of the first batch in
-    place of plain backpropagation: FedTAN's, which meets the other clients. The model's mode (training, or with
-    parts frozen) is the caller's. `channels_last` lays images out as the model's filters are then to be. With a
-    `precision` (bfloat16) PyTorch's autocast chooses which operations of a pass run in it; weights, statistics and
+    `adjust` are functions that change the gradients between the backward pass and the step, in this order (a proximal
+    term, control variates, clipping). `first_step` computes loss and gradients of the first batch instead of plain
+    backpropagation (FedTAN's exchange with the other clients). The caller sets the model to training mode and freezes
+    parts of it. `channels_last` converts the images to this memory format; the caller converts the model. With a
+    `precision` (bfloat16) PyTorch's autocast selects the operations of a pass that run in it; weights, statistics and
     steps stay as they are.
     """
     step = Step(model, optimizer, loss_fn, device=device, adjust=adjust, precision=precision)
@@ -168,7 +168,7 @@ def train(
 
 @dataclass(eq=False)
 class Step:
-    """One optimiser step on a batch; `loss` is the sum of the losses so far, each times its examples."""
+    """One optimiser step on a batch; `loss` is the sum of the losses so far, each times its number of examples."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -180,7 +180,7 @@ class Step:
     loss: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        # On the device: asking for each loss would make the host wait at every step.
+        # On the device: reading the loss would make the host wait for the device at every step.
         self.loss = torch.zeros((), device=self.device, dtype=torch.float64)
 
     def __call__(self, inputs: Tensor, targets: Tensor, gradient: Gradient | None = None) -> None:

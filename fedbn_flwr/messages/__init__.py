@@ -1,1 +1,1 @@
-"""What travels between server and clients: config keys, arrays, and arithmetic on them."""
+"""The content of messages between server and clients: config keys, arrays, and arithmetic on arrays."""

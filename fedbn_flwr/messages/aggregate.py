@@ -1,7 +1,4 @@
-"""The server's arithmetic: dicts of NumPy arrays in, dicts of arrays out.
-
-Nothing here knows messages, rounds or strategies.
-"""
+"""The server's arithmetic on dicts of NumPy arrays, independent of messages, rounds and strategies."""
 
 from __future__ import annotations
 
@@ -23,46 +20,46 @@ Arrays = Mapping[str, Array]
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Weights that sum to one; negative, infinite and all-zero weights are errors."""
+    """The weights divided by their sum; negative, infinite and all-zero weights are errors."""
     for weight in weights:
         if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"a weight is {weight}; weights must be finite and not negative")
+            raise ValueError(f"a weight is {weight}; expected a finite number, zero or more")
     total = math.fsum(weights)
     if not total > 0:
-        raise ValueError("the weights sum to zero")
+        raise ValueError("the weights sum to zero; expected one above zero")
     return [weight / total for weight in weights]
 
 
-# How many replies are summed at a time, and how many elements of each. Smaller pieces would fit a smaller cache, but
-# threads would then wait for Python's lock.
+# The number of replies summed at a time, and of elements of each. Smaller pieces would fit into smaller caches, but
+# threads would wait for Python's global lock.
 _REPLIES = 16
 _PIECE = 32768
 _THREADS = min(8, os.cpu_count() or 1)
-_LARGE = 1 << 20  # elements from which a sum is worth threads: starting one takes as long as adding some 100,000
+_LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
 
 def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
-    """The weighted mean, key by key, in the dtype that came in.
+    """The weighted mean of each key, in the dtype of the input.
 
-    Summed in float64 and in the order given, element by element: so equal arrays come back exactly, ten equal integers
-    of 16 stay 16, and the result does not drift with the number of clients. Integers are rounded to the nearest,
-    booleans follow the majority. `replies` is read once, a few at a time, so that a hundred of them are never in memory
-    together.
+    Sums are in float64 and in the order of `replies`. So the mean of equal arrays is exactly that array, for instance
+    the mean of ten integers 16 is 16, and rounding errors do not grow with the number of clients. Integers are rounded
+    to the nearest; booleans are decided by majority. `replies` is iterated once, a few at a time, so that not all of
+    them are in memory together.
     """
     shares = normalised(weights)
     numbered = iter(zip(replies, shares, strict=True))
     first: Arrays = {}
     sums: dict[str, Array] = {}
-    block: Layout | None = None  # of replies that are FlatArrays, summed as one array
+    block: Layout | None = None  # the layout of FlatArrays, which are summed as one array
     begun = False
-    while some := list(itertools.islice(numbered, _REPLIES)):
+    while batch := list(itertools.islice(numbered, _REPLIES)):
         if not begun:
-            first = some[0][0]
+            first = batch[0][0]
             block = first.layout if isinstance(first, FlatArrays) else None
             sums = {key: np.empty(part.size) for key, part in _parts(first, block).items()}
-        if block is not None and not all(isinstance(reply, FlatArrays) and reply.layout is block for reply, _ in some):
+        if block is not None and not all(isinstance(reply, FlatArrays) and reply.layout is block for reply, _ in batch):
             sums, block = {key: sums[""][place] for key, place in block.places.items()}, None
-        parts = [(_parts(reply, block), share) for reply, share in some]
+        parts = [(_parts(reply, block), share) for reply, share in batch]
         start = _parts(first, block)
         _add_shares(
             [(total, [part[key] for part, _ in parts], start[key]) for key, total in sums.items()],
@@ -71,7 +68,7 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
         )
         begun = True
         parts.clear()
-        some.clear()  # before the next are read
+        batch.clear()  # free the memory before the next replies are read
     start = _parts(first, block)
     if block is not None:
         return FlatArrays(block, _mean(sums[""], start[""]))
@@ -85,13 +82,13 @@ def _parts(reply: Arrays, block: Layout | None) -> dict[str, Array]:
     return {key: value.reshape(-1) for key, value in reply.items()}
 
 
-Sum = tuple[Array, Sequence[Array], Array]  # a total, what is to be added to it, and the first of all values
+Sum = tuple[Array, Sequence[Array], Array]  # a total, the values to add to it, and the first reply's values
 
 
 def _add_shares(sums: Sequence[Sum], shares: Array, begun: bool) -> None:
-    """Add shares of values to each total, or begin it with them; by several threads where there is much to do.
+    """Add the weighted values to each total, or begin it with them; large sums use several threads.
 
-    The numbers do not depend on how many threads there are, or on where an element lies.
+    The result depends neither on the number of threads nor on the position of an element.
     """
     threads = min(_THREADS, sum(total.size for total, _, _ in sums) // _LARGE)
     pieces = [
@@ -108,8 +105,8 @@ def _add_shares(sums: Sequence[Sum], shares: Array, begun: bool) -> None:
 
 
 def _add(pieces: Sequence[Sum], shares: Array, begun: bool) -> None:
-    """64-bit inputs are summed as differences from the first value."""
-    # Two at least: of a single column einsum would sum in another order than of many.
+    """Sum a part; 64-bit inputs are summed as differences from the first reply's values."""
+    # At least two columns: with a single column einsum sums in another order.
     widest = max((total.size for total, _, _ in pieces), default=0)
     scratch = np.zeros((len(shares), max(widest, 2)))
     for total, values, start in pieces:
@@ -118,11 +115,11 @@ def _add(pieces: Sequence[Sum], shares: Array, begun: bool) -> None:
             row[:] = value
             if _is_exact(start.dtype):
                 row -= start
-        found = np.einsum("i,ij->j", shares, scratch[:, : max(total.size, 2)])[: total.size]
+        weighted = np.einsum("i,ij->j", shares, scratch[:, : max(total.size, 2)])[: total.size]
         if begun:
-            total += found
+            total += weighted
         else:
-            total[:] = found
+            total[:] = weighted
 
 
 def _mean(total: Array, start: Array) -> Array:
@@ -130,12 +127,12 @@ def _mean(total: Array, start: Array) -> Array:
 
 
 def _is_exact(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype has no fewer bits than float64, whose rounding would change a mean of equal values."""
+    """Whether float64 sums of this dtype could round a mean of equal values to another value."""
     return dtype.itemsize > 4
 
 
 def cast(total: Array, dtype: np.dtype[Any]) -> Array:
-    """`total` in a dtype; integers are the nearest ones."""
+    """`total` converted to `dtype`; integers are rounded to the nearest."""
     if dtype.kind == "b":
         return np.asarray(total >= 0.5)
     if dtype.kind in "iu":
@@ -144,9 +141,9 @@ def cast(total: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def pooled_moments(means: Sequence[Array], variances: Sequence[Array], weights: Sequence[float]) -> tuple[Array, Array]:
-    """Mean and variance of a mixture of groups with these means, variances and weights.
+    """Mean and variance of the union of groups with these means, variances and weights.
 
-    The variance is the weighted mean of (group's variance + (group's mean - mean)^2), so one exchange gives both.
+    The variance is the weighted mean of (group's variance + (group's mean - mean)^2), so one exchange is enough.
     """
     shares = normalised(weights)
     mean = sum(p * m.astype(np.float64) for p, m in zip(shares, means, strict=True))
@@ -158,28 +155,28 @@ def pooled_moments(means: Sequence[Array], variances: Sequence[Array], weights: 
 
 
 def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
-    """Why `arrays` must not be aggregated into `like`, or None where nothing is wrong.
+    """The reason why `arrays` must not be aggregated, or None.
 
-    `like` is what was sent out; `expected` are the keys that should have come back (all, by default). NaN and
-    infinity are faults, and so is a negative variance: one such client would ruin the model for all.
+    `like` are the arrays that the server sent; `expected` are the keys that the client must send back (by default all).
+    NaN, infinity and negative variances are faults, since one such reply makes the global model unusable.
     """
     if isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout:
         whole = expected is None or arrays.layout.places.keys() == set(expected)
         if whole and _is_finite(arrays.flat) and negative_variance(arrays) is None:
-            return None  # the common case, at once; what is wrong is found below
+            return None  # the common case; the checks below find the first fault
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
         return f"the reply lacks {_some(missing)}"
     if extra := sorted(set(arrays) - wanted):
-        return f"the reply has {_some(extra)}, which the server did not ask for"
+        return f"the reply has {_some(extra)}, which the server did not request"
     for key, value in arrays.items():
         if value.shape != like[key].shape:
             return f"{key!r} has shape {value.shape}, the server's has {like[key].shape}"
         if value.dtype != like[key].dtype:
             return f"{key!r} is {value.dtype}, the server's is {like[key].dtype}"
         if not _is_finite(value):
-            bad = int(value.size - np.isfinite(value).sum())
-            return f"{key!r} has {bad} of {value.size} values that are not finite (the client diverged?)"
+            count = int(value.size - np.isfinite(value).sum())
+            return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
     if negative := negative_variance(arrays):
         return negative
     return None
@@ -190,7 +187,7 @@ def _is_finite(value: Array) -> bool:
 
 
 def negative_variance(arrays: Arrays) -> str | None:
-    """The first running variance with negative values; None if there is none."""
+    """The key and the smallest value of the first running variance with negative values, or None."""
     if isinstance(arrays, FlatArrays):
         variances = arrays.flat[_variances(arrays.layout)]
         if not (variances < 0).any():
@@ -206,7 +203,7 @@ _VARIANCE = "running_var"
 
 @functools.lru_cache(maxsize=256)
 def _variances(where: Layout) -> NDArray[np.intp]:
-    """The indices of running variances in a block."""
+    """The indices of the running variances in a block."""
     places = [np.arange(place.start, place.stop) for key, place in where.places.items() if key.endswith(_VARIANCE)]
     return np.concatenate([np.empty(0, np.intp), *places])
 

@@ -1,11 +1,12 @@
-"""What our strategies say to clients beyond Flower's own keys, one key in a message's `config` each.
+"""The keys in a message's `config` by which strategies request more from clients than Flower's own keys do.
 
-Every key of ours begins with `fedbn.`; a client that does not know one refuses the message, since ignoring it would
-train the wrong thing. Keys are absent where the rule asks for nothing. Here are the keys of the run and of exchanges;
-each other key is declared by the client half of its rule, in `fedbn_flwr/client/rules`.
+These keys begin with `fedbn.`. A client refuses a message with such a key that it does not know, since ignoring the
+key would train the wrong model. Other unknown keys are ignored. A key is absent if the strategy does not need it. This
+module defines the keys of runs and exchanges; all other keys are declared by the client rules in
+`fedbn_flwr/client/rules`.
 
-Replies carry `arrays` with the keys that were sent, and `metrics` with `num-examples`, `train-loss` and, where the
-client knows it, `partition-id`, by which the server orders replies and labels errors.
+Replies contain `arrays` with the keys that were sent, and `metrics` with `num-examples`, `train-loss` and, if the
+client has one, `partition-id`, by which the server sorts replies and names clients in errors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fedbn_flwr.norms.roles import Role
 
 @dataclass(frozen=True)
 class Key:
-    """A config key as the documentation shows it: the type of its value, and what it asks the client to do."""
+    """The documentation of a config key: the type of its value, and the request to the client."""
 
     value: str
     asks: str
@@ -31,15 +32,15 @@ RUN = "fedbn.run"
 READY = "fedbn.ready"
 TOKEN = "fedbn.run-token"
 KEPT_ROUND = "fedbn.kept-round"
-OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # which run it is; they change nothing in how a round is trained
+OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
-    RUN: Key("text", "keep its memory apart from that of other runs"),
-    TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name: drawn for a run, the same when it is resumed"),
-    KEPT_ROUND: Key("int", "where it has a folder for its memory, keep there what it remembered after that round"),
-    READY: Key("true", "(with `query.partition`) also make its model and open its data, and so find what is wrong"),
+    RUN: Key("text", "keep the client's state separate from that of other runs"),
+    TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
+    KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
+    READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
-# Of a layer-wise round (FedTAN); declared in fedbn_flwr.client.rules.fedtan.
+# The keys of a layer-wise round (FedTAN), which fedbn_flwr.client.rules.fedtan declares.
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
@@ -52,42 +53,43 @@ DIRECT_TIMEOUT = "fedbn.direct-timeout"
 
 ROUND = "server-round"
 
-# Metrics of replies
+# Metrics of replies.
 PARTITION = "partition-id"
 NUM_EXAMPLES = "num-examples"
 TRAIN_LOSS = "train-loss"
-STATE_ROUND = "state-round"  # of the memory in a node's folder, see fedbn_flwr.statefolder
-BATCH_EXAMPLES = "batch-examples"  # images in the round's first batch
-EXCHANGES_LEFT = "exchanges-left"  # of a layer-wise step, after the one that the reply carries
+STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
+BATCH_EXAMPLES = "batch-examples"  # images in the first batch of the round
+EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
 
-# Reply metrics: partition-id, and state-round where the node has a folder for its memory.
+# Message types. The reply to PARTITION_QUERY has the metrics partition-id and, with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
-STATISTICS_QUERY = "query.statistics"  # reply arrays: statistics of the client's data under the model sent
+STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
 
 def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a message with a key of ours that is not among `known`."""
+    """Refuse a message with a key that begins with `fedbn.` and is not among `known`."""
     for key in config:
         if key.startswith(PREFIX) and key not in known:
             raise MessageError(
                 f"the server's message asks for {key!r} (= {config[key]!r}), which this client does not know; "
-                f"{did_you_mean(key, known)}. Install the same version of fedbn-flwr on server and clients"
+                f"{did_you_mean(key, known)}. Install the same version of fedbn-flwr on server and clients, and import "
+                "your own client rules in the ClientApp"
             )
 
 
 def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that say which run it is, and so which model clients build."""
+    """The keys of a config that identify the run, and so the model that clients build."""
     return {key: config[key] for key in OF_RUN if key in config}
 
 
 def join(roles: Iterable[Role]) -> str:
-    """Roles as the value of a key."""
+    """The value of a key that lists roles."""
     return ",".join(sorted(roles))
 
 
 def roles_of(config: Mapping[str, Any], key: str, allowed: frozenset[Role]) -> frozenset[Role]:
-    """The roles that a key names; none where it is absent."""
+    """The roles in the value of a key; empty if the key is absent."""
     names = [name.strip() for name in str(config.get(key, "")).split(",") if name.strip()]
     for name in names:
         if name not in allowed:

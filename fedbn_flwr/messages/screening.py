@@ -1,4 +1,4 @@
-"""What a reply must be, as functions of its content: they know no round, no strategy and no grid."""
+"""Checks of replies that depend only on their content, not on a round, a strategy or a grid."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .arrays import arrays_in, metrics_in, unpack
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """One client's answer to a train message."""
+    """A client's reply to a train message."""
 
     node: int
-    partition: int | None  # None where the client does not report it
+    partition: int | None  # None if the client does not report it
     arrays: Arrays
     metrics: MetricRecord
-    records: Mapping[str, Arrays]  # those that the rule asked for beside the model, by name
+    records: Mapping[str, Arrays]  # the additional records that the rule requested, by name
     message: Message  # without these records
 
     def number(self, key: str) -> float:
-        """A metric; NaN where the reply has none of this name, or a list."""
+        """The metric `key`; NaN if it is missing or a list."""
         value = self.metrics.get(key)
         return float(value) if isinstance(value, int | float) else math.nan
 
 
 def read_reply(message: Message, name: str = "arrays", records: Collection[str] = ()) -> Reply:
-    """A reply with content as a value; MessageError where it cannot be read. `name` is the model's record."""
-    more = {each: unpack(record) for each, record in arrays_in(message.content).items() if each in records}
-    if more:
+    """The content of a reply; MessageError if it cannot be read. `name` is the record of the model's arrays."""
+    extras = {key: unpack(record) for key, record in arrays_in(message.content).items() if key in records}
+    if extras:
         (message,) = without_records([message], records)
     content = message.content
     metrics = next(iter(metrics_in(content).values()), MetricRecord())
@@ -49,11 +49,11 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
         raise
     except Exception as error:  # a client may send anything
         raise MessageError(f"the reply's arrays cannot be read: {error}") from error
-    return Reply(message.metadata.src_node_id, partition_of(content), arrays, metrics, more, message)
+    return Reply(message.metadata.src_node_id, partition_of(content), arrays, metrics, extras, message)
 
 
 def partition_of(content: RecordDict) -> int | None:
-    """The partition that a client reports among its metrics."""
+    """The partition in the client's metrics, or None."""
     for metrics in metrics_in(content).values():
         if isinstance(partition := metrics.get(protocol.PARTITION), int):
             return partition
@@ -61,13 +61,13 @@ def partition_of(content: RecordDict) -> int | None:
 
 
 def number_of(reply: Message) -> int:
-    """The number of the client that sent a reply: its partition, or the node id where sites have no partitions."""
+    """The number of the client that sent a reply: its partition or, if it reports none, its node id."""
     partition = partition_of(reply.content)
     return reply.metadata.src_node_id if partition is None else partition
 
 
 def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
-    """The model's arrays: the record `name`, or the only record of arrays, which may have any name."""
+    """The model's arrays: the record `name`, or a record of any name if it is the only ArrayRecord."""
     records = arrays_in(content)
     if name in records:
         return records[name]
@@ -77,14 +77,14 @@ def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
 
 
 def only_metrics(content: RecordDict) -> MetricRecord:
-    found = list(metrics_in(content).values())
-    if len(found) != 1:
-        raise MessageError(f"the reply has {len(found)} MetricRecords, expected one")
-    return found[0]
+    records = list(metrics_in(content).values())
+    if len(records) != 1:
+        raise MessageError(f"the reply has {len(records)} MetricRecords, expected one")
+    return records[0]
 
 
 def number_problem(metrics: MetricRecord, key: str) -> str | None:
-    """Why a metric cannot be a weight, or None."""
+    """The reason why a metric cannot be a weight, or None."""
     value = metrics.get(key)
     if isinstance(value, list) or value is None or not math.isfinite(value) or value < 0:
         return f"the reply's metrics have {key!r} = {value!r}, expected a number, zero or more"
@@ -92,10 +92,10 @@ def number_problem(metrics: MetricRecord, key: str) -> str | None:
 
 
 def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dict[int, str]:
-    """By node, why the record `name` of a reply cannot be used.
+    """The reasons why the record `name` of replies is unusable, by node.
 
-    Such a record has an array for each parameter of `model` that is trained. Which parameters these are the server
-    cannot know (a buffer looks the same, and some may be frozen): it expects those that most replies have.
+    The record must have an array for each parameter that clients train. The server does not know these parameters,
+    since it cannot distinguish buffers and frozen parameters, so it expects the set of keys that most replies have.
     """
     like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
     read: dict[int, Arrays] = {}
@@ -116,7 +116,7 @@ def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dic
 
 
 def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arrays) -> list[Message]:
-    """The replies, those with an unusable record among `names` as errors with the reason."""
+    """The replies, where each reply with an unusable record among `names` is replaced by an error with the reason."""
     problems: dict[int, str] = {}
     for name in names:
         problems = record_problems([reply for reply in replies if reply.has_content()], name, model) | problems
@@ -129,7 +129,7 @@ def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arra
 
 
 def with_records(messages: Iterable[Message], records: Mapping[str, ArrayRecord]) -> list[Message]:
-    """Copies of the messages with more records; the originals keep their content."""
+    """Copies of the messages with additional records; the originals keep their content."""
     return [_with_content(message, RecordDict({**message.content, **records})) for message in messages]
 
 
@@ -149,7 +149,7 @@ def _with_content(message: Message, content: RecordDict) -> Message:
 
 def refused(reply: Message, reason: str) -> Message:
     """The reply as an error with this reason; the original keeps its content."""
-    # Not Message(error, reply_to=...): the reply's own addresses are to stay.
+    # Not Message(error, reply_to=...), which would change the reply's metadata.
     changed = copy.copy(reply)
     changed.__dict__["_content"] = None
     changed.__dict__["_error"] = Error(ErrorCode.MOD_FAILED_PRECONDITION, reason)
@@ -157,7 +157,7 @@ def refused(reply: Message, reason: str) -> Message:
 
 
 def check_some_left(server_round: int, replies: Sequence[Message]) -> None:
-    """Raise RunFailed where every reply is an error: Flower's strategies would continue with the old model."""
+    """Raise RunFailed if every reply is an error, since Flower's strategies would continue with the old model."""
     if replies and not any(reply.has_content() for reply in replies):
         reasons = sorted(f"node {r.metadata.src_node_id}: {one_line(str(r.error.reason))}" for r in replies)
         listed = "".join(f"\n  - {reason}" for reason in reasons)

@@ -1,7 +1,7 @@
-"""A Flower RecordDict as bytes, and back: exact to the bit and never pickled.
+"""Converts a Flower RecordDict to bytes and back, bit for bit and without pickle.
 
-The bytes are a safetensors file. Its tensors are the arrays, named "i/key" for those of record i; its metadata has
-`records` (JSON: each record's name, kind, and keys or values, in order). A store (storage.py) adds the checksum.
+The bytes are a safetensors file. Its tensors are the arrays; those of record i have the names "i/key". Its metadata has
+`records` (JSON: the name, kind, and keys or values of each record, in order). A store (storage.py) adds a checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS: dict[str, type[MetricRecord] | type[ConfigRecord]] = {"metrics": MetricR
 
 
 def dump(records: RecordDict) -> bytes:
-    """Raises ValueError where an array has a type that safetensors cannot hold."""
+    """The bytes of the records; ValueError if safetensors does not support the dtype of an array."""
     from safetensors.numpy import save
 
     tensors: dict[str, np.ndarray] = {}
@@ -38,7 +38,7 @@ def dump(records: RecordDict) -> bytes:
 
 
 def parse(data: bytes) -> RecordDict:
-    """Raises ValueError, and nothing else, where these are not bytes that `dump` returned."""
+    """The records from bytes that `dump` returned; ValueError, and no other exception, for other bytes."""
     from safetensors.numpy import load
 
     try:
@@ -63,13 +63,13 @@ def _storable(value: np.ndarray, what: str) -> np.ndarray:
 
 
 def _to_json(value: Any) -> Any:
-    """Numbers, texts and booleans are JSON's own, to the last bit; bytes are {"base64": text}."""
+    """Numbers, strings and booleans are JSON values, which keep every bit; bytes are {"base64": text}."""
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
-    return [_to_json(each) for each in value] if isinstance(value, list) else value
+    return [_to_json(item) for item in value] if isinstance(value, list) else value
 
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         return base64.b64decode(value["base64"])
-    return [_from_json(each) for each in value] if isinstance(value, list) else value
+    return [_from_json(item) for item in value] if isinstance(value, list) else value

@@ -268,14 +268,14 @@ def test_a_reply_that_the_base_leaves_out_counts_for_nothing_in_the_momentum_eit
 
 
 def test_clients_that_train_without_momentum_say_so(federation: Federations) -> None:
-    with pytest.raises(RunFailed, match=r"this client trains without \(momentum is 0\)"):
+    with pytest.raises(RunFailed, match=r"this client trains without it \(momentum is 0\)"):
         models_of(federation((4, 4)), GlobalMomentum(fedavg()), 1)
 
 
 def test_a_base_that_does_not_tell_its_weights_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"FedAvg does not report how; wrap one of fedbn_flwr\.strategies"):
+    with pytest.raises(SettingsError, match=r"FedAvg does not report them; wrap one of fedbn_flwr\.strategies"):
         GlobalMomentum(flower.FedAvg())
-    with pytest.raises(SettingsError, match="does not report how"):
+    with pytest.raises(SettingsError, match="does not report them"):
         GlobalMomentum(FixBN(flower.FedAvg()))
 
 

@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Context
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.rules import rules_by_key
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum
@@ -33,12 +34,12 @@ def code(first_line: str) -> str:
 
 @pytest.fixture
 def fed_nova() -> Iterator[Any]:
-    """The documented strategy, its client half registered for the length of a test."""
+    """The documented strategy, its client rule registered during a test."""
     scope: dict[str, Any] = {"__name__": "mine"}
     for first_line in ("# client/rules/fednova.py", "# strategies/fednova.py"):
         exec(compile(code(first_line), first_line, "exec", dont_inherit=True), scope)
     yield scope["FedNova"]
-    rules_by_key().pop("fednova.steps")  # type: ignore[attr-defined]
+    rules_by_key().pop("fedbn.steps", None)  # type: ignore[attr-defined]
 
 
 def test_the_walk_through_is_short() -> None:
@@ -85,6 +86,13 @@ def test_it_composes_and_is_saved(federation: Federations, fed_nova: Any) -> Non
     other.begin(2, fed.arrays())
     other.restore(parse(dump(rule.state())))
     assert other.notes() == rule.notes() == {"freeze_round": 1, "frozen": ["statistics"], "tau": 2.0}
+
+
+def test_a_client_without_the_client_rule_refuses_the_message(federation: Federations, fed_nova: Any) -> None:
+    rules_by_key().pop("fedbn.steps")  # type: ignore[attr-defined]
+    fed = federation()
+    with pytest.raises(RunFailed, match=r"asks for 'fedbn\.steps'"):
+        fed_nova().start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
 # --- the way of a round ------------------------------------------------------

@@ -79,7 +79,7 @@ def test_attributes_of_flower_s_strategies_come_back(name: str) -> None:
 def test_what_cannot_be_saved_is_refused_by_name() -> None:
     strategy = flower.FedAvg()
     strategy.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
-    with pytest.raises(CannotSave, match=r"FedAvg\.generator is a Generator, which cannot be saved; keep numbers"):
+    with pytest.raises(CannotSave, match=r"FedAvg\.generator is a Generator, which cannot be saved; expected numbers"):
         FixBN(MeanStatistics(strategy), freeze_round=1).state()
 
 

@@ -52,6 +52,6 @@ def test_a_model_of_which_only_a_part_comes_is_refused_all_the_same(federation: 
     first, *_ = fed.arrays().items()
     content = RecordDict({"arrays": ArrayRecord(dict([first])), "config": ConfigRecord()})
     (reply,) = fed.grid().send_and_receive([Message(content, 1, "train")])
-    assert "the server did not send '4.weight' (2 such keys), and this node has none" in reply.error.reason
+    assert "the server did not send '4.weight' (2 keys of weights are missing)" in reply.error.reason
     (reply,) = fed.grid().send_and_receive([Message(RecordDict({"arrays": pack({})}), 1, "train")])
     assert not reply.has_error()

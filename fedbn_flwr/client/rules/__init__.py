@@ -1,8 +1,8 @@
-"""The client half of rules: one file with the name of its strategy, found by the config keys that it registers.
+"""Client rules, the client's half of each method: one file with the name of its strategy.
 
-A message names a rule by its key; `BNClient` makes one object of the rule's class for the round and calls its hooks, in
-this order: `around` training, `first_gradient`, `begin` between the first gradient and the first step, `adjust` before
-each step, `returned` and `finish` once training is over.
+A message selects a client rule by a config key. For each round `BNClient` creates an object of the class and calls its
+hooks in this order: `around` encloses training, `first_gradient` computes the gradient of the first batch, `begin`
+runs between this gradient and the first step, `adjust` before each step, and `returned` and `finish` after training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedbn_flwr.norms.roles import Role
 
 @dataclass(frozen=True)
 class Update:
-    """What a client sends back: arrays by name, metrics, and records of arrays beside the model."""
+    """A client's result of a round: the arrays of the model, metrics, and additional records of arrays by name."""
 
     arrays: Arrays
     metrics: dict[str, Any]  # numbers
@@ -37,17 +37,19 @@ class Update:
 
 @dataclass(eq=False)
 class LocalRound:
-    """A client's round as the client half of a rule sees it."""
+    """A client's round, from which a client rule reads what it needs."""
 
     config: Mapping[str, Any]
-    received: Arrays  # of the model
-    records: Mapping[str, Arrays]  # beside the model; in a layer-wise round those of its last message, from `begin` on
+    received: Arrays  # the arrays of the model in the message
+    # The message's other records of arrays. The last message of a layer-wise round contains them, so read them in
+    # `begin` or later.
+    records: Mapping[str, Arrays]
     model: nn.Module
-    state: NodeState  # what the node keeps from round to round
-    num_examples: int  # that the client has
+    state: NodeState
+    num_examples: int  # in the client's training data
     partition: int | None
-    exchange: Exchange | None = None  # to the other clients, in a layer-wise round
-    optimizer: SGD = field(init=False)  # not yet in `around`; it has the parameters that train, by name
+    exchange: Exchange | None = None  # with the other clients, in a layer-wise round
+    optimizer: SGD = field(init=False)  # set after `around`; has the trainable parameters by name
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -55,10 +57,12 @@ class LocalRound:
 
 
 class ClientRule:
-    """What a client does for a rule in one round; a rule overrides the hooks that it needs."""
+    """A client's part of a method in one round; a subclass overrides the hooks that it needs."""
 
-    keys: ClassVar[Mapping[str, Key]] = {}  # the config keys that ask for it
-    order: ClassVar[int] = 0  # of rules in one round, those with the lower number adjust first
+    # The config keys that select this rule. A key with the prefix `fedbn.` is refused by clients without the rule; a
+    # key without it is ignored there.
+    keys: ClassVar[Mapping[str, Key]] = {}
+    order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
 
     def __init_subclass__(cls) -> None:
         _BY_KEY.update(dict.fromkeys(cls.keys, cls))
@@ -67,25 +71,25 @@ class ClientRule:
         self.local = local
 
     def around(self) -> AbstractContextManager[None]:
-        """What holds while the client trains."""
+        """A context manager that encloses training."""
         return nullcontext()
 
     def first_gradient(self) -> Gradient | None:
-        """Finds loss and gradient of the first batch in place of backpropagation."""
+        """A function that computes loss and gradient of the first batch instead of backpropagation, or None."""
         return None
 
     def begin(self) -> None:
-        """Prepare, once the gradient of the first batch is there and before any step."""
+        """Prepare the round, after the gradient of the first batch and before the first step."""
 
     def adjust(self) -> None:
         """Change the gradients before each step."""
 
     def returned(self) -> frozenset[Role]:
-        """The roles that are sent back beside what was received."""
+        """Roles to send back in addition to the arrays received."""
         return frozenset()
 
     def finish(self, update: Update) -> None:
-        """Add metrics and records to the reply and save what the node keeps; nothing can fail any more."""
+        """Add metrics and records to the reply, and save state. The round must not fail after the state is saved."""
 
 
 _BY_KEY: dict[str, type[ClientRule]] = {}
@@ -93,12 +97,12 @@ _BY_KEY: dict[str, type[ClientRule]] = {}
 
 @functools.cache
 def rules_by_key() -> Mapping[str, type[ClientRule]]:
-    """All rules by their keys: those of this package, and any other ClientRule that was imported."""
+    """All client rules by their keys: those of this package, and every other subclass that is imported."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return _BY_KEY
 
 
 def known_keys() -> dict[str, Key]:
-    """Every config key that a BNClient honours."""
+    """Every config key that a BNClient supports."""
     return protocol.RUN_KEYS | {key: rule.keys[key] for key, rule in rules_by_key().items()}

@@ -1,4 +1,4 @@
-"""The client of rules that keep roles on the client (FedBN, SiloBN): it keeps by itself what it is not sent."""
+"""The client rule of FedBN and SiloBN. A BNClient keeps the arrays that it does not receive without any rule."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ RETURN = "fedbn.return"
 
 
 class FedBN(ClientRule):
-    """Sends back roles that it was not sent, for the server's global model."""
+    """Sends back roles that it did not receive, for the server's global model."""
 
-    keys = {RETURN: Key("roles, comma separated", "send these back too, besides what came")}
+    keys = {RETURN: Key("roles, comma separated", "send these roles back too, in addition to those received")}
 
     def returned(self) -> frozenset[Role]:
         return roles_of(self.local.config, RETURN, frozenset(Role))

@@ -12,7 +12,7 @@ PROXIMAL_MU = "proximal-mu"  # Flower's key
 
 
 class FedProx(ClientRule):
-    """Adds mu/2 ||w - w_t||^2 to the loss: its gradient mu (w - w_t) is added, which needs no graph."""
+    """Adds mu/2 ||w - w_t||^2 to the loss by adding its gradient mu (w - w_t), which needs no autograd graph."""
 
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
 

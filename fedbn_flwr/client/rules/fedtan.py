@@ -1,4 +1,4 @@
-"""FedTAN's client: the first step takes its gradient from batch norm over the batches of all clients."""
+"""FedTAN's client rule: in the first step, batch norm normalises over the batches of all clients."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from . import ClientRule, Key
 
 
 class FedTAN(ClientRule):
-    """The layer-wise step of `fedbn_flwr.exchange`; `fedbn_flwr.client.app` carries its exchanges."""
+    """The layer-wise step of `fedbn_flwr.exchange`; `fedbn_flwr.client.layerwise` transmits its exchanges."""
 
     keys = {
         protocol.COHORT: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
         protocol.COHORT_BACKWARD: Key("bool", "exchange gradients too"),
         protocol.COHORT_STEP: Key(
-            "int", "which message of such a round this is: 0 begins it, k carries the answer to exchange k"
+            "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
         ),
-        protocol.COHORT_BATCH: Key("int", "images in the batches of all clients, with each answer"),
-        protocol.DIRECT: Key("`HOST:PORT`", "hold the exchanges of this one `train` message on a stream to there"),
-        protocol.DIRECT_TOKEN: Key("text", "show it there: one node's, good for one stream of one round"),
-        protocol.DIRECT_CA: Key("PEM", "trust certificates of this authority there; without it, the client's own"),
+        protocol.COHORT_BATCH: Key("int", "images in the batches of all clients, sent with the result of an exchange"),
+        protocol.DIRECT: Key("`HOST:PORT`", "run the exchanges of this `train` message on a stream to this address"),
+        protocol.DIRECT_TOKEN: Key("text", "authenticate by this token, valid for one stream of one node in one round"),
+        protocol.DIRECT_CA: Key("PEM", "trust this certificate authority; without it, the client's default ones"),
         protocol.DIRECT_INSECURE: Key("true", "connect without TLS"),
-        protocol.DIRECT_TIMEOUT: Key("float", "give up when an exchange takes so many seconds"),
+        protocol.DIRECT_TIMEOUT: Key("float", "fail if an exchange takes more than this number of seconds"),
     }
 
     def first_gradient(self) -> Gradient | None:

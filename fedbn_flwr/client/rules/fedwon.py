@@ -13,10 +13,10 @@ CLIP = "fedbn.clip"
 
 
 class FedWon(ClientRule):
-    """Clips the gradients of all parameters but those of the last linear layer."""
+    """Clips the gradients of all parameters except those of the last linear layer."""
 
-    keys = {CLIP: Key("float", "clip gradients adaptively, by this factor; the last linear layer is exempt")}
-    order = 1  # clips what the other rules leave
+    keys = {CLIP: Key("float", "clip gradients adaptively by this factor, except those of the last linear layer")}
+    order = 1  # clips the gradients that the other rules have changed
 
     def begin(self) -> None:
         linear = [module for module in self.local.model.modules() if isinstance(module, nn.Linear)]
@@ -29,21 +29,21 @@ class FedWon(ClientRule):
 
 @torch.no_grad()
 def clip_adaptively(parameters: Iterable[nn.Parameter], factor: float, eps: float = 1e-3) -> None:
-    """Shorten each unit's gradient to `factor` times the unit's own norm (at least `eps`) where it is longer.
+    """Limit the norm of each unit's gradient to `factor` times the norm of the unit's weights (at least `eps`).
 
-    A unit is a row of a linear layer, a filter of a convolution, a whole bias.
+    A unit is a row of a linear layer, a filter of a convolution, or a whole bias.
     """
     for parameter in parameters:
         if (gradient := parameter.grad) is None:
             continue
-        longest = _unit_norm(parameter).clamp_(min=eps) * factor
-        length = _unit_norm(gradient)
-        shortened = gradient * (longest / length.clamp(min=1e-6))
-        gradient.copy_(torch.where(length > longest, shortened, gradient))
+        limit = _unit_norm(parameter).clamp_(min=eps) * factor
+        norm = _unit_norm(gradient)
+        clipped = gradient * (limit / norm.clamp(min=1e-6))
+        gradient.copy_(torch.where(norm > limit, clipped, gradient))
 
 
 def _unit_norm(x: Tensor) -> Tensor:
-    """The norm of each output unit, in a shape that multiplies x."""
+    """The norm of each output unit, in a shape that broadcasts with x."""
     dims = tuple(range(1, x.ndim)) if x.ndim > 1 else None
     norm: Tensor = torch.linalg.vector_norm(x, dim=dims, keepdim=x.ndim > 1)
     return norm

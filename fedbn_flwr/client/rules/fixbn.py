@@ -1,4 +1,4 @@
-"""FixBN's client: batch norm stands still while all else trains (Zhong, Chen, Chao)."""
+"""FixBN's client rule: batch norm is frozen while the other layers train (Zhong, Chen, Chao)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FREEZABLE = frozenset({Role.STATISTICS, Role.AFFINE})
 
 
 class FixBN(ClientRule):
-    """Leaves statistics, or gamma and beta, as they were received."""
+    """Freezes the statistics, or gamma and beta, at the received values."""
 
-    keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "leave these of batch norm as they came")}
+    keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
 
     def around(self) -> AbstractContextManager[None]:
         return frozen_norm(self.local.model, frozen_roles(self.local.config))

@@ -1,4 +1,4 @@
-"""Maintained momentum (Zhong, Chen, Chao): SGD continues with the momentum of the server, or with the node's own."""
+"""Maintained momentum (Zhong, Chen, Chao): SGD begins with the server's momentum or that of the client's last round."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ MOMENTUM_RECORD = "momentum"
 
 
 class GlobalMomentum(ClientRule):
-    """Begins with the momentum received and sends it back; without the key (`keep_momentum`) all of it stays here."""
+    """Begins with the received momentum and sends it back; without the key (`keep_momentum`) it stays on the client."""
 
-    keys = {MOMENTUM: Key("true", "begin with the momentum in a record `momentum`, and send it back")}
+    keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
     def begin(self) -> None:
         optimizer, buffers = self.local.optimizer, dict(self.local.state.load("momentum"))
         if self.local.config.get(MOMENTUM):
             if not optimizer.momentum:
-                raise MessageError("the server maintains momentum, but this client trains without (momentum is 0)")
+                raise MessageError(
+                    f"the server maintains momentum ({MOMENTUM!r}), but this client trains without it (momentum is 0); "
+                    "expected a momentum above zero"
+                )
             buffers.update(self.local.records.get(MOMENTUM_RECORD, {}))
         for name, parameter in self.local.parameters.items():
             if name in buffers:
                 optimizer.buffers[name] = tensor_like(buffers[name], parameter)
 
     def finish(self, update: Update) -> None:
-        found, parameters = self.local.optimizer.buffers, self.local.parameters
-        # Zero where a parameter had no gradient yet.
-        new = copied({name: found[name] if name in found else torch.zeros_like(p) for name, p in parameters.items()})
+        own, parameters = self.local.optimizer.buffers, self.local.parameters
+        # Zero if a parameter has had no gradient yet.
+        new = copied({name: own[name] if name in own else torch.zeros_like(p) for name, p in parameters.items()})
         buffers = {**self.local.state.load("momentum"), **new}
-        if self.local.config.get(MOMENTUM):  # that of parameters that do not travel stays here as they do
-            back = [name for name in parameters if name in self.local.received]
-            update.extras[MOMENTUM_RECORD] = {name: buffers.pop(name) for name in back}
+        if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
+            sent = [name for name in parameters if name in self.local.received]
+            update.extras[MOMENTUM_RECORD] = {name: buffers.pop(name) for name in sent}
         self.local.state.save("momentum", buffers)

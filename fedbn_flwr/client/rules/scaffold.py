@@ -1,4 +1,4 @@
-"""SCAFFOLD's client (Karimireddy et al. 2020, https://arxiv.org/abs/1910.06378, Algorithm 1, lines 7 to 14)."""
+"""SCAFFOLD's client rule (Karimireddy et al. 2020, https://arxiv.org/abs/1910.06378, Algorithm 1, lines 7 to 14)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fedbn_flwr.messages.aggregate import Arrays
 from . import ClientRule, Key, Update
 
 CONTROL = "fedbn.control"
-CONTROL_RECORD = "control"  # there c, and back c_i+ - c_i
+CONTROL_RECORD = "control"  # the server sends c and receives c_i+ - c_i
 
 
 class Scaffold(ClientRule):
-    """Trains along g_i(y) + c - c_i; then c_i+ is the mean of the g_i (strategies/scaffold.py says why)."""
+    """Steps along g_i(y) + c - c_i; then c_i+ is the mean of the g_i (strategies/scaffold.py explains why)."""
 
-    keys = {CONTROL: Key("true", "correct gradients by control variates, in a record `control` both ways (SCAFFOLD)")}
-    order = -1  # g_i is the gradient before any other rule changes it
+    keys = {CONTROL: Key("true", "correct gradients by control variates, received and sent in the record `control`")}
+    order = -1  # before the other rules: g_i is the unchanged gradient
 
     def begin(self) -> None:
         c, own = self.local.records.get(CONTROL_RECORD, {}), self._own()
@@ -36,11 +36,11 @@ class Scaffold(ClientRule):
     def finish(self, update: Update) -> None:
         before = self._own()
         new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.parameters.items()})
-        self.local.state.save("control", {**before, **new})  # a parameter that is frozen now keeps its own
+        self.local.state.save("control", {**before, **new})  # parameters that are frozen now keep their c_i
         update.extras[CONTROL_RECORD] = {
             name: value - before[name] if name in before else value for name, value in new.items()
         }
 
     def _own(self) -> Arrays:
-        """c_i; zero in a first round, when the server has no c: what the node has then is of another training."""
+        """c_i; zero in the first round, in which the server has no c: a stored c_i belongs to an earlier run then."""
         return self.local.state.load("control") if CONTROL_RECORD in self.local.records else {}

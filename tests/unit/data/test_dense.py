@@ -119,7 +119,7 @@ def test_a_label_that_is_no_class_is_refused(wrong: int) -> None:
 
 def test_a_set_without_a_pixel_that_counts_is_refused() -> None:
     labels = torch.full((1, 5, 4), IGNORED)
-    with pytest.raises(ValueError, match="no pixel of the examples has a label other than 255"):
+    with pytest.raises(ValueError, match="all pixels of the examples have the label 255"):
         evaluate(Pixels(4), [(torch.zeros(1, 2, 5, 4), labels)], cross_entropy, CPU)
 
 

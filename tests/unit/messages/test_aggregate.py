@@ -222,7 +222,7 @@ def test_a_variance_of_zero_is_no_fault() -> None:
     ("bad", "words"),
     [
         (reply(conv__weight=None), ["lacks", "'conv.weight'"]),
-        (reply(other=np.zeros(1)), ["has 'other'", "did not ask"]),
+        (reply(other=np.zeros(1)), ["has 'other'", "did not request"]),
         (reply(conv__weight=np.zeros((3, 2), np.float32)), ["'conv.weight'", "(3, 2)", "(2, 3)"]),
         (reply(conv__weight=np.zeros((2, 3), np.float64)), ["'conv.weight'", "float64", "float32"]),
         (reply(bn__num_batches_tracked=np.array(3.0)), ["'bn.num_batches_tracked'", "float64", "int64"]),
