@@ -55,7 +55,7 @@ class RunFolder:
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
-        before, now = _deciding(existing), _deciding(config)
+        before, now = deciding(existing), deciding(config)
         if different := sorted(key for key in {*before, *now} if before.get(key) != now.get(key)):
             key = different[0]
             raise SettingsError(
@@ -136,7 +136,7 @@ class RunFolder:
 _FREE = ("workers", "timeout", "node_timeout", "state_memory", "checkpoint_every")
 
 
-def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
     return {**config, "engine": engine}

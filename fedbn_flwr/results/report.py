@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError
 
-from .folder import RunFolder
+from .folder import RunFolder, deciding
 from .summary import BY_DOMAIN, Summary
 
 MIB = 1024**2
@@ -34,6 +34,19 @@ class Run:
     @cached_property
     def figures(self) -> dict[str, Any]:
         return self.summary.to_json()
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect results, without the seed and names, by dotted key."""
+        config = deciding(RunFolder(self.path).config())
+        return _flat({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -60,7 +73,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the runs of one label, which differ in their seed."""
+    """One line of the table: runs of one label that differ only in their seed."""
 
     label: str
     runs: tuple[Run, ...]
@@ -70,8 +83,26 @@ class Row:
 
 
 def group(runs: Sequence[Run]) -> list[Row]:
-    labels = dict.fromkeys(run.label for run in runs)
-    return [Row(label, tuple(run for run in runs if run.label == label)) for label in labels]
+    """A row for each label, or several where the settings of its runs differ: each row then names its own values."""
+    rows = []
+    for label in dict.fromkeys(run.label for run in runs):
+        variants: list[list[Run]] = []
+        for run in (run for run in runs if run.label == label):
+            same = next((variant for variant in variants if variant[0].settings == run.settings), None)
+            if same is None:
+                variants.append([run])
+            else:
+                same.append(run)
+        found = [variant[0].settings for variant in variants]
+        differing = [key for key in dict.fromkeys(key for each in found for key in each) if _differs(key, found)]
+        for variant, settings in zip(variants, found, strict=True):
+            values = ", ".join(f"{key}={settings[key]}" for key in differing if key in settings)
+            rows.append(Row(f"{label}, {values}" if values else label, tuple(variant)))
+    return rows
+
+
+def _differs(key: str, variants: Sequence[Mapping[str, Any]]) -> bool:
+    return any(variant.get(key) != variants[0].get(key) for variant in variants)
 
 
 _HEADINGS = ("run", "accuracy", "best", "rounds", "communication rounds", "MiB down", "MiB up", "seconds")
@@ -90,12 +121,15 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     present = {key: name for key, name in _OPTIONAL.items() if any(row.figures(key) for row in rows)}
     lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
     for row in rows:
-        seeds = f" ({len(row.runs)} seeds)" if len(row.runs) > 1 else ""
+        count, seeds = len(row.runs), len({run.summary.seed for run in row.runs})
+        repeated = (
+            f" ({seeds} seeds)" if count == seeds else f" ({count} runs, {seeds} {'seed' if seeds == 1 else 'seeds'})"
+        )
         unfinished = {run.summary.status for run in row.runs} - {"finished"}
         status = f" [{', '.join(sorted(unfinished))}]" if unfinished else ""
         lines.append(
             (
-                row.label + seeds + status,
+                row.label + (repeated if count > 1 else "") + status,
                 _spread(row.figures("accuracy"), 100, 2, "%"),
                 _spread(row.figures("best_accuracy"), 100, 2, "%"),
                 *(_spread(row.figures(key), 100, 2, "%") for key in present),

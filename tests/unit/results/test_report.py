@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
 from fedbn_flwr import cli
@@ -112,3 +113,13 @@ def test_the_command_writes_into_a_new_folder(
     assert {file.name for file in folder.iterdir()} == {"report.md", "report.png", "report.json"}
     assert "| second |" in (folder / "report.md").read_text()
     assert (tmp_path / "first" / "report.md").read_bytes() == before
+
+
+def test_runs_are_grouped_by_all_settings_but_the_seed(tmp_path: Path) -> None:
+    for name, seed, lr, workers in (("a", 0, 0.1, 0), ("b", 1, 0.1, 2), ("c", 0, 0.01, 0), ("d", 0, 0.01, 0)):
+        write_run(tmp_path / name, "FixBN", seed)
+        settings = {"label": "FixBN", "seed": seed, "train": {"lr": lr, "steps": 5}, "engine": {"workers": workers}}
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(settings))
+    write_run(tmp_path / "e", "FedAvg")
+    first = [line[0] for line in table(group(find_runs([tmp_path])))[1:]]
+    assert first == ["FixBN, train.lr=0.1 (2 seeds)", "FixBN, train.lr=0.01 (2 runs, 1 seed)", "FedAvg"]
