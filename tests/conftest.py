@@ -1,4 +1,4 @@
-"""What every test stands on: no telemetry, no network, one thread, and a small federation to train."""
+"""Fixtures of all tests: no telemetry, no network, one thread, and a small federation to train."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "fedbn-pycache"))
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what Flower's dependencies think of each other's releases
+    warnings.simplefilter("ignore")  # warnings of Flower's dependencies about each other's versions
     import flwr.serverapp  # noqa: F401
 
 from flwr.app import ArrayRecord, Context
@@ -41,18 +41,18 @@ from fedbn_flwr.norms.roles import roles
 from tests.support.network import Deployment
 from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
 
-# The same examples in every run: a test that fails, fails for everybody.
+# The same examples in every run, so that a failure can be reproduced.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=60)
 settings.load_profile("fixed")
 
 
-# Fixtures of a session that take long to make: with `pytest -n`, all tests that use one run in one process.
+# Session fixtures that take long to make: with `pytest -n`, all tests that use one of them run in one process.
 SHARED = ("deployment", "real_deployment", "clean_environment", "wheel")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n`, tests of a file stay in one process, for the fixtures of its module."""
+    """With `pytest -n`, the tests of a file run in one process, which makes the fixtures of its module once."""
     for item in items:
         names = {*getattr(item, "fixturenames", ())}
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -67,7 +67,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Bit for bit comparisons hold for one thread; the cores are shared with others."""
+    """Bit-for-bit comparisons hold for one thread; other processes use the cores too."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -76,7 +76,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quiet_flower() -> Iterator[None]:
-    """Flower's log says every round what no test reads; `flower_log` opens it again."""
+    """Hide Flower's messages about every round; the fixture `flower_log` shows warnings again."""
     logger = logging.getLogger("flwr")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -139,14 +139,14 @@ class Federation:
         return LocalGrid(app or self.app(), len(self.data), **options)
 
     def arrays(self) -> ArrayRecord:
-        """What a server of ours sends: all but the counters."""
+        """The arrays that our server sends: all except the counters."""
         state, role_of = self.model.state_dict(), roles(self.model)
         return pack({key: value.numpy().copy() for key, value in state.items() if role_of[key] is not Role.COUNTER})
 
 
 @pytest.fixture
 def federation() -> Callable[..., Federation]:
-    """Makes a Federation: `sizes` are the clients' numbers of images, two batches each unless `batches` says."""
+    """Makes a Federation; a client has its number of images in `sizes`, in `batches` batches."""
 
     def make(
         sizes: tuple[int, ...] = (8, 12),
@@ -182,7 +182,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A SuperLink and its sites as processes. A test leaves it as it was: all services up, all nodes connected."""
+    """A SuperLink and its sites as processes. After each test all services must be up and all nodes connected."""
     with Deployment(tmp_path_factory.mktemp("deployment")) as running:
         yield running
 

@@ -23,7 +23,6 @@ from fedbn_flwr.errors import RunFailed
 
 from .config import ACCEPTED, KEEPALIVE, METHOD, TOKEN, ExchangeConfig, split_address
 
-_BIND_SECONDS = 60  # a round of another run may be using the port
 _GRACE_SECONDS = 10  # to deliver the last answers
 
 
@@ -48,14 +47,19 @@ class _Connection:
 
 
 class ExchangeService:
-    """A service for `nodes`; a client's message may have up to `limit` bytes, and all streams end after `seconds`."""
+    """A service for `nodes`; a client's message may have up to `limit` bytes, and all streams end after `seconds`.
 
-    def __init__(self, settings: ExchangeConfig, nodes: Sequence[int], *, limit: int, seconds: float) -> None:
+    It waits up to `bind_seconds` for its port, which another run's round may have open.
+    """
+
+    def __init__(
+        self, settings: ExchangeConfig, nodes: Sequence[int], *, limit: int, seconds: float, bind_seconds: float = 60
+    ) -> None:
         self._connections = {node: _Connection(secrets.token_hex(32)) for node in nodes}
         self._changed = threading.Condition()
         self._end = time.monotonic() + seconds
         self._limit = limit
-        self._server, port = self._open(settings)
+        self._server, port = self._open(settings, bind_seconds)
         host, wanted = split_address(settings.address)
         self.address = f"{host}:{port}" if wanted == "0" else settings.address
 
@@ -130,7 +134,7 @@ class ExchangeService:
 
     # --- the streams' side ---
 
-    def _open(self, settings: ExchangeConfig) -> tuple[grpc.Server, int]:
+    def _open(self, settings: ExchangeConfig, bind_seconds: float) -> tuple[grpc.Server, int]:
         options = [
             *KEEPALIVE,
             ("grpc.so_reuseport", 0),  # two runs must not share a port unnoticed
@@ -140,7 +144,7 @@ class ExchangeService:
             ("grpc.server_handshake_timeout_ms", 20_000),
             ("grpc.max_connection_idle_ms", 20_000),
         ]
-        end = time.monotonic() + _BIND_SECONDS
+        end = time.monotonic() + bind_seconds
         key, certificate = settings.read("key"), settings.read("certificate")
         while True:
             server = grpc.server(_Threads(), handlers=[_TokenHandler(self)], options=options)

@@ -71,7 +71,7 @@ def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
     FigureCanvasAgg(figure)
     for panel, partition in zip(figure.subplots(len(partitions), 1, squeeze=False)[:, 0], partitions, strict=True):
         places = range(len(partition.counts))
-        colours = _colours(len(partition.classes))
+        colours = class_colours(len(partition.classes))
         bottom = [0] * len(partition.counts)
         many = len(partition.counts) > _SHOWN_CLIENTS
         for label, name in enumerate(partition.classes):
@@ -123,7 +123,7 @@ def _explain_colours(figure: Any, panel: Any, partition: PartitionCounts, colour
     figure.colorbar(scale, ax=panel, label="class (number)")
 
 
-def _colours(count: int) -> list[Any]:
+def class_colours(count: int) -> list[Any]:
     """The report's palette and variants of it; a continuous scale if there are too many classes to distinguish."""
     if count > 2 * _SHOWN_CLASSES:
         from matplotlib import colormaps

@@ -1,4 +1,4 @@
-"""docker-compose.yml, and what deploy/sites.sh makes of it, in containers of a Docker engine.
+"""docker-compose.yml, and the file that deploy/sites.sh writes from it, in containers of a Docker engine.
 
 The images must exist (`docker compose build`). Every container runs as in production, so a message takes seconds.
 """
@@ -41,7 +41,7 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
 
 
 def check_owners(containers: Containers, sites: int) -> None:
-    """Each volume belongs to the containers' user; only that user reads a site's state and key, and only its own."""
+    """Each volume belongs to the containers' user; only that user can read a site's state and its node's key."""
     assert containers.inside("superexec-serverapp", "stat -c '%u' /runs").split() == [UID]
     written = containers.inside("superexec-serverapp", "find /runs -type f -exec stat -c '%u' {} +").split()
     assert set(written) == {UID}
@@ -63,7 +63,7 @@ def run_both(containers: Containers, clients: int) -> None:
         assert [line["clients"] for line in containers.history(name)] == [clients]
 
 
-def test_three_sites_train_lose_a_site_and_a_server_and_go_on(containers: Containers) -> None:
+def test_three_sites_lose_a_site_and_a_server_and_continue(containers: Containers) -> None:
     containers.script("deploy/keys.sh")
     containers.up()
     containers.wait_for_nodes(3)

@@ -1,4 +1,4 @@
-"""Three engines, one trajectory: the same experiment on ours, in Flower's simulation, and on real nodes."""
+"""The same experiment gives the same arrays on our engine, in Flower's simulation and on real nodes."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_bad_input_to_flwr_run_ends_before_anything_is_started(capsys: pytest.Ca
     assert printed.out == ""
 
 
-def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_path: Path) -> None:
-    """Begun where the server cannot read its nodes' memory, and resumed on Ray: FedAvg needs none of it, FedBN does."""
+def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(tmp_path: Path) -> None:
+    """The server cannot read its nodes' states, and the run resumes on Ray: FedBN needs them, FedAvg does not."""
     out = tmp_path / "out"
     for rule in ("FedAvg", "FedBN"):
         session(rule, out / rule, 2, grid=Elsewhere(rule, None))
@@ -124,12 +124,12 @@ def test_a_run_that_was_stopped_goes_on_under_flwr_run_or_says_what_is_lost(tmp_
     assert outcome(out / "FedAvg")[0] == outcome(tmp_path / "straight")[0]
 
 
-def test_supernodes_go_on_with_what_their_folders_hold(deployment: Deployment, tmp_path: Path) -> None:
-    """FedBN's last round, after two in which every node and the server were other processes."""
+def test_supernodes_continue_from_their_state_folders(deployment: Deployment, tmp_path: Path) -> None:
+    """FedBN's last round runs in other processes than its first two, for the nodes and for the server."""
     out = tmp_path / "out"
     folders = [deployment.mounts(f"superexec-clientapp-{site}")["/state"] for site in range(3)]
     session("short FedBN", out / "FedBN", 2, grid=Elsewhere("short FedBN", folders))
-    (out / "FedBN" / "config.yaml").rename(out / "FedBN" / "kept.yaml")  # run_app looks for a new one
+    (out / "FedBN" / "config.yaml").rename(out / "FedBN" / "kept.yaml")  # run_app expects a new config.yaml
     words = " ".join(f"'{word}'" for word in overrides("short FedBN"))
     folder = deployment.run_app({"experiment": BASE, "set": words, "out": str(out), "resume": True})
     session("short FedBN", tmp_path / "straight")

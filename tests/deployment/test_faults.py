@@ -1,4 +1,4 @@
-"""Processes of a deployment are killed in the middle of a run, and what is left goes on.
+"""Processes of a deployment are killed during a run, and the others continue.
 
 docs/deployment.md ("Failures") describes for operators what these tests measure.
 """
@@ -22,7 +22,7 @@ from tests.support.network import Deployment, wait_for
 
 pytestmark = pytest.mark.deployment
 
-ADMITTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
+ADMITTED = "SuperNode ID:"  # a SuperNode logs this when the SuperLink has admitted it
 
 EXPERIMENT: dict[str, Any] = {
     "name": "faults",
@@ -64,10 +64,10 @@ class Run:
         self.wait(f"the end of round {number}", lambda: len(self.rounds()) >= number)
 
     def wait_for_client(self, number: int, after_round: int) -> int:
-        """A client's process that works for the round after `after_round`; returns its process id."""
+        """Wait until a client works on the round after `after_round`, and return the id of its process."""
         service = self.deployment.running[f"superexec-clientapp-{number}"]
         self.wait_for_round(after_round)
-        before = service.apps()  # which have answered, and are about to end
+        before = service.apps()  # they have answered and are about to end
         self.wait(f"client {number}'s next process", lambda: set(service.apps()) - set(before))
         return (set(service.apps()) - set(before)).pop()
 
@@ -77,7 +77,7 @@ class Run:
         print([(round(line["seconds"], 1), line["clients"]) for line in self.rounds()])
 
     def answers(self) -> list[int]:
-        """How many clients' models each round is made of."""
+        """The number of clients' models that each round averages."""
         return [line["clients"] for line in self.rounds()]
 
 
@@ -86,13 +86,13 @@ def site(deployment: Deployment, number: int) -> list[str]:
 
 
 def kill(deployment: Deployment, *names: str) -> None:
-    """The power goes off: SIGKILL to all processes of the services at once."""
+    """Send SIGKILL to all processes of the services, which end as in a power failure."""
     for name in names:
         deployment.running[name].kill()
 
 
 def bring_back(deployment: Deployment, *names: str, seconds: float = 120) -> None:
-    """What `restart: unless-stopped` does: start anew, again and again where it ends."""
+    """Start services again until they stay up, as `restart: unless-stopped` does."""
     for name in names:
         deployment.launch(name)
     admitted = {name: deployment.running[name].output().count(ADMITTED) for name in names}
@@ -103,9 +103,9 @@ def bring_back(deployment: Deployment, *names: str, seconds: float = 120) -> Non
             service.kill()
             deployment.launch(name)
             return False
-        if name.startswith("supernode-"):  # healthy before the SuperLink lets it in
+        if name.startswith("supernode-"):  # it is healthy before the SuperLink admits it
             return service.output().count(ADMITTED) > admitted[name]
-        with contextlib.suppress(RuntimeError):  # it ended while it was asked
+        with contextlib.suppress(RuntimeError):  # it ended during the check
             return "healthcheck" not in deployment.services[name] or deployment.is_healthy(name)
         return False
 
@@ -113,6 +113,7 @@ def bring_back(deployment: Deployment, *names: str, seconds: float = 120) -> Non
 
 
 def wait_for_nodes(deployment: Deployment, count: int = 3, seconds: float = 90) -> None:
+    """Wait until `count` sites are connected."""
 
     def online() -> int:
         listed = json.loads(deployment.flwr("supernode", "list", "remote", "--format", "json"))
@@ -141,9 +142,9 @@ def restored(request: pytest.FixtureRequest) -> Iterator[None]:
     indirect=["nodes"],
 )
 def test_a_site_that_dies_is_left_out_until_it_is_back(nodes: Deployment, tmp_path: Path, moment: str) -> None:
-    """Its answer lies in its SuperNode, to be sent, when its ClientApp's process has ended: that is "while it uploads".
+    """In "while it uploads" its ClientApp's process has ended, and its SuperNode holds the answer.
 
-    Where the kill came after the last byte, the answer counts.
+    If the SuperNode has sent the last byte before the kill, the answer counts.
     """
     run = Run(nodes, tmp_path / "out", rounds=8)
     process = run.wait_for_client(1, after_round=1)
@@ -160,7 +161,7 @@ def test_a_site_that_dies_is_left_out_until_it_is_back(nodes: Deployment, tmp_pa
 
 
 def test_a_site_restarted_at_once_costs_its_answer_and_no_waiting(deployment: Deployment, tmp_path: Path) -> None:
-    """The SuperLink never sees it offline, and makes no error of the message that is lost."""
+    """The SuperLink never sees the site offline, so it makes no error reply for the lost message."""
     run = Run(deployment, tmp_path / "out", rounds=8)
     run.wait_for_client(1, after_round=1)
     kill(deployment, "superexec-clientapp-1")
@@ -205,7 +206,7 @@ def test_a_killed_serverapp_is_resumed_to_the_same_model(nodes: Deployment, tmp_
     again.finish()
     assert [line["round"] for line in again.rounds()] == [1, 2, 3, 4]
     assert again.folder.is_finished()
-    # What nobody disturbed comes to, on the local engine.
+    # An undisturbed run on the local engine.
     file = tmp_path / "faults.yaml"
     file.write_text(json.dumps(EXPERIMENT | {"rounds": 4}))
     local = fedbn("run", file, "--out", tmp_path / "local", cwd=tmp_path)
@@ -217,7 +218,7 @@ def test_a_killed_serverapp_is_resumed_to_the_same_model(nodes: Deployment, tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("nodes", ["real_deployment"], indirect=True)
 def test_a_run_outlives_the_superlink(nodes: Deployment, tmp_path: Path) -> None:
-    """Its database is on a volume, and apps run in processes of their own."""
+    """The SuperLink's database is on a volume, and apps run in other processes."""
     run = Run(nodes, tmp_path / "out", rounds=4)
     run.wait_for_client(0, after_round=1)
     kill(nodes, "superlink")

@@ -1,6 +1,6 @@
 """The deployment: its compose file, its keys, and a run over TLS with authenticated nodes.
 
-The run starts what docker-compose.yml says as processes on loopback (tests/support/network.py).
+The services of docker-compose.yml run as processes on loopback (tests/support/network.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GPU = ROOT / "docker-compose.gpu.yml"
 
 @pytest.fixture(scope="module")
 def five_sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What deploy/sites.sh writes for five sites, in a checkout of its own."""
+    """The files that deploy/sites.sh writes for five sites, in a separate checkout."""
     if missing_tools():
         pytest.skip(f"not installed: {', '.join(missing_tools())}")
     checkout = tmp_path_factory.mktemp("checkout")
@@ -90,7 +90,7 @@ def test_images_are_those_of_the_installed_flower() -> None:
     assert {image.split(":")[1].rsplit(".", 1)[0] for image in images} == {version("flwr").rsplit(".", 1)[0]}
 
 
-def test_only_the_superlink_and_the_exchange_are_published_and_only_on_loopback() -> None:
+def test_only_superlink_and_exchange_are_published_on_loopback() -> None:
     services = read_compose()["services"]
     assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
         "superlink": ["127.0.0.1:8000:8000"],
@@ -99,7 +99,7 @@ def test_only_the_superlink_and_the_exchange_are_published_and_only_on_loopback(
 
 
 @pytest.mark.parametrize("sites", [3, 5])
-def test_an_app_meets_its_own_node_and_the_server_and_no_other_site(sites: int, five_sites: Path) -> None:
+def test_an_app_reaches_only_its_own_node_and_the_server(sites: int, five_sites: Path) -> None:
     content = read_compose(file=COMPOSE if sites == 3 else five_sites / "docker-compose.sites.yml")
     services = content["services"]
     members: dict[str, set[str]] = {}
@@ -111,9 +111,9 @@ def test_an_app_meets_its_own_node_and_the_server_and_no_other_site(sites: int, 
     mounted: list[str] = []
     for i in range(sites):
         app = f"superexec-clientapp-{i}"
-        met = set().union(*(members[network] for network in services[app]["networks"])) - {app}
-        assert met == {f"supernode-{i}", "superexec-serverapp"}
-        assert services[app]["volumes"] == [f"data-{i}:/data:ro", f"state-{i}:/state"], "no keys, nobody else's data"
+        reachable = set().union(*(members[network] for network in services[app]["networks"])) - {app}
+        assert reachable == {f"supernode-{i}", "superexec-serverapp"}
+        assert services[app]["volumes"] == [f"data-{i}:/data:ro", f"state-{i}:/state"], "no keys, only its data"
         mounted += [f"data-{i}", f"state-{i}"]
         (key,) = services[f"supernode-{i}"]["volumes"]
         assert (key["source"], key["read_only"]) == (f"{KEYS}/site-{i}", True)
@@ -129,7 +129,7 @@ def test_an_app_meets_its_own_node_and_the_server_and_no_other_site(sites: int, 
 
 
 def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
-    """The same services of the server; `docker compose` finds the files by .env; and a key for each site."""
+    """The server's services are the same, .env names the files for `docker compose`, and each site has a key."""
     own, generated = read_compose()["services"], read_compose(file=five_sites / "docker-compose.sites.yml")["services"]
     for name, service in own.items():
         differs = [key for key in service if service[key] != generated[name][key]]
@@ -170,20 +170,20 @@ def test_limits_are_variables_of_each_kind_of_service() -> None:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's, comments left out and continued lines joined."""
+    """The Dockerfile's instructions, without comments and with continued lines joined."""
     text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     words = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
     return [(word[0].upper(), word[1]) for word in words]
 
 
-def test_the_image_is_pinned_runs_as_nobody_in_particular_and_holds_no_secret() -> None:
+def test_the_image_is_pinned_unprivileged_and_without_secrets() -> None:
     found = instructions()
     assert all(re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+", value) for name, value in found if name == "FROM")
-    assert [value for name, value in found if name == "USER"][-1] == "49999", "whom keys.sh gives the keys to"
+    assert [value for name, value in found if name == "USER"][-1] == "49999", "the user to whom keys.sh gives the keys"
     assert [name for name, _ in found if name == "ADD"] == []
     copied = [value.split()[-2] for name, value in found if name == "COPY"]
-    assert copied == ["pyproject.toml"], "what dependencies follow from; the app itself comes with a run"
+    assert copied == ["pyproject.toml"], "the dependencies come from it; each run brings the app"
     assert all("--no-cache" in value for name, value in found if name == "RUN" and "uv pip install" in value)
     assert not any(re.search(r"(?i)secret|token|password|\.key", value) for _, value in found)
 
@@ -217,7 +217,7 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
         names = subprocess.run(words, capture_output=True, text=True).stdout
         for name in (f"DNS:{host}", "DNS:localhost", "127.0.0.1", "DNS:example.org", "10.0.0.7"):
             assert name in names
-    # Each private key lies in one folder, and none is readable by others: by its mode, or behind a closed door.
+    # Each private key is in one folder, and its own mode or that of `keys` keeps other users from reading it.
     private = [path for path in keys.rglob("*") if path.is_file() and "PRIVATE KEY" in path.read_text()]
     assert len(private) == 6
     for path in private:
@@ -234,12 +234,12 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
     servers = ("superlink", "exchange")
     assert changed == {f"{server}/server.{end}" for server in servers for end in ("key", "pem")}
     assert (keys / "site-3" / "node.key").exists()
-    shutil.rmtree(keys / "site-3")  # it went to its site
+    shutil.rmtree(keys / "site-3")  # it was moved to its site
     public = (keys / "nodes" / "node-3.pub").read_bytes()
     assert make_keys(keys, "--add", "--nodes", "4").returncode == 0
     assert not (keys / "site-3").exists()
     assert (keys / "nodes" / "node-3.pub").read_bytes() == public
-    for server in ("superlink", "exchange"):  # the hosts of before are not forgotten
+    for server in ("superlink", "exchange"):  # the earlier hosts are kept
         words = ["openssl", "x509", "-in", str(keys / server / "server.pem"), "-noout", "-ext", "subjectAltName"]
         names = subprocess.run(words, capture_output=True, text=True).stdout
         assert names.count("DNS:example.org") == names.count("10.0.0.7") == names.count("DNS:localhost") == 1
@@ -257,7 +257,7 @@ def test_keys_that_others_can_read_are_refused(mode: str, tmp_path: Path) -> Non
     refused = make_keys(keys, mode)
     assert refused.returncode == 1
     assert "site-1/node.key is readable by others; chmod 700" in refused.stderr
-    keys.chmod(0o700)  # a closed door above is enough
+    keys.chmod(0o700)  # the mode of the folder above is enough
     assert make_keys(keys, "--check").returncode == 0
 
 
@@ -268,7 +268,7 @@ def test_sites_gives_the_number_of_keys(tmp_path: Path, monkeypatch: pytest.Monk
     assert {path.name for path in (tmp_path / "keys").glob("site-*")} == {"site-0", "site-1"}
 
 
-# --- the real thing ---
+# --- a run ---
 
 
 @pytest.mark.deployment
@@ -288,7 +288,7 @@ def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> N
     other = deployment.folder / "other"
     assert make_keys(other, "--nodes", "1").returncode == 0
     shutil.copytree(other / "site-0", folder)
-    shutil.copy(deployment.keys / "ca.crt", folder / "ca.crt")  # it does trust this SuperLink
+    shutil.copy(deployment.keys / "ca.crt", folder / "ca.crt")  # so the node trusts this SuperLink
     stranger = deployment.launch("supernode-0", "stranger", {"/keys": folder})
     assert stranger.exit_status(60) != 0, stranger.output()
     assert "Exit Code: 305" in stranger.output(), stranger.output()
@@ -311,7 +311,7 @@ def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployme
 
 @pytest.mark.deployment
 def test_registering_again_changes_nothing(deployment: Deployment) -> None:
-    """`docker compose up` runs it at every start, and the SuperLink's database outlives them."""
+    """`docker compose up` registers the nodes at every start, and the SuperLink's database is kept."""
     again = deployment.launch("register", "register-again")
     assert again.exit_status(60) == 0, again.output()
     assert again.output().count("was registered before") == 3
@@ -334,9 +334,7 @@ def fedtan(deployment: Deployment, **more: Any) -> Path:
 
 
 @pytest.mark.deployment
-def test_streams_and_messages_give_the_same_arrays_and_counts_as_the_local_engine(
-    deployment: Deployment, tmp_path: Path
-) -> None:
+def test_streams_and_messages_equal_the_local_engine(deployment: Deployment, tmp_path: Path) -> None:
     file = tmp_path / "fedtan.yaml"
     file.write_text(json.dumps(FEDTAN))
     done = fedbn("run", file, "--device", "cpu", "--out", tmp_path / "out", cwd=tmp_path)
@@ -361,9 +359,9 @@ def sockets(port: int, state: str) -> int:
 
 @contextmanager
 def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tuple[Future[Path], dict[int, int]]]:
-    """A run whose first round waits: client 0 is stopped before it connects, 1 and 2 have begun the first exchange.
+    """A run whose first round waits: client 0 is stopped before it connects, 1 and 2 have started the first exchange.
 
-    Not for long: after some 20 s Flower starts another process in place of one that has not claimed its message.
+    The wait must be short: after about 20 s Flower replaces a process that has not claimed its message.
 
     Yields the run and the clients' process ids.
     """
@@ -379,7 +377,7 @@ def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tupl
             assert not run.done(), run.result()
 
         def opened() -> bool:
-            # It is open for training alone: processes seen before that have answered an earlier question.
+            # The service is open only for training: processes seen before then have answered an earlier query.
             seen = {pid for service in services for pid in service.apps()}
             if sockets(port, "0A"):
                 return True
@@ -408,12 +406,12 @@ def history(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.deployment
-def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(deployment: Deployment) -> None:
+def test_a_client_killed_during_an_exchange_is_left_out_of_the_round(deployment: Deployment) -> None:
     with one_client_stopped(deployment) as (run, pids):
         os.kill(pids[1], signal.SIGKILL)
         os.kill(pids[0], signal.SIGCONT)
         first, second = history(run.result(300))
-    # Of two exchanges client 1 got no answer, and its model never came.
+    # Client 1 got no answer in either of the two exchanges, and sent no model.
     assert first["messages_down"] == 2 * 2 + 3
     assert first["messages_up"] == 2 * 2 + 2
     assert second["messages_down"] >= 2 * 3
@@ -421,7 +419,7 @@ def test_a_client_killed_in_the_middle_of_an_exchange_is_left_out_of_the_round(d
 
 @pytest.mark.nightly
 @pytest.mark.deployment
-def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(real_deployment: Deployment) -> None:
+def test_a_client_that_stalls_during_an_exchange_is_not_waited_for(real_deployment: Deployment) -> None:
     """Its connection stays, but it answers no pings; the round's time for an exchange (600 s) need not pass."""
     with one_client_stopped(real_deployment) as (run, pids):
         os.kill(pids[1], signal.SIGSTOP)
@@ -434,11 +432,11 @@ def test_a_client_that_stalls_in_the_middle_of_an_exchange_is_not_waited_for(rea
                 lambda: run.done() or {f: f.stat().st_size for f in path.glob("**/history.jsonl")} != known,
                 240,
             )
-            assert Path(f"/proc/{pids[1]}").exists(), "it is still there, stopped"
+            assert Path(f"/proc/{pids[1]}").exists(), "the process still exists, stopped"
         finally:
             os.kill(pids[1], signal.SIGKILL)
         first, _ = history(run.result(300))
-    # It may have sent its part of the first exchange before it was stopped; of the second it has none, and no model.
+    # Before it was stopped it may have sent its part of the first exchange, but not of the second, and no model.
     assert first["messages_up"] - 2 in (2 + 2, 3 + 2)
 
 
@@ -449,7 +447,7 @@ def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> Non
         (server,) = deployment.running["superexec-serverapp"].apps()
         os.kill(server, signal.SIGKILL)
         wait_for("the end of clients 1 and 2", lambda: not services[1].apps() + services[2].apps(), 60)
-        os.kill(pids[0], signal.SIGCONT)  # it finds nobody, tries for a while, and gives up as well
+        os.kill(pids[0], signal.SIGCONT)  # it finds no server, retries for a while, and gives up as well
         wait_for("the end of client 0", lambda: not services[0].apps(), 120)
         with pytest.raises(AssertionError, match="finished:failed"):
             run.result(300)

@@ -1,4 +1,4 @@
-"""The wheel and the Flower app bundle stand on their own, apart from this checkout."""
+"""The wheel and the Flower app bundle work without this checkout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_wheel_runs_a_federation_in_a_clean_environment(clean_environment: P
 
 
 def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None:
-    checkout = tmp_path / "fedbn-flwr"  # flwr build wants a folder of this form
+    checkout = tmp_path / "fedbn-flwr"  # flwr build expects a folder name of this form
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*_cache", "__pycache__"))
     flwr = Path(sys.executable).parent / "flwr"
     run(flwr, "build", "--app", checkout, cwd=tmp_path, FLWR_HOME=str(tmp_path / "home"))
@@ -70,7 +70,7 @@ def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None
     assert version == fedbn_flwr.__version__
 
 
-def test_two_projects_with_packages_of_the_same_name_do_not_meet(tmp_path: Path) -> None:
+def test_two_projects_with_packages_of_the_same_name_do_not_mix(tmp_path: Path) -> None:
     """Ray imports from the SuperLink's folder first: a project started inside another must still get its own code."""
     other = tmp_path / "other"
     for package in ("apps", "strategies"):
@@ -88,7 +88,7 @@ def test_two_projects_with_packages_of_the_same_name_do_not_meet(tmp_path: Path)
         "    while len(nodes := list(grid.get_node_ids())) < 2 and time.monotonic() < end:\n"
         "        time.sleep(0.1)\n"
         "    replies = grid.send_and_receive([Message(RecordDict(), n, 'query') for n in nodes], timeout=60)\n"
-        "    print(sorted(r.content['told']['name'] for r in replies))\n"
+        "    print(sorted(r.content['reply']['name'] for r in replies))\n"
     )
     (other / "apps" / "client_app.py").write_text(
         "from flwr.app import ConfigRecord, Message, RecordDict\n"
@@ -97,7 +97,7 @@ def test_two_projects_with_packages_of_the_same_name_do_not_meet(tmp_path: Path)
         "app = ClientApp()\n"
         "@app.query()\n"
         "def query(message, context):\n"
-        "    return Message(RecordDict({'told': ConfigRecord({'name': NAME})}), reply_to=message)\n"
+        "    return Message(RecordDict({'reply': ConfigRecord({'name': NAME})}), reply_to=message)\n"
     )
     (other / "pyproject.toml").write_text(
         '[project]\nname = "other"\nversion = "1.0"\ndescription = "x"\nlicense = "Apache-2.0"\ndependencies = []\n'

@@ -1,4 +1,4 @@
-"""Sites with data of their own, and a server that has none."""
+"""Sites with their own data, and a server without data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPERIMENT: dict[str, Any] = {
 
 @pytest.fixture
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A folder per site; images of the third are of two domains, and only "sea" is to take part."""
+    """A folder per site; the third has images of two domains, and only "sea" is to take part."""
     monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
     folders = [tmp_path / f"site-{i}" for i in range(3)]
     for i, (folder, size) in enumerate(zip(folders, SIZES, strict=True)):
@@ -55,7 +55,7 @@ def node_configs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 class WithoutPartitions(ClientApp):
-    """The same app on nodes whose config has no partition-id, as SuperNodes of Flower's hub are started."""
+    """The same app on nodes whose config has no partition-id, as SuperNodes of Flower's hub have none."""
 
     def __init__(self, nodes: Sequence[int] = (0, 1, 2)) -> None:
         super().__init__()
@@ -85,10 +85,8 @@ def run(
 
 
 @pytest.mark.parametrize("rule", ["FedAvg", "FedBN", "FedTAN"])
-def test_a_server_without_data_trains_the_same_model_and_reports_what_clients_measure(
-    rule: str, sites: list[Path], tmp_path: Path
-) -> None:
-    """The folder that the experiment names is nowhere: nothing is read on the server."""
+def test_a_server_without_data_trains_the_same_model(rule: str, sites: list[Path], tmp_path: Path) -> None:
+    """The folder that the experiment names does not exist, so the server cannot read it."""
     without = run(sites, tmp_path / "without", strategy={"name": rule})
     server = {"data": EXPERIMENT["data"] | {"name": str(sites[0])}, "evaluate": {"clients": True}}
     with_data = run(sites, tmp_path / "with", strategy={"name": rule}, **server)
@@ -110,7 +108,7 @@ def test_a_site_that_names_a_domain_holds_that_one(sites: list[Path]) -> None:
 
 @pytest.mark.parametrize("strategy", ["FedAvg", "FedBN", "FedTAN"])
 def test_sites_with_their_own_data_need_no_partition(strategy: str, sites: list[Path], tmp_path: Path) -> None:
-    """With one batch per round the order of images does not matter: the model is that of numbered sites."""
+    """With one batch per round the order of images has no effect: the model is that of sites with a partition-id."""
     train = {"train": EXPERIMENT["train"] | {"batch_size": 30, "steps": 1}, "strategy": {"name": strategy}}
     numbered_sites = run(sites, tmp_path / "numbered", **train)
     history, summary, model = run(sites, tmp_path / "hub", WithoutPartitions(), **train)
@@ -133,7 +131,7 @@ def test_a_node_without_partition_or_data_is_named(tmp_path: Path) -> None:
         make_client(context, {})
 
 
-def test_what_a_server_without_data_must_be_told_is_named(sites: list[Path], tmp_path: Path) -> None:
+def test_settings_that_a_server_without_data_needs_are_named(sites: list[Path], tmp_path: Path) -> None:
     data = {"name": "/nowhere", "classes": 3, "normalise": "unit"}
     with pytest.raises(SettingsError, match=r"server reads no data, and data\.channels, data\.size must be given"):
         run(sites, tmp_path / "out", data=data)
@@ -168,5 +166,5 @@ def test_a_deployment_whose_server_has_no_data(sites: list[Path], tmp_path: Path
     assert (out / "model.safetensors").read_bytes() == model
     lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     assert [line["accuracy"] for line in lines] == [line["accuracy"] for line in history]
-    # What FedBN's clients remember lies in each site's own state folder.
+    # The states of FedBN's clients are in each site's own state folder.
     assert [[path.name for path in paths] for paths in kept] == [["client-0"], ["client-1"], ["client-2"]]

@@ -63,7 +63,7 @@ def test_streams_give_the_arrays_and_the_ledger_of_messages_bit_for_bit(federati
     by_streams, of_streams = train(fed, make(direct=HERE), 3, workers=3)
     assert by_messages.keys() == by_streams.keys()
     assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
-    if name == "GlobalMomentum":  # here the momentum is sent with the model, there with the last agreement
+    if name == "GlobalMomentum":  # streams send the momentum with the model, messages with the last agreement
         of_streams = [replace(page, elements_down_per_client=0) for page in of_streams]
         of_messages = [replace(page, elements_down_per_client=0) for page in of_messages]
     assert of_messages == of_streams
@@ -81,9 +81,9 @@ def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(federation: F
 
 def test_one_client_needs_no_worker(federation: Federations) -> None:
     fed = federation((6,), model=two_norms, dtype=torch.float64)
-    alone = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
-    by_messages, _ = train(fed, FedTAN(direct=False, **alone), 2)
-    by_streams, _ = train(fed, FedTAN(direct=HERE, **alone), 2)
+    single = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    by_messages, _ = train(fed, FedTAN(direct=False, **single), 2)
+    by_streams, _ = train(fed, FedTAN(direct=HERE, **single), 2)
     assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
 
 
@@ -109,7 +109,7 @@ def spoiled(fed: Any, partition: int, spoil: Callable[[Any], None]) -> Any:
 
 
 def second_time(act: Callable[[], None]) -> Callable[..., None]:
-    """A hook for a forward pass that is not the first one, which counts the batch norms."""
+    """A hook that acts in the second forward pass; the first one counts the batch norms."""
     calls = iter([lambda: None, act])
     return lambda *_: next(calls)()
 
@@ -130,10 +130,10 @@ def diverged(client: Any) -> None:
     ("spoil", "says"),
     [(killed, "its connection to the exchange service broke"), (failed, "the disk is gone"), (diverged, "not finite")],
 )
-def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
+def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     federation: Federations, flower_log: pytest.LogCaptureFixture, spoil: Callable[[Any], None], says: str
 ) -> None:
-    """Client 1 takes part in the first exchange and in no other: streams lose it as messages do."""
+    """Client 1 takes part only in the first exchange: streams lose it as messages do."""
     fed = federation((6, 8, 5), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
     results = []
     for direct in (False, HERE):
@@ -173,7 +173,7 @@ def test_reasons_of_earlier_exchanges_are_named_as_well(federation: Federations)
 def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    """Later it finds that the others have continued; what it trained is not used."""
+    """It later finds that the others have continued, and its model is not used."""
     fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
     strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=2)
     train(fed, strategy, 1, app=spoiled(fed, 1, lambda _: time.sleep(4)), workers=3)
@@ -185,7 +185,7 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
 def test_clients_that_train_without_exchanges_are_not_waited_for(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    """The grid observes replies: of a client that knows nothing of the exchange, and of a process that dies early."""
+    """The grid observes replies: of a client that trains without exchanges, and an error of a process that died."""
     fed = federation((6, 8, 5, 4), batches=1, model=two_norms, steps=1)
     ours, foreign = fed.app(), ClientApp()
 
@@ -201,7 +201,7 @@ def test_clients_that_train_without_exchanges_are_not_waited_for(
 
     with fed.grid(foreign, workers=4) as local:
         local.start()
-        # Were it waited for, this test would not end in time.
+        # A wait for either client would last 3000 s.
         strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=3000)
         strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1)
     assert len(strategy.shares) == 2

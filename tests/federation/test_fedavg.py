@@ -1,4 +1,4 @@
-"""Federated averaging against hand computation, whatever the order, the node ids and the state of the clients."""
+"""Federated averaging against hand computation, for any order of replies, node ids and states of the clients."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fedbn_flwr.strategies import FedAvg
 Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
 SIZES = (8, 12, 6, 10, 14)
-IDS = [90210, 17, 4, 2**62, 555]  # as Flower's: random, and in no order
+IDS = [90210, 17, 4, 2**62, 555]  # random and unordered, as Flower's are
 
 
 def trained(fed: Any, partition: int, server_round: int = 1) -> Arrays:
-    """What a client makes of the first model, without any grid."""
+    """The model that a client trains from the first one, without a grid."""
     client = BNClient(copy.deepcopy(fed.model), fed.data[partition], **fed.options)
     return client.train_round(unpack(fed.arrays()), {"server-round": server_round}).arrays
 
@@ -112,7 +112,7 @@ def test_metrics_are_means_weighted_by_examples(federation: Federations) -> None
         losses.append(client.train_round(unpack(fed.arrays()), {}).metrics["train-loss"])
     metrics = result.train_metrics_clientapp[1]
     assert metrics["train-loss"] == pytest.approx((8 * losses[0] + 12 * losses[1]) / 20, rel=1e-12)
-    assert "partition-id" not in metrics, "a mean of numbers of partitions means nothing"
+    assert "partition-id" not in metrics, "a mean of partition ids has no meaning"
     assert set(result.evaluate_metrics_clientapp[1]) == {"loss", "accuracy"}
 
 
@@ -148,7 +148,7 @@ def test_the_order_of_replies_does_not_matter(federation: Federations) -> None:
 
 
 def test_sums_in_another_order_would_differ(federation: Federations) -> None:
-    """The test of the tests beside it: their numbers are such that order shows."""
+    """The order changes the sums of these numbers, so the tests of order can fail."""
     fed = federation(SIZES, dtype=torch.float64)
     results = [trained(fed, i)["0.weight"] * SIZES[i] for i in range(5)]
     forward, backward = sum(results), sum(reversed(results))
@@ -181,7 +181,7 @@ def chosen(fed: Any, node_ids: list[int] | None, rounds: int = 4, **options: Any
     return [sorted(partition for number, partition in seen if number == n) for n in range(1, rounds + 1)]
 
 
-def test_partial_participation_picks_the_same_partitions_whatever_the_node_ids(federation: Federations) -> None:
+def test_node_ids_do_not_change_which_partitions_participate(federation: Federations) -> None:
     fed = federation((4,) * 5)
     first = chosen(fed, None, fraction_train=0.4)
     assert [len(partitions) for partitions in first] == [2] * 4
@@ -208,7 +208,7 @@ def test_messages_carry_the_round_and_the_caller_s_config(federation: Federation
     assert [dict(message.content["config"]) for message in messages] == [{"lr": 0.5, "server-round": 7}] * 2
 
 
-def test_a_fraction_of_zero_asks_nobody(federation: Federations) -> None:
+def test_a_fraction_of_zero_asks_no_client(federation: Federations) -> None:
     fed = federation()
     strategy = FedAvg(fraction_train=0.0, fraction_evaluate=0.0)
     assert list(strategy.configure_train(1, fed.arrays(), ConfigRecord(), fed.grid())) == []
@@ -330,7 +330,7 @@ def test_clients_that_do_not_answer_in_time_are_counted(federation: Federations)
         strategy.aggregate_train(1, replies[:1])
 
 
-def test_clients_that_all_hold_nothing_end_the_run(federation: Federations) -> None:
+def test_clients_that_all_have_no_examples_end_the_run(federation: Federations) -> None:
     fed = federation()
     with pytest.raises(RunFailed, match="round 1"):
         FedAvg(fraction_evaluate=0.0).start(fed.grid(spoilt(fed, {0, 1}, change_count(0))), fed.arrays(), num_rounds=1)
@@ -357,10 +357,10 @@ def test_waiting_for_nodes_has_an_end(federation: Federations) -> None:
     assert 0.3 <= time.monotonic() - began < 5
 
 
-def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_is_back(
+def test_a_run_continues_without_a_lost_node_until_it_returns(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    """And with too few it waits, says for what, and ends."""
+    """With too few nodes it waits, logs what it waits for, and ends."""
     fed = federation((8, 8, 8))
 
     class Coming(LocalGrid):
@@ -382,12 +382,12 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_is_back(
     with pytest.raises(RunFailed, match=r"1 of 2 nodes are connected after 0\.3 s"):
         strategy.start(grid, fed.arrays(), num_rounds=4)
     assert asked == [3, 2, 3]
-    told = [record.getMessage() for record in flower_log.records]
-    assert "round 2, train: without client 1 (node 2), which is not connected" in told
-    assert any(line.startswith("waiting for nodes: 1 of 2 are connected, at most 0 s more") for line in told)
+    logged = [record.getMessage() for record in flower_log.records]
+    assert "round 2, train: without client 1 (node 2), which is not connected" in logged
+    assert any(line.startswith("waiting for nodes: 1 of 2 are connected, at most 0 s more") for line in logged)
 
 
-# --- with other people's code ------------------------------------------------
+# --- with code of other projects ---------------------------------------------
 
 
 def test_flower_s_own_fedavg_drives_our_client(federation: Federations) -> None:
@@ -412,7 +412,7 @@ def test_flower_s_own_fedprox_drives_our_client(federation: Federations) -> None
         sum(float(np.square(unpack(r.arrays)[k] - v).sum()) for k, v in unpack(fed.arrays()).items() if "run" not in k)
         for r in (plain, theirs)
     )
-    assert held < moved, "the proximal term holds the model back"
+    assert held < moved, "the proximal term keeps the model nearer"
 
 
 def test_our_fedavg_drives_a_foreign_client() -> None:

@@ -1,4 +1,4 @@
-"""FedBN: batch norm stays on the client, all else is averaged; against plain PyTorch in float64."""
+"""FedBN: batch norm stays on the client, the rest is averaged; against plain PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
 SHARED = {"0.weight", "4.weight", "4.bias"}
 
-# Each rule, and the keys of the small network that it leaves at home.
+# Each rule, and the keys of the small network that stay on the client.
 RULES = {
     "FedBN": (FedBN, STATISTICS | AFFINE),
     "FedBN, statistics shared": (lambda **options: FedBN(share="statistics", **options), AFFINE),
@@ -38,7 +38,7 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def at_work(fed: Any) -> tuple[Any, dict[int, BNClient]]:
-    """The federation's app with one client per node that lives on, and these clients."""
+    """The federation's app, which keeps one client for each node, and these clients."""
     living: dict[int, BNClient] = {}
 
     def make(context: Context) -> BNClient:
@@ -52,30 +52,30 @@ def at_work(fed: Any) -> tuple[Any, dict[int, BNClient]]:
 
 @every_rule
 def test_three_rounds_equal_the_rule_by_hand(federation: Federations, rule: str) -> None:
-    make, at_home = RULES[rule]
+    make, local = RULES[rule]
     fed = federation((8, 12), dtype=torch.float64, lr=0.2)
     app, clients = at_work(fed)
     result = make().start(fed.grid(app), fed.arrays(), num_rounds=3)
-    mean, models = by_hand(fed, 3, at_home)
+    mean, models = by_hand(fed, 3, local)
     found = unpack(result.arrays)
     assert set(found) == STATISTICS | AFFINE | SHARED
     for key, value in found.items():
         np.testing.assert_allclose(value, mean[key].numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
-    # The last message of each client was an evaluation: its model is as the next round would find it.
+    # The last message of each client was an evaluation: its model is as the next round would load it.
     for node, model in zip((1, 2), models, strict=True):
         own = clients[node].model.state_dict()
         for key, value in model.state_dict().items():
             np.testing.assert_allclose(own[key].numpy(), value.numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
-    for key in at_home:
+    for key in local:
         assert not np.allclose(*(clients[node].model.state_dict()[key].numpy() for node in (1, 2))), key
 
 
 @every_rule
 def test_clients_are_evaluated_with_their_own_batch_norm(federation: Federations, rule: str) -> None:
-    make, at_home = RULES[rule]
+    make, local = RULES[rule]
     fed = federation((8, 12), dtype=torch.float64, lr=0.2)
     result = make().start(fed.grid(), fed.arrays(), num_rounds=2)
-    _, models = by_hand(fed, 2, at_home)
+    _, models = by_hand(fed, 2, local)
     losses = []
     for model, data in zip(models, fed.data, strict=True):
         inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
@@ -100,12 +100,12 @@ def test_without_batch_norm_it_is_fedavg_bit_for_bit(federation: Federations, ru
         assert ours[key].numpy().tobytes() == twin[key].numpy().tobytes(), key
 
 
-# --- what stays --------------------------------------------------------------
+# --- local tensors -----------------------------------------------------------
 
 
 @every_rule
 def test_round_five_is_the_same_where_the_node_s_process_was_replaced(federation: Federations, rule: str) -> None:
-    make, at_home = RULES[rule]
+    make, local = RULES[rule]
     fed = federation((8, 12), lr=0.2, momentum=0.9)
     ends = []
     for serve in (at_work, replaced):
@@ -114,18 +114,18 @@ def test_round_five_is_the_same_where_the_node_s_process_was_replaced(federation
         ends.append({node: client.model.state_dict() for node, client in clients.items()})
     lived, rebuilt = ends
     for node in (1, 2):
-        for key in at_home | {"1.num_batches_tracked"}:
+        for key in local | {"1.num_batches_tracked"}:
             assert lived[node][key].numpy().tobytes() == rebuilt[node][key].numpy().tobytes(), key
             assert not lived[node][key].equal(fed.model.state_dict()[key]), f"{key} was trained"
 
 
-def test_a_client_that_sits_out_finds_its_batch_norm_as_it_left_it(federation: Federations) -> None:
+def test_a_client_that_skips_a_round_keeps_its_batch_norm(federation: Federations) -> None:
     fed = federation((8, 12, 6))
     app, clients = replaced(fed)
     grid = fed.grid(app)
     strategy = FedBN(fraction_train=0.34, fraction_evaluate=0.0, min_train_nodes=1)
     strategy.start(grid, fed.arrays(), num_rounds=1)
-    # The last client made for a node may be one that was asked for its partition alone.
+    # The last client made for a node may have answered only a query for its partition.
     trained = [node for node, client in clients.items() if int(client.model[1].num_batches_tracked)]
     assert len(trained) == 1
     before = {key: clients[trained[0]].model.state_dict()[key].clone() for key in STATISTICS | AFFINE}
@@ -137,8 +137,8 @@ def test_a_client_that_sits_out_finds_its_batch_norm_as_it_left_it(federation: F
         assert clients[trained[0]].model.state_dict()[key].equal(value), key
 
 
-def test_counters_that_a_server_holds_stay_at_home_too(federation: Federations) -> None:
-    """Somebody else's server begins with the whole state dict; the mean of the counters stays whole."""
+def test_counters_of_the_server_s_model_stay_local_too(federation: Federations) -> None:
+    """A server of another project starts with the whole state dict; the mean of the counters stays an integer."""
     fed = federation((8, 12), batches=2)
     arrays = ArrayRecord(fed.model.state_dict())
     app, clients = replaced(fed)
@@ -151,7 +151,7 @@ def test_counters_that_a_server_holds_stay_at_home_too(federation: Federations) 
     assert int(counter) == 6
 
 
-# --- what travels ------------------------------------------------------------
+# --- messages ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_batch_norm_is_found_by_role_wherever_it_sits(model: Callable[[], nn.Mod
 
 
 @every_rule
-def test_nothing_at_home_is_ever_sent_down_and_initial_sends_none_up(federation: Federations, rule: str) -> None:
-    make, at_home = RULES[rule]
+def test_local_keys_are_never_sent_down_and_initial_sends_none_up(federation: Federations, rule: str) -> None:
+    make, local = RULES[rule]
     fed = federation((8, 12))
     total = sum(array.numpy().size for array in fed.arrays().values())
-    kept = sum(fed.arrays()[key].numpy().size for key in at_home)
+    kept = sum(fed.arrays()[key].numpy().size for key in local)
     for global_norm, up in (("average", total), ("initial", total - kept)):
         grid = MeteredGrid(fed.grid())
         make(global_norm=global_norm).start(grid, fed.arrays(), num_rounds=2)
@@ -191,10 +191,8 @@ def test_nothing_at_home_is_ever_sent_down_and_initial_sends_none_up(federation:
 
 
 @every_rule
-def test_initial_leaves_the_global_model_s_own_batch_norm_and_changes_nothing_else(
-    federation: Federations, rule: str
-) -> None:
-    make, at_home = RULES[rule]
+def test_initial_keeps_the_global_model_s_batch_norm(federation: Federations, rule: str) -> None:
+    make, local = RULES[rule]
     fed = federation((8, 12))
     first = unpack(fed.arrays())
     initial, average = (
@@ -202,8 +200,8 @@ def test_initial_leaves_the_global_model_s_own_batch_norm_and_changes_nothing_el
         for choice in ("initial", "average")
     )
     for key in initial:
-        assert (initial[key].tobytes() == first[key].tobytes()) == (key in at_home), key
-        assert (initial[key].tobytes() == average[key].tobytes()) == (key not in at_home), key
+        assert (initial[key].tobytes() == first[key].tobytes()) == (key in local), key
+        assert (initial[key].tobytes() == average[key].tobytes()) == (key not in local), key
 
 
 def test_notes_say_which_batch_norm_the_global_model_carries() -> None:
@@ -232,7 +230,7 @@ def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], mess
 # --- composed ----------------------------------------------------------------
 
 
-def test_rules_that_personalise_say_so_through_wrappers() -> None:
+def test_wrappers_report_that_their_rule_personalises() -> None:
     assert [FixBN(rule()).traits.personal for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [True, True, True, False]
     assert [FixBN(rule()).traits.has_global_model for rule in (FedBN, Standalone, FedAvg)] == [True, False, True]
 

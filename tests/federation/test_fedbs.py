@@ -17,11 +17,11 @@ from tests.support.records import between
 
 Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
-Losses = Callable[[int, int], Any]  # of (round, partition); None: the reply tells none
+Losses = Callable[[int, int], Any]  # of (round, partition); None: the reply has no loss
 
 
 class Trace:
-    """A run whose replies tell the losses given."""
+    """A run whose replies report the given losses."""
 
     def __init__(self, fed: Any, strategy: Any, rounds: int, losses: Losses) -> None:
         self.models: list[Arrays] = []
@@ -57,7 +57,7 @@ def assert_close(found: Arrays, expected: Arrays) -> None:
 
 
 def test_the_mean_is_weighted_by_the_losses(federation: Federations) -> None:
-    """Losses 3 and 1, whatever the numbers of images: (3 w_0 + w_1) / 4, statistics of batch norm included."""
+    """Losses 3 and 1, for any numbers of images: (3 w_0 + w_1) / 4, statistics of batch norm included."""
     trace = Trace(federation((8, 12), dtype=torch.float64), strategy(), 1, lambda r, i: [3.0, 1.0][i])
     assert_close(trace.models[1], trace.mean(1, [3, 1]))
     assert "1.running_var" in trace.models[1]
@@ -121,7 +121,7 @@ def test_five_rounds_in_a_row_by_default(federation: Federations) -> None:
     assert switch(federation, [0.05] * 4) is None
 
 
-def test_a_round_that_is_not_alike_begins_the_count_anew(federation: Federations) -> None:
+def test_a_round_of_unlike_losses_restarts_the_count(federation: Federations) -> None:
     assert switch(federation, [0.05, 0.05, 0.5, 0.05, 0.05, 0.05, 0.05], patience=3) == 7
     assert switch(federation, [0.05, 0.5] * 3, patience=2) is None
 
@@ -136,7 +136,7 @@ def test_there_is_no_way_back(federation: Federations) -> None:
     assert switch(federation, [0.0, 0.0, 1.5, 1.5], patience=2) == 3
 
 
-def test_a_strategy_that_is_used_again_begins_anew(federation: Federations) -> None:
+def test_a_reused_strategy_starts_from_zero(federation: Federations) -> None:
     fed, rule = federation((4, 4)), strategy(patience=1)
     assert Trace(fed, rule, 2, lambda r, i: 1.0).mu == [None, 0.01]
     assert Trace(fed, rule, 2, lambda r, i: 1.0 + i).mu == [None, None]

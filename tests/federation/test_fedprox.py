@@ -1,4 +1,4 @@
-"""FedProx: the proximal term is asked for, and is what it should be; and the twin of rules without batch norm."""
+"""FedProx: the server asks for the proximal term, and clients compute it; and the twin of rules without batch norm."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_negative_mu_is_refused() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_group_norm_with_one_local_step_is_centralised_sgd(federation: Federations, momentum: float) -> None:
-    """Without batch statistics the mean of gradients is the gradient of the union; so FedAvg needs no cure."""
+    """Without batch statistics the mean of the clients' gradients is the gradient of the union of their batches."""
 
     def net() -> nn.Module:
         return nn.Sequential(

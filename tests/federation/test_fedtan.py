@@ -74,7 +74,7 @@ def test_unequal_batches_equal_the_union_when_weighted_by_batch(federation: Fede
     )
 
 
-def test_weights_by_data_differ_from_those_by_batch_where_batches_are_equal(federation: Federations) -> None:
+def test_weights_by_data_and_by_batch_differ_for_equal_batches(federation: Federations) -> None:
     fed = federation((4, 8), model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
     fed.data[1].batches = [(x[:2], y[:2]) for x, y in fed.data[1].batches]  # as large as the other's
     assert len({len(data.batches[0][1]) for data in fed.data}) == 1
@@ -84,14 +84,14 @@ def test_weights_by_data_differ_from_those_by_batch_where_batches_are_equal(fede
 
 def test_one_client_equals_fedavg(federation: Federations) -> None:
     fed = federation((8,), model=two_norms, dtype=torch.float64, lr=0.1)
-    alone = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
-    plain = last_model(fed, FedAvg(**alone), 3)
+    single = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    plain = last_model(fed, FedAvg(**single), 3)
     for rule in (FedTAN, FedAvgGlobalStats):
-        assert distance(last_model(fed, rule(**alone), 3), plain) < 1e-10
+        assert distance(last_model(fed, rule(**single), 3), plain) < 1e-10
 
 
 def test_local_steps_after_the_first_are_ordinary(federation: Federations) -> None:
-    """Three steps by hand: one with the others, which leaves client i at w - lr g_i, then two apart, then the mean."""
+    """By hand: one step with exchanges, which leaves client i at w - lr g_i, then two local ones, then the mean."""
     fed = federation((6, 6), batches=3, model=two_norms, dtype=torch.float64, lr=0.1, steps=3)
     ours = last_model(fed, FedTAN(fraction_evaluate=0.0), 1)
     copies = [copy.deepcopy(fed.model).train() for _ in fed.data]
@@ -140,7 +140,7 @@ def test_parked_and_replayed_rounds_give_the_same_model(
     parked = last_model(fed, FedTAN(fraction_evaluate=0.0), 2)
 
     class Forgetful(ParkedRounds):
-        """As if every message came to another process."""
+        """Parked rounds as if a new process received every message."""
 
         def take(self, *args: Any) -> None:
             self.clear()
@@ -158,7 +158,7 @@ def test_workers_and_one_process_give_the_same_model(federation: Federations) ->
     assert same(here, apart)
 
 
-def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
+def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
     fed = federation((6, 6, 6), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
@@ -169,7 +169,7 @@ def test_a_client_lost_in_the_middle_is_left_out_and_the_others_weighted_anew(
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
             self.exchanges += 1
             replies = list(super().send_and_receive(messages, timeout=timeout))
-            # From the second exchange on node 2 is gone.
+            # Node 2 does not answer from the second exchange on.
             return [r for r in replies if r.metadata.src_node_id != 2 or self.exchanges < 2]
 
     strategy = FedTAN(fraction_evaluate=0.0)
@@ -190,8 +190,8 @@ def test_too_few_answers_to_an_exchange_end_the_run_with_reasons(federation: Fed
         FedTAN(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)
 
 
-def test_clients_that_share_one_model_are_told_so(federation: Federations) -> None:
-    """Rounds run side by side: one model cannot be in the middle of two."""
+def test_clients_that_share_one_model_are_refused(federation: Federations) -> None:
+    """The rounds of the clients overlap, so one model cannot serve two of them."""
     fed = federation((6, 6), model=two_norms)
     model = two_norms()
 
@@ -200,12 +200,10 @@ def test_clients_that_share_one_model_are_told_so(federation: Federations) -> No
 
     with pytest.raises(RunFailed, match="another client is in the middle of a round with this very model"):
         FedTAN(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)
-    FedAvg(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)  # one by one
+    FedAvg(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)  # without overlap
 
 
-def test_clients_of_different_models_are_told_apart(
-    federation: Federations, flower_log: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_with_another_model_is_named(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
     fed = federation((6, 6, 6), model=two_norms)
     other = federation((6, 6, 6))
 
@@ -231,7 +229,7 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
     FedTANII(fraction_evaluate=0.0, fedtan_rounds=2).start(metered, fed.arrays(), num_rounds=4, evaluate_fn=note)
     assert rounds == [0, 5, 5, 1, 1]
     assert distance(models[2], centralised(fed, 2, lr=0.1)) < 1e-10
-    # The twin of the rest: centralised SGD with batch norm in evaluation mode.
+    # The twin of the other rounds: centralised SGD with batch norm in evaluation mode.
     twin = copy.deepcopy(fed.model)
     twin.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in models[2].items()}, strict=False)
     twin.train()

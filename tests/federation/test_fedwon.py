@@ -117,7 +117,7 @@ def test_resnet20_has_a_bias_where_it_had_gamma_and_beta() -> None:
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
-def test_the_state_dict_has_weights_and_biases_alone() -> None:
+def test_the_state_dict_has_only_weights_and_biases() -> None:
     keys = ["conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias", "classify.weight", "classify.bias"]
     assert list(build_model("cnn", 10, "won").state_dict()) == keys
 
@@ -191,7 +191,7 @@ def test_a_model_that_is_itself_a_convolution_is_replaced() -> None:
     assert type(convert_norm(nn.Conv2d(2, 4, 3), "won")) is WSConv2d
 
 
-def test_other_kinds_leave_convolutions_alone() -> None:
+def test_other_kinds_do_not_change_convolutions() -> None:
     assert type(build_model("cnn", 10, "none").conv1) is nn.Conv2d
 
 

@@ -1,4 +1,4 @@
-"""FixBN: ordinary batch norm up to round T*, then statistics that stand still."""
+"""FixBN: ordinary batch norm up to round T*, then frozen statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def moved(before: Arrays, after: Arrays) -> set[str]:
 
 
 def freezes(fed: Any, strategy: Any, rounds: int) -> list[str]:
-    """What clients were asked to freeze in each round."""
+    """The roles that clients were asked to freeze in each round."""
     asked: dict[int, str] = {}
 
     def make(context: Context, config: ConfigRecord) -> BNClient:
@@ -44,7 +44,7 @@ def freezes(fed: Any, strategy: Any, rounds: int) -> list[str]:
     return [asked[number] for number in range(1, rounds + 1)]
 
 
-# --- when --------------------------------------------------------------------
+# --- the round of the freeze -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_fraction_of_a_hundred_rounds_is_the_round_it_names(federation: Federa
     assert strategy.notes()["freeze_round"] == round(fraction * 100)
 
 
-def test_a_strategy_that_is_used_again_counts_anew(federation: Federations) -> None:
+def test_a_reused_strategy_counts_from_zero(federation: Federations) -> None:
     fed, strategy = federation((4, 4)), FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=0.5)
     assert freezes(fed, strategy, 2) == ["", "statistics"]
     assert freezes(fed, strategy, 4) == ["", "", "statistics", "statistics"]
@@ -125,7 +125,7 @@ def test_it_wraps_a_strategy() -> None:
         FixBN("FedAvg")  # type: ignore[arg-type]
 
 
-# --- what --------------------------------------------------------------------
+# --- the frozen tensors ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_it_wraps_a_strategy() -> None:
         (("statistics", "affine"), STATISTICS | AFFINE),
     ],
 )
-def test_what_is_frozen_stands_still_and_all_else_moves(federation: Federations, freeze: Any, still: set[str]) -> None:
+def test_only_what_is_frozen_does_not_change(federation: Federations, freeze: Any, still: set[str]) -> None:
     models = models_of(federation((8, 12, 6)), FixBN(FedAvg(), freeze_round=2, freeze=freeze), 5)
     everything = STATISTICS | AFFINE | WEIGHTS
     for server_round in (1, 2):
@@ -176,7 +176,7 @@ def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation:
 
 
 def test_before_the_freeze_it_does_not_equal_centralised_sgd(federation: Federations) -> None:
-    """The mismatch that FixBN removes: clients that differ normalise by other statistics than their union."""
+    """The mismatch that FixBN removes: clients with different data normalise by other statistics than their union."""
     fed = federation((6, 6, 6), batches=1, dtype=torch.float64, lr=0.3, steps=1)
     models = models_of(fed, FedAvg(), 1)
     twin = copy.deepcopy(fed.model).train()
@@ -187,11 +187,11 @@ def test_before_the_freeze_it_does_not_equal_centralised_sgd(federation: Federat
     assert np.abs(models[1]["0.weight"] - expected.numpy()).max() > 1e-3
 
 
-# --- with others -------------------------------------------------------------
+# --- other rules and clients -------------------------------------------------
 
 
 def ignoring(fed: Any, partition: int) -> ClientApp:
-    """A client that does not look at the key."""
+    """A client that ignores the key."""
     inner, app = fed.app(), ClientApp()
 
     @app.train()
@@ -214,7 +214,7 @@ def test_a_client_that_ignores_the_freeze_is_refused_by_name(federation: Federat
     assert "fedbn.freeze" in str(caught.value)
 
 
-def test_the_others_go_on_without_a_client_that_ignores_the_freeze(
+def test_the_round_continues_without_a_client_that_ignores_the_freeze(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
     fed = federation((4, 4, 4))

@@ -1,4 +1,4 @@
-"""Our client under Flower's own strategies, and our strategies with a client that was never written for them."""
+"""Our client under Flower's own strategies, and our strategies with a client that was not written for them."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def replies_of(grid: RecordingGrid, strategy: flower.Strategy, server_round: int
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_mean_statistics_averages_statistics_and_leaves_the_rest_to_the_optimiser(
-    federation: Federations, name: str
-) -> None:
+def test_mean_statistics_averages_only_the_statistics(federation: Federations, name: str) -> None:
     """sum_i n_i s_i / sum_i n_i by hand; and the bare strategy beside it, given the same replies in each round."""
     fed = federation(SIZES, lr=0.05)
     grid = RecordingGrid(fed.app(), len(SIZES))
@@ -101,7 +99,7 @@ def test_mean_statistics_averages_statistics_and_leaves_the_rest_to_the_optimise
     for server_round in range(1, 5):
         bare.configure_train(server_round, arrays, ConfigRecord(), grid)
         replies = replies_of(grid, wrapped, server_round, arrays)
-        # Flower asks clients in a random order; the wrapper passes on their replies in that of partitions.
+        # Flower asks clients in a random order; the wrapper passes on their replies in the order of partitions.
         replies.sort(key=lambda reply: reply.content["metrics"]["partition-id"])
         theirs, _ = bare.aggregate_train(server_round, copy.deepcopy(replies))
         ours, _ = wrapped.aggregate_train(server_round, replies[::-1])
@@ -119,17 +117,17 @@ def test_mean_statistics_averages_statistics_and_leaves_the_rest_to_the_optimise
             else:
                 np.testing.assert_array_equal(found[key], expected[key].astype(np.float32), key)
         arrays = ours
-    assert differs, "the bare strategy does something else with statistics"
+    assert differs, "the bare strategy does not average statistics"
 
 
 def narrow(fed: Any) -> Any:
-    """Batches of little variance: running variances fall from the one they begin with towards zero."""
+    """Batches of little variance: running variances fall from their first value, 1, towards zero."""
     for data in fed.data:
         data.batches = [(images * 0.01, labels) for images, labels in data.batches]
     return fed
 
 
-def test_bare_fedadam_steps_a_variance_below_zero_and_our_client_says_so(federation: Federations) -> None:
+def test_our_client_reports_a_negative_variance_of_bare_fedadam(federation: Federations) -> None:
     fed = narrow(federation(SIZES, lr=0.05))
     grid = RecordingGrid(fed.app(), len(SIZES))
     result = flower.FedAdam(eta=1.0).start(grid, fed.arrays(), num_rounds=ROUNDS)
@@ -142,13 +140,13 @@ def test_bare_fedadam_steps_a_variance_below_zero_and_our_client_says_so(federat
         assert "MeanStatistics(FedAdam(...))" in error
 
 
-def test_fedadam_in_mean_statistics_survives_what_bare_fedadam_does_not(federation: Federations) -> None:
+def test_fedadam_in_mean_statistics_keeps_variances_positive(federation: Federations) -> None:
     fed = narrow(federation(SIZES, lr=0.05))
     grid = RecordingGrid(fed.app(), len(SIZES))
     result = MeanStatistics(flower.FedAdam(eta=1.0)).start(grid, fed.arrays(), num_rounds=ROUNDS)
     assert grid.errors() == []
     (variance,) = variances(unpack(result.arrays)).values()
-    assert 0 < variance.min() <= variance.max() < 0.5, "it fell, as the clients' did, and no further"
+    assert 0 < variance.min() <= variance.max() < 0.5, "it fell as far as the clients' did"
 
 
 @pytest.mark.parametrize("make", [lambda s: s, MeanStatistics], ids=["bare", "MeanStatistics"])
@@ -168,7 +166,7 @@ def test_fixbn_freezes_around_flower_s_strategies(federation: Federations, name:
 
 
 @pytest.mark.parametrize("name", PER_COORDINATE)
-def test_rules_that_work_per_coordinate_stay_between_the_clients_variances(federation: Federations, name: str) -> None:
+def test_coordinate_wise_rules_stay_between_the_clients_variances(federation: Federations, name: str) -> None:
     fed = federation(SIZES, lr=0.05)
     grid, strategy, arrays = RecordingGrid(fed.app(), len(SIZES)), PER_COORDINATE[name](), fed.arrays()
     for server_round in range(1, ROUNDS):
@@ -208,7 +206,7 @@ def test_any_numpy_client_is_served_and_refuses_what_it_does_not_know(federation
 
 @pytest.fixture(scope="module")
 def project() -> Any:
-    """Somebody's project as it is: `@app.train()` and `@app.evaluate()`, and no word of ours."""
+    """Another project, unchanged: `@app.train()` and `@app.evaluate()` without our code."""
     with imported() as found:
         yield found
 
@@ -232,14 +230,13 @@ PLAIN = {
 def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: str) -> None:
     strategy = PLAIN[name]()
     result, grid, before = start(strategy, project)
-    told = [error for error in grid.errors() if "partition" not in error]  # it is asked, and cannot tell
-    assert told == []
+    assert [error for error in grid.errors() if "partition" not in error] == []  # it has no handler for that query
     after = unpack(result.arrays)
     assert {key: value.dtype for key, value in after.items()} == {key: value.dtype for key, value in before.items()}
     assert (after["conv.weight"] != before["conv.weight"]).any()
     losses = [metrics["eval_loss"] for metrics in result.evaluate_metrics_clientapp.values()]
     assert len(losses) == 3
-    if strategy.fraction_evaluate == 1:  # the same clients judge
+    if strategy.fraction_evaluate == 1:  # the same clients evaluate every round
         assert losses[-1] < losses[0]
 
 
@@ -278,8 +275,8 @@ HOME = {
 
 
 @pytest.mark.parametrize("name", HOME)
-def test_rules_that_keep_norms_at_home_refuse_the_template_s_client(project: Project, name: str) -> None:
-    """It has no home: a client that forgets its norms cannot load a model without them."""
+def test_rules_with_local_norms_refuse_the_template_s_client(project: Project, name: str) -> None:
+    """The client keeps no norms, so it cannot load a model without them."""
     with pytest.raises(RunFailed) as caught:
         start(HOME[name](), project)
     words = str(caught.value)

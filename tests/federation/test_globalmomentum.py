@@ -1,4 +1,4 @@
-"""Momentum that outlives a round: the mean of all clients', or each client's own."""
+"""Momentum that is kept between rounds: the mean of all clients', or each client's own."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_first_round_is_that_of_the_base(federation: Federations) -> None:
 @pytest.mark.parametrize(
     ("name", "channels", "parameters", "statistics"), [("cnn", 1, 6_138, 96), ("resnet20", 3, 269_722, 1_376)]
 )
-def test_messages_grow_by_the_parameters_upwards_and_from_the_second_round_downwards(
+def test_messages_carry_the_momentum_up_and_from_round_two_down(
     federation: Federations, name: str, channels: int, parameters: int, statistics: int
 ) -> None:
     fed = federation((4, 4), batches=1, model=lambda: build_model(name, 10), steps=1, **SGD)
@@ -145,7 +145,7 @@ def test_messages_grow_by_the_parameters_upwards_and_from_the_second_round_downw
     assert [each.bytes_up for each in rounds[1:]] == [2 * 4 * (model + parameters)] * 3
 
 
-def test_a_strategy_that_is_used_again_begins_anew(federation: Federations) -> None:
+def test_a_reused_strategy_starts_from_zero(federation: Federations) -> None:
     fed, rule = federation((8, 12), **SGD), GlobalMomentum(fedavg())
     once, again = models_of(fed, rule, 2), models_of(fed, rule, 2)
     assert all(once[2][key].tobytes() == value.tobytes() for key, value in again[2].items())
@@ -174,7 +174,7 @@ def test_inside_and_outside_fixbn_are_the_same(federation: Federations) -> None:
     assert inside[1]["1.weight"].tobytes() == inside[4]["1.weight"].tobytes()
 
 
-def test_around_fedtan_the_record_rides_on_the_last_message_alone(federation: Federations) -> None:
+def test_around_fedtan_only_the_last_message_has_the_momentum(federation: Federations) -> None:
     fed = federation((8, 8), batches=1, model=with_batch_norm, **SGD)
     sent: list[list[set[str]]] = []
 
@@ -190,7 +190,7 @@ def test_around_fedtan_the_record_rides_on_the_last_message_alone(federation: Fe
     assert sent == [plain] * 3 + [plain] * 2 + [last], "one batch norm: two exchanges and the last message"
 
 
-def test_a_fedtan_client_whose_process_is_gone_replays_with_the_momentum(federation: Federations) -> None:
+def test_a_replaced_fedtan_process_replays_with_the_momentum(federation: Federations) -> None:
     fed = federation((8, 8), batches=1, model=with_batch_norm, **SGD)
     expected = models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3)
     app, forgetful = fed.app(), ClientApp()
@@ -206,7 +206,7 @@ def test_a_fedtan_client_whose_process_is_gone_replays_with_the_momentum(federat
         assert value.tobytes() == found[-1][key].tobytes(), key
 
 
-def test_around_fedbn_the_momentum_of_what_stays_at_home_stays_there_too(federation: Federations) -> None:
+def test_around_fedbn_the_momentum_of_batch_norm_stays_local(federation: Federations) -> None:
     fed, states = federation((8, 12), **SGD), {}
 
     def make(context: Context) -> BNClient:
@@ -225,11 +225,11 @@ def test_around_fedbn_the_momentum_of_what_stays_at_home_stays_there_too(federat
     assert (own[0]["1.bias"] != own[1]["1.bias"]).any()
 
 
-# --- what is refused ---------------------------------------------------------
+# --- refusals ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BAD_RECORDS)
-def test_a_momentum_that_cannot_be_used_leaves_its_reply_out_and_is_named(
+def test_an_unusable_momentum_excludes_its_reply_and_is_named(
     federation: Federations, flower_log: pytest.LogCaptureFixture, name: str
 ) -> None:
     fed = federation((8, 12, 6), dtype=torch.float64, **SGD)
@@ -251,7 +251,7 @@ def test_a_momentum_that_cannot_be_used_leaves_its_reply_out_and_is_named(
     assert words in line
 
 
-def test_a_reply_that_the_base_leaves_out_counts_for_nothing_in_the_momentum_either(federation: Federations) -> None:
+def test_a_reply_that_the_base_excludes_has_no_part_in_the_momentum(federation: Federations) -> None:
     fed = federation((8, 12, 6), dtype=torch.float64, **SGD)
     seen: dict[tuple[int, int], Arrays] = {}
 
@@ -272,7 +272,7 @@ def test_clients_that_train_without_momentum_say_so(federation: Federations) -> 
         models_of(federation((4, 4)), GlobalMomentum(fedavg()), 1)
 
 
-def test_a_base_that_does_not_tell_its_weights_is_refused() -> None:
+def test_a_base_that_does_not_report_its_weights_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"FedAvg does not report them; wrap one of fedbn_flwr\.strategies"):
         GlobalMomentum(flower.FedAvg())
     with pytest.raises(SettingsError, match="does not report them"):
@@ -282,7 +282,7 @@ def test_a_base_that_does_not_tell_its_weights_is_refused() -> None:
 # --- each client's own -------------------------------------------------------
 
 
-def alone() -> FedAvg:
+def fedavg_of_one() -> FedAvg:
     return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
 
 
@@ -295,11 +295,11 @@ def test_one_client_that_keeps_its_momentum_is_one_long_run_of_sgd(federation: F
         F.cross_entropy(twin(inputs), targets).backward()
         optimizer.step()
     expected = twin.state_dict()
-    anew = models_of(fed, alone(), 4)[-1]
+    fresh = models_of(fed, fedavg_of_one(), 4)[-1]
     fed.options["keep_momentum"] = True
-    for key, value in models_of(fed, alone(), 4)[-1].items():
+    for key, value in models_of(fed, fedavg_of_one(), 4)[-1].items():
         assert value.tobytes() == expected[key].numpy().tobytes(), key
-    assert distance(anew, {"0.weight": expected["0.weight"].numpy()}) > 1e-3
+    assert distance(fresh, {"0.weight": expected["0.weight"].numpy()}) > 1e-3
 
 
 def test_each_client_keeps_its_own(federation: Federations) -> None:
@@ -317,7 +317,7 @@ def test_each_client_keeps_its_own(federation: Federations) -> None:
         assert any(models_of(fed, other, 3)[-1][key].tobytes() != value.tobytes() for key, value in local[-1].items())
 
 
-def test_what_is_kept_does_not_travel(federation: Federations) -> None:
+def test_a_client_s_own_momentum_is_not_sent(federation: Federations) -> None:
     fed = federation((8, 12), keep_momentum=True, **SGD)
     down, up = traced(fed, fedavg(), 2)
     sizes = {elements(each) for each in (*down.values(), *up.values())}

@@ -1,4 +1,4 @@
-"""What holds on a GPU alone: these tests need one."""
+"""Properties of training on a GPU: these tests need one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def federate(strategy: FedAvg, device: torch.device, rounds: int = 3, **how: Any
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
-        parts = models[client if isinstance(strategy, FedTAN) else 0]  # whose rounds run side by side
+        parts = models[client if isinstance(strategy, FedTAN) else 0]  # FedTAN's clients train at the same time
         rows = torch.arange(20) + 20 * client
         batches = ClientBatches(
             data, rows, MOMENTS, batch_size=8, client=client, seed=0, augment=("crop", "flip", "rotate")
@@ -106,7 +106,7 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
         images(GPU), torch.arange(60), MOMENTS, batch_size=8, client=0, seed=0, augment=("crop", "flip", "rotate")
     )
     step = Step(model, SGD(dict(model.named_parameters()), 0.01, momentum), F.cross_entropy, device=GPU)
-    for inputs, targets in data.epoch(1, 0):  # what is set up once is set up
+    for inputs, targets in data.epoch(1, 0):  # the first epoch allocates what all epochs use
         step(inputs, targets)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""HeteroBN: static batch norm in training, and statistics of all clients' data, asked for once, in tests."""
+"""HeteroBN: static batch norm in training, and statistics of all clients' data in evaluation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def static_net() -> nn.Module:
 
 
 def tracking_twin(fed: Any, arrays: ArrayRecord) -> nn.Module:
-    """The same weights with torch's batch norm that tracks the cumulative mean of what it sees."""
+    """The same weights with torch's batch norm that tracks the cumulative mean of its batches."""
     twin = copy.deepcopy(fed.model)
     gamma, beta = twin[1].weight, twin[1].bias
     twin[1] = nn.BatchNorm2d(4, momentum=None, dtype=gamma.dtype)
@@ -55,7 +55,7 @@ def pair(channels: int = 3) -> tuple[nn.BatchNorm2d, nn.Module]:
     return plain, convert_norm(copy.deepcopy(plain), "sbn")
 
 
-def test_static_batch_norm_uses_the_batch_in_training_and_in_tests() -> None:
+def test_static_batch_norm_uses_the_batch_in_training_and_evaluation() -> None:
     plain, static = pair()
     x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
     expected = F.batch_norm(x, None, None, plain.weight, plain.bias, training=True, eps=1e-3)
@@ -77,10 +77,10 @@ def test_it_has_gamma_and_beta_and_no_statistics() -> None:
     assert isinstance(static, StaticBatchNorm)
     assert list(static.state_dict()) == ["weight", "bias"]
     assert set(roles(static).values()) == {Role.AFFINE}
-    assert set(roles(static.state_dict()).values()) == {Role.WEIGHTS}, "from arrays they cannot be told from weights"
+    assert set(roles(static.state_dict()).values()) == {Role.WEIGHTS}, "arrays do not show that they are not weights"
 
 
-def test_statistics_that_are_loaded_are_used_in_tests_and_never_in_training() -> None:
+def test_loaded_statistics_are_used_only_in_evaluation() -> None:
     plain, static = pair()
     x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
     by_batch = static.train()(x)
@@ -93,7 +93,7 @@ def test_statistics_that_are_loaded_are_used_in_tests_and_never_in_training() ->
     assert list(static.state_dict()) == ["weight", "bias"], "nor are they saved or sent"
 
 
-def test_a_state_without_statistics_takes_them_away() -> None:
+def test_a_state_without_statistics_removes_them() -> None:
     plain, static = pair()
     x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
     by_batch = static.eval()(x)
@@ -116,7 +116,7 @@ def test_what_is_loaded_is_a_copy_in_the_layer_s_dtype() -> None:
 # --- training ----------------------------------------------------------------
 
 
-def test_training_is_fedavg_bit_for_bit_and_equals_batch_norm_that_tracks(federation: Federations) -> None:
+def test_training_equals_fedavg_with_tracked_statistics_bit_for_bit(federation: Federations) -> None:
     fed, tracking = federation((8, 12), model=static_net), federation((8, 12))
     ours = HeteroBN().start(fed.grid(), fed.arrays(), num_rounds=3).arrays
     plain = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=3).arrays
@@ -141,7 +141,7 @@ def test_statistics_is_one_of_two_words(statistics: Any) -> None:
 # --- the query ---------------------------------------------------------------
 
 
-def test_batch_asks_nobody(federation: Federations) -> None:
+def test_batch_asks_no_client(federation: Federations) -> None:
     fed = federation(model=static_net)
     grid, arrays = MeteredGrid(fed.grid()), fed.arrays()
     assert HeteroBN().global_model(Round(1, None, arrays, {}, grid)) is arrays
@@ -152,7 +152,7 @@ def test_batch_asks_nobody(federation: Federations) -> None:
 def test_query_equals_torch_s_cumulative_statistics_over_all_batches(federation: Federations, ids: list[int]) -> None:
     """One model with momentum=None over the batches of client 0, then 1, then 2, as HeteroFL's authors have it.
 
-    Clients have 2, 3 and 1 batches: their means count so often.
+    Clients have 2, 3 and 1 batches, which are the weights of their means.
     """
     fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
     fed.data[1].batches = [(x[i::2], y[i::2]) for x, y in fed.data[1].batches for i in (0, 1)][:3]
@@ -171,7 +171,7 @@ def test_query_equals_torch_s_cumulative_statistics_over_all_batches(federation:
     assert int(twin[1].num_batches_tracked) == 6
     for key in STATISTICS:
         np.testing.assert_allclose(found[key].numpy(), twin.state_dict()[key].numpy(), rtol=1e-13, err_msg=key)
-    # And a static model with them tests as that twin does.
+    # A static model with these statistics evaluates as that twin does.
     static = copy.deepcopy(fed.model)
     static.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in unpack(found).items()})
     x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
@@ -205,8 +205,8 @@ def test_the_query_is_counted_apart_from_training(federation: Federations) -> No
     assert after.other_bytes == before.bytes_down + 2 * 2 * 4 * 4  # two clients, mean and variance, four channels
 
 
-def test_the_query_leaves_what_clients_keep_and_names_the_run(federation: Federations) -> None:
-    """A node's memory carries the name of its run; a question without it would come from another."""
+def test_the_query_keeps_the_clients_states_and_names_the_run(federation: Federations) -> None:
+    """A node's state has the name of its run; a query without it would count as one of another run."""
     fed, seen = federation(model=static_net, momentum=0.9, keep_momentum=True), []
 
     def make(context: Context, config: ConfigRecord) -> BNClient:
@@ -225,7 +225,7 @@ def test_the_query_leaves_what_clients_keep_and_names_the_run(federation: Federa
 
 
 def answering(fed: Any, change: Callable[[int, ArrayRecord], None]) -> ClientApp:
-    """The federation's app, the statistics that it tells changed by `change(partition, arrays)`."""
+    """The federation's app, with the statistics in its replies changed by `change(partition, arrays)`."""
     inner, app = fed.app(), ClientApp()
 
     @app.query("statistics")

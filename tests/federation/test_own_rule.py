@@ -95,7 +95,7 @@ def test_a_client_without_the_client_rule_refuses_the_message(federation: Federa
         fed_nova().start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
-# --- the way of a round ------------------------------------------------------
+# --- the modules of a round --------------------------------------------------
 
 
 def test_a_round_of_fedavg_executes_twelve_modules(federation: Federations) -> None:

@@ -1,4 +1,4 @@
-"""Our strategies in somebody else's Flower project: the strategy swapped, and five lines in the ClientApp."""
+"""Our strategies in another Flower project: two changed lines in the ServerApp, and five in the ClientApp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.command import ROOT, fedbn, python_blocks
 from tests.support.packages import CLEAN, needs_uv, run
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, RecordingGrid, copied, imported
 
-# The project's server_app.py: who aggregates.
+# The changed lines of the project's server_app.py.
 SERVER = {
     "FedTAN": {
         "from flwr.serverapp.strategy import FedAvg": "from fedbn_flwr.strategies import FedTAN",
@@ -36,7 +36,7 @@ SERVER = {
     },
 }
 
-# Its client_app.py: who trains. In place of the two handlers.
+# Its client_app.py, without the project's two handlers.
 CLIENT = '''\
 """The ClientApp: trains and evaluates on the data of one node."""
 
@@ -63,7 +63,7 @@ def changed(folder: Path, rule: str) -> Path:
 
 
 def scores(printed: str) -> list[str]:
-    """The lines in which the project's server tells loss and accuracy of each round's model."""
+    """The lines in which the project's server prints loss and accuracy of each round's model."""
     return re.findall(r"^round \d+: loss [\d.]+, accuracy [\d.]+$", printed, re.MULTILINE)
 
 
@@ -72,7 +72,7 @@ def losses(printed: str) -> list[float]:
 
 
 def added(old: str, new: str) -> list[str]:
-    """The lines of `new` that somebody has to write to get there from `old`."""
+    """The lines of `new` that a user has to write to get it from `old`."""
     return [line[2:] for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line.startswith("+ ")]
 
 
@@ -112,7 +112,7 @@ def served(rule: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Re
     return grid, model
 
 
-def test_fedtan_meets_the_clients_at_each_batch_norm(
+def test_fedtan_exchanges_at_each_batch_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid, _ = served("FedTAN", tmp_path, monkeypatch)
@@ -122,13 +122,13 @@ def test_fedtan_meets_the_clients_at_each_batch_norm(
     assert after < before
 
 
-def test_fedbn_keeps_batch_norm_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedbn_keeps_batch_norm_on_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, model = served("FedBN", tmp_path, monkeypatch)
     sent, *others = grid.trained(2)
     assert set(sent) == {key for key in model if not key.startswith(NORMS)}
     assert others == [sent] * (CLIENTS - 1)
     accuracies = [r.content["metrics"]["accuracy"] for r in grid.replies if r.metadata.message_type == "evaluate"]
-    assert min(accuracies[-2:]) > 0.8, "each client knows a few digits, and judges them with its own norms"
+    assert min(accuracies[-2:]) > 0.8, "each client has a few digits, and evaluates with its own norms"
 
 
 def test_fixbn_freezes_the_statistics(
@@ -141,17 +141,17 @@ def test_fixbn_freezes_the_statistics(
     for key in statistics:
         assert first[key] != second[key]
         assert second[key] == third[key] == model[key].numpy().tobytes()
-    assert third["after_conv.weight"] != second["after_conv.weight"], "gamma goes on"
+    assert third["after_conv.weight"] != second["after_conv.weight"], "gamma still trains"
     before, *_, after = losses(capsys.readouterr().out)
     assert after < before
 
 
-def test_fedtan_draws_the_same_whichever_process_a_message_meets(
+def test_fedtan_draws_the_same_in_any_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Shuffling and dropout, as the project has them, draw from PyTorch's generator, which all clients share.
+    """The project's shuffling and dropout draw from PyTorch's global generator, which all clients share.
 
-    Of two caches of parked rounds, as of two Ray actors, each message meets either; what is left in the other is
+    Each message reaches one of two caches of parked rounds, as of two Ray actors; a round left in the other is
     abandoned later, while the next round draws.
     """
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def test_the_readme_s_lines_work() -> None:
     (code,) = python_blocks(section)
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) < 10
     with imported() as project:
-        # What the project has: a model, and loaders for a node.
+        # The project has a model, and data loaders for a node.
         names = {"Net": project.task.Net, "load_data": lambda partition: project.task.load_data(partition, CLIENTS, 32)}
         exec(code, names)
         grid = RecordingGrid(names["app"], CLIENTS)
@@ -200,7 +200,7 @@ def test_flower_s_simulation_runs_the_project_as_it_is() -> None:
 @pytest.mark.parametrize(
     "rule", [rule if rule == "FedTAN" else pytest.param(rule, marks=pytest.mark.nightly) for rule in SERVER]
 )
-def test_with_our_wheel_installed_flower_s_simulation_gives_the_local_engine_s_numbers(
+def test_flower_s_simulation_with_our_wheel_equals_the_local_engine(
     rule: str,
     clean_environment: Path,
     tmp_path: Path,

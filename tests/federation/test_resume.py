@@ -1,4 +1,4 @@
-"""Nothing is lost when a run is stopped: files, strategies' memory, and whole runs against uninterrupted ones."""
+"""A stopped run loses nothing: files, strategies' states, and whole runs against uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -43,18 +43,17 @@ from tests.support.sessions import (
     OPTIMISERS,
     PLAIN,
     Elsewhere,
-    Stopping,
     outcome,
     overrides,
     session,
     summary_of,
 )
 
-# --- what Flower's own strategies remember -----------------------------------------
+# --- the state of Flower's own strategies ------------------------------------
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_attributes_of_flower_s_strategies_come_back(name: str) -> None:
+def test_attributes_of_flower_s_strategies_are_restored(name: str) -> None:
     before, after = PLAIN[name](), PLAIN[name]()
     inner = getattr(before, "strategy", before)
     if hasattr(inner, "m_t"):
@@ -83,7 +82,7 @@ def test_what_cannot_be_saved_is_refused_by_name() -> None:
         FixBN(MeanStatistics(strategy), freeze_round=1).state()
 
 
-def test_a_rule_within_rules_keeps_its_own() -> None:
+def test_a_nested_rule_keeps_its_own_state() -> None:
     make = lambda: FixBN(GlobalMomentum(FixBN(FedBS(patience=3), freeze_round="auto")), freeze_round="auto")  # noqa: E731
     before, after = make(), make()
     for each in (before, after):
@@ -101,7 +100,7 @@ def test_a_rule_within_rules_keeps_its_own() -> None:
     assert other.memory.momentum["w"] == 0.25
 
 
-# --- whole runs ----------------------------------------------------------------
+# --- whole runs --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +116,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run
 
 
-def memory_of(out: Path) -> tuple[Any, ...]:
-    """The last checkpoint: what strategy and clients remember."""
+def states_of(out: Path) -> tuple[Any, ...]:
+    """The last checkpoint: the states of strategy and clients."""
     found = CheckpointFile(out / "checkpoint")
     read = found.read()
     assert read.strategy is not None
@@ -137,11 +136,11 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     assert summary_of(tmp_path / "run").status == "interrupted"
     session(case, tmp_path / "run", workers=workers)
     assert outcome(tmp_path / "run") == outcome(straight(case))
-    assert memory_of(tmp_path / "run") == memory_of(straight(case))
+    assert states_of(tmp_path / "run") == states_of(straight(case))
 
 
-def test_the_table_reaches_what_it_is_for(straight: Callable[[str], Path]) -> None:
-    """Rules that change in the middle of a run do so in these, after a first stop and before the end."""
+def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> None:
+    """Rules that switch during a run do so in these runs, after the first stop and before the end."""
     assert summary_of(straight("FixBN auto")).notes["freeze_round"] == 3
     assert summary_of(straight("FedBS")).notes["switch_round"] == 4
     for case in ("FedAdam", "FedAvgM", "Scaffold", "GlobalMomentum"):
@@ -151,11 +150,11 @@ def test_the_table_reaches_what_it_is_for(straight: Callable[[str], Path]) -> No
         assert any(np.any(array.numpy()) for array in arrays)
 
 
-SERVERS = ["FixBN auto", "FedAdam", "GlobalMomentum"]  # whose memory is the server's
+SERVERS = ["FixBN auto", "FedAdam", "GlobalMomentum"]  # their state is the server's
 
 
 @pytest.mark.parametrize("case", ["FedBN", "Scaffold", "keep_momentum", "brn", *SERVERS])
-def test_the_test_of_the_tests_a_forgotten_memory_changes_the_numbers(
+def test_a_lost_state_changes_the_numbers(
     case: str, straight: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session(case, tmp_path / "run", 3)
@@ -171,7 +170,7 @@ def test_the_test_of_the_tests_a_forgotten_memory_changes_the_numbers(
 def test_the_second_ctrl_c_in_a_round_goes_back_to_the_last_checkpoint(
     straight: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients have trained on by then: what they remember is of no whole round, and nothing of it is kept."""
+    """By then some clients have trained in round 3; their states of this incomplete round are not kept."""
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
         if (config.get("server-round"), context.node_config["partition-id"]) == (3, 2):
@@ -180,7 +179,6 @@ def test_the_second_ctrl_c_in_a_round_goes_back_to_the_last_checkpoint(
 
     monkeypatch.setitem(CASES, "FedBN", CASES["FedBN"] + "\nengine: {checkpoint_every: 2}")
     run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides("FedBN"))}
-    monkeypatch.setattr(Stopping, "on_round", lambda *_: None)
     session("FedBN", tmp_path / "run", grid=LocalGrid(client_app(make), 3, run_config=run_config), interrupted=True)
     run = RunFolder(tmp_path / "run")
     assert (summary_of(run.path).status, run.checkpoint.round(), len(run.history())) == ("interrupted", 2, 2)
@@ -202,7 +200,7 @@ def test_a_strategy_that_cannot_be_saved_trains_and_is_not_resumed(
         session("FedAdam", tmp_path / "run")
 
 
-def test_what_decides_no_number_may_change_and_a_history_must_be_whole(tmp_path: Path) -> None:
+def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path) -> None:
     session("FedAvg", tmp_path / "run", 3)
     run = RunFolder(tmp_path / "run")
     config = run.config()
@@ -218,7 +216,7 @@ def test_what_decides_no_number_may_change_and_a_history_must_be_whole(tmp_path:
         session("FedAvg", tmp_path / "run")
 
 
-def test_a_run_that_was_killed_behind_its_last_round_finishes(straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_run_that_was_killed_after_its_last_round_finishes(straight: Callable[[str], Path], tmp_path: Path) -> None:
     """HeteroBN's model file has statistics that are in no checkpoint."""
     shutil.copytree(straight("HeteroBN"), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
@@ -227,34 +225,32 @@ def test_a_run_that_was_killed_behind_its_last_round_finishes(straight: Callable
     assert outcome(tmp_path / "run") == outcome(straight("HeteroBN"))
 
 
-# --- nodes that keep their memory on their own disks --------------------------------
+# --- nodes that keep their states on their own disks -------------------------
 
 
 NEED_CLIENTS = ["FedBN", "SiloBN", "Standalone", "Scaffold", "keep_momentum", "brn", "FixBN of FedBN", "some clients"]
 
 
 @pytest.mark.parametrize("case", [*NEED_CLIENTS, "FedTAN", "FixBN auto"])
-def test_clients_go_on_with_what_their_own_disks_hold(
-    case: str, straight: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Nodes have new ids in each session, and nothing in memory."""
+def test_clients_continue_from_their_own_disks(case: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """In each session the nodes have new ids, and nothing in memory."""
     for stop, nodes in ((2, (1, 2, 3)), (3, (71, 5, 33)), (0, (8, 9, 4))):
         session(case, tmp_path / "run", stop, grid=Elsewhere(case, tmp_path / "state", nodes))
     assert outcome(tmp_path / "run")[0] == outcome(straight(case))[0]
-    kept = ("other_messages", "other_bytes")  # who holds which partition is asked anew
+    kept = ("other_messages", "other_bytes")  # each session asks which node holds which partition
     lines = [[{k: v for k, v in line.items() if k not in kept} for line in outcome(out)[1]]
              for out in (tmp_path / "run", straight(case))]  # fmt: skip
     assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize("case", NEED_CLIENTS)
-def test_a_rule_that_needs_its_clients_memory_is_refused_where_it_is_lost(case: str, tmp_path: Path) -> None:
+def test_a_rule_whose_clients_lost_their_states_is_refused(case: str, tmp_path: Path) -> None:
     session(case, tmp_path / "run", 2, grid=Elsewhere(case, None))
     with pytest.raises(SettingsError, match=r"needs its clients' state \(their .*client \d has none"):
         session(case, tmp_path / "run", grid=Elsewhere(case, None))
     with pytest.raises(SettingsError, match=r"client \d has that of round 0, but last trained in round 2"):
         session(case, tmp_path / "run", grid=Elsewhere(case, tmp_path / "empty"))
-    with pytest.raises(SettingsError, match="has none"):  # nor in the checkpoint, on the local engine
+    with pytest.raises(SettingsError, match="has none"):  # on the local engine: the checkpoint has no states either
         session(case, tmp_path / "run")
 
 
@@ -267,10 +263,10 @@ def test_other_rules_are_resumed_on_any_engine(case: str, straight: Callable[[st
 
 
 def test_a_server_that_lost_rounds_gets_the_same_numbers(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    """The server's disk is put back to an older copy; nodes are ahead, and forget what has not been."""
+    """The server's disk is restored from an older copy; nodes are ahead, and drop their later states."""
     session("FedBN", tmp_path / "run", 2, grid=Elsewhere("FedBN", tmp_path / "state"))
     shutil.copytree(tmp_path / "run", tmp_path / "old")
-    # A node keeps what the server may come back to, which it has told to be round 2 from now on.
+    # A node keeps the rounds that the server may return to; from now on the server reports round 2.
     session("FedBN", tmp_path / "run", 4, grid=Elsewhere("FedBN", tmp_path / "state"))
     rounds = {file.name for file in (tmp_path / "state").rglob("round-*")}
     assert rounds == {"round-2", "round-3", "round-4"}
@@ -280,8 +276,8 @@ def test_a_server_that_lost_rounds_gets_the_same_numbers(straight: Callable[[str
     assert outcome(tmp_path / "run")[0] == outcome(straight("FedBN"))[0]
 
 
-def test_a_node_that_restarts_in_the_middle_of_a_run_goes_on(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its context is empty from one message to the next, in training and before its evaluation."""
+def test_a_node_that_restarts_during_a_run_continues(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its context is empty at every message, in training and in evaluation."""
 
     class Forgetful(Elsewhere):
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -293,7 +289,7 @@ def test_a_node_that_restarts_in_the_middle_of_a_run_goes_on(straight: Callable[
     session("FedBN", tmp_path / "run", grid=grid)
     assert outcome(tmp_path / "run") == outcome(straight("FedBN"))
     assert len(list((tmp_path / "state").iterdir())) == 1
-    # Another run of the same name in the same folder begins with nothing, although the first left its own there.
+    # Another run of the same name in the same folder starts without states, although the first left its own there.
     session("FedBN", tmp_path / "again", grid=Forgetful("FedBN", tmp_path / "state"))
     assert outcome(tmp_path / "again") == outcome(straight("FedBN"))
     assert len(list((tmp_path / "state").iterdir())) == 2
@@ -306,7 +302,7 @@ def test_a_folder_that_cannot_be_used_is_named_before_training(tmp_path: Path) -
         session("FedBN", tmp_path / "run", grid=grid)
 
 
-def test_a_damaged_memory_of_a_node_is_named(tmp_path: Path) -> None:
+def test_a_damaged_node_state_is_named(tmp_path: Path) -> None:
     session("FedBN", tmp_path / "run", 2, grid=Elsewhere("FedBN", tmp_path / "state"))
     for file in (tmp_path / "state").rglob("round-2"):
         file.write_bytes(file.read_bytes()[:-3])
@@ -314,7 +310,7 @@ def test_a_damaged_memory_of_a_node_is_named(tmp_path: Path) -> None:
         session("FedBN", tmp_path / "run", grid=Elsewhere("FedBN", tmp_path / "state"))
 
 
-# --- the same by `serve` and by the command -------------------------------------------
+# --- the same through `serve` and the command --------------------------------
 
 
 def test_a_flower_run_is_resumed_by_its_run_config(straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -334,7 +330,7 @@ def test_a_flower_run_is_resumed_by_its_run_config(straight: Callable[[str], Pat
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """A run of some seconds, whose clients live in worker processes; and where it was carried out undisturbed."""
+    """The command of a run that takes seconds, with worker processes; and the folder of its undisturbed run."""
     folder = tmp_path_factory.mktemp("command")
     (folder / "e.yaml").write_text(BASE.replace("rounds: 5", "rounds: 20").replace("workers: 0", "workers: 2"))
     words = ["run", str(folder / "e.yaml"), "strategy={name: FedBN}", "engine.checkpoint_every=1"]
@@ -346,7 +342,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
 def test_a_killed_command_leaves_a_folder_that_resumes(
     sent: signal.Signals, command: tuple[list[str], Path], tmp_path: Path
 ) -> None:
-    """Killed in no particular moment."""
+    """The moment of the signal is arbitrary."""
     words, straight = command
     stopped = tmp_path / "stopped"
     with subprocess.Popen(

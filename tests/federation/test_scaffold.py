@@ -43,7 +43,7 @@ def strategy(**options: Any) -> Scaffold:
 
 
 def weights(models: list[Arrays]) -> list[float]:
-    """After each round."""
+    """The weight after each round."""
     return [float(model["weight"].item()) for model in models[1:]]
 
 
@@ -75,7 +75,7 @@ def test_it_ends_where_the_mean_loss_is_least_and_fedavg_does_not() -> None:
 
 
 def test_x_is_weighted_by_examples_and_c_is_not() -> None:
-    """Three images on client 1: round 1 has x = (0 + 3*3)/4 = 2.25 and c = -6 as ever; in round 2
+    """Three images on client 1: round 1 has x = (0 + 3*3)/4 = 2.25 and c = -6 as above; in round 2
     client 0 has c - c_0 = -6 and takes 2.25 to 2.71875 and 3.12890625,
     client 1 has c - c_1 = 6 and takes 2.25 to 2.375 and 2.4375; x = (3.12890625 + 3 * 2.4375)/4.
     """
@@ -111,8 +111,8 @@ def absent(fed: Federation, partition: int, rounds: set[int]) -> ClientApp:
 
 
 @pytest.mark.parametrize(("partition", "rounds"), [(0, {2}), (1, {1}), (1, {1, 3}), (0, {2, 3})])
-def test_a_client_that_misses_rounds_comes_back_with_its_own_control_variate(partition: int, rounds: set[int]) -> None:
-    """Its share of c stays as it was: c moves by |S|/N of the mean change."""
+def test_a_client_that_misses_rounds_keeps_its_control_variate(partition: int, rounds: set[int]) -> None:
+    """Its share of c does not change: c moves by |S|/N of the mean change."""
     present = [{0, 1} - ({partition} if number in rounds else set()) for number in range(1, 6)]
     fed = one_weight()
     found = weights(models_of(fed, strategy(), 5, absent(fed, partition, rounds)))
@@ -148,7 +148,7 @@ def test_the_first_round_is_fedavg_s(federation: Federations) -> None:
 
 
 def test_one_client_equals_fedavg(federation: Federations) -> None:
-    """c and c_i are one, so nothing is corrected."""
+    """c equals c_i, so nothing is corrected."""
     fed = federation((8,), dtype=torch.float64, epochs=2)
     ours = models_of(fed, strategy(), 4)
     theirs = models_of(fed, FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0), 4)
@@ -156,7 +156,7 @@ def test_one_client_equals_fedavg(federation: Federations) -> None:
         np.testing.assert_allclose(ours[-1][key], value, rtol=1e-12, atol=1e-12, err_msg=key)
 
 
-def test_control_variates_are_of_parameters_alone(federation: Federations) -> None:
+def test_only_parameters_have_control_variates(federation: Federations) -> None:
     fed, seen = federation((8, 12)), []
 
     def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
@@ -194,7 +194,7 @@ def test_what_a_node_keeps_is_the_mean_of_its_gradients(federation: Federations)
 
 
 @pytest.mark.parametrize("name", BAD_RECORDS)
-def test_a_control_record_that_cannot_be_used_leaves_its_reply_out_and_is_named(
+def test_an_unusable_control_record_excludes_its_reply_and_is_named(
     federation: Federations, flower_log: pytest.LogCaptureFixture, name: str
 ) -> None:
     fed, good = federation((8, 12, 6)), []
@@ -220,7 +220,7 @@ def test_a_control_record_that_cannot_be_used_leaves_its_reply_out_and_is_named(
 
 
 def test_frozen_affine_parameters_keep_their_control_variates(federation: Federations) -> None:
-    """Inside FixBN: what does not train has no gradient; its c and c_i stand still."""
+    """Inside FixBN a frozen parameter has no gradient, so its c and c_i do not change."""
     fed, kept = federation((8, 12)), []
     states: dict[int, Any] = {}
 
@@ -243,7 +243,7 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
         assert second["0.weight"].tobytes() != third["0.weight"].tobytes()
 
 
-def test_a_strategy_or_a_grid_that_is_used_again_begins_anew(federation: Federations) -> None:
+def test_a_reused_strategy_or_grid_starts_from_zero(federation: Federations) -> None:
     fed, rule = federation((8, 12)), strategy()
     grid = fed.grid()
     results = [unpack(rule.start(grid, fed.arrays(), num_rounds=2).arrays) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""SiloBN: what it shares with FedBN is in test_fedbn.py; here is what is its own."""
+"""SiloBN where it differs from FedBN; test_fedbn.py has the tests that both share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Federations = Callable[..., Any]
 
 
 def test_gamma_and_beta_are_averaged_with_the_weights(federation: Federations) -> None:
-    """Batch norm trains by the batch's statistics, so the running ones, at home or not, change no gradient."""
+    """Batch norm trains with the batch's statistics, so the running ones, local or not, change no gradient."""
     fed = federation((8, 12), dtype=torch.float64)
     ours, twin = (unpack(rule().start(fed.grid(), fed.arrays(), num_rounds=3).arrays) for rule in (SiloBN, FedAvg))
     for key, value in twin.items():

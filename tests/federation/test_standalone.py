@@ -1,4 +1,4 @@
-"""Standalone: clients that train alone, from one beginning."""
+"""Standalone: each client trains its own model, and all start from the same one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_each_client_is_plain_sgd_on_its_own_data(federation: Federations) -> No
             np.testing.assert_allclose(client.model.state_dict()[key].numpy(), value.numpy(), rtol=1e-12, err_msg=key)
 
 
-def test_no_array_travels_and_the_server_s_model_stays(federation: Federations) -> None:
+def test_no_array_is_sent_and_the_server_s_model_stays(federation: Federations) -> None:
     fed = federation()
     grid = MeteredGrid(fed.grid())
     result = Standalone().start(grid, fed.arrays(), num_rounds=2)
@@ -47,7 +47,7 @@ def test_no_array_travels_and_the_server_s_model_stays(federation: Federations) 
     assert set(result.evaluate_metrics_clientapp[2]) == {"loss", "accuracy"}
 
 
-def test_a_model_of_which_only_a_part_comes_is_refused_all_the_same(federation: Federations) -> None:
+def test_an_incomplete_model_is_refused_too(federation: Federations) -> None:
     fed = federation()
     first, *_ = fed.arrays().items()
     content = RecordDict({"arrays": ArrayRecord(dict([first])), "config": ConfigRecord()})

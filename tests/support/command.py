@@ -1,4 +1,4 @@
-"""Runs the command `fedbn` as a person would, in a process of its own."""
+"""Runs the command `fedbn` as a user does, in a separate process."""
 
 from __future__ import annotations
 

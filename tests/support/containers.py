@@ -16,7 +16,7 @@ import pytest
 from tests.support.command import ROOT, environment
 from tests.support.network import copy_app, wait_for
 
-PROJECT = "fedbn"  # the name in docker-compose.yml, which names of images and volumes begin with
+PROJECT = "fedbn"  # the name in docker-compose.yml, the prefix of images and volumes
 PATIENCE = 600.0  # seconds
 
 
@@ -72,7 +72,7 @@ class Containers:
         return self.compose("exec", "-T", service, "sh", "-c", command)
 
     def flwr(self, *words: str) -> Any:
-        """What a command of `flwr` answers, as JSON."""
+        """The JSON that a command of `flwr` prints."""
         done = subprocess.run(
             [str(Path(sys.executable).parent / "flwr"), *words, "--format", "json"],
             cwd=self.checkout,

@@ -36,7 +36,7 @@ def same(a: Arrays, b: Arrays) -> bool:
 
 
 def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
-    """The same with a new client for each message: only a copy of `Context.state` goes from one to the next."""
+    """The federation's app with a new client for each message, which gets a copy of the last one's `Context.state`."""
     latest: dict[int, BNClient] = {}
 
     def make(context: Context) -> BNClient:

@@ -1,4 +1,4 @@
-"""A client that knows nothing of fedbn_flwr."""
+"""A client that does not use fedbn_flwr."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flwr.client import NumPyClient
 
 
 class Foreign(NumPyClient):
-    """Adds one to every array, as its only knowledge of federated learning."""
+    """Adds one to every array."""
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         return [array + 1 for array in parameters], 7, {"flag": True, "score": np.float32(0.5), "name": "left out"}

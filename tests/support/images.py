@@ -1,4 +1,4 @@
-"""Small image files and data sets in the forms that users have."""
+"""Small image files and data sets in the formats that users have."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 State = dict[str, Tensor]
 
 
-def by_hand(fed: Any, rounds: int, at_home: Collection[str]) -> tuple[State, list[nn.Module]]:
-    """The mean of the clients' last states, and the clients' models as they go into a next round.
+def by_hand(fed: Any, rounds: int, local: Collection[str]) -> tuple[State, list[nn.Module]]:
+    """The mean of the clients' last states, and the clients' models as the next round would load them.
 
-    Each round is one epoch of SGD per client; then all keys but those at home are replaced by the mean.
+    Each round is one epoch of SGD per client; then the mean replaces all keys except `local`.
     """
     models = [copy.deepcopy(fed.model).train() for _ in fed.data]
     counts = [data.num_examples for data in fed.data]
@@ -33,7 +33,7 @@ def by_hand(fed: Any, rounds: int, at_home: Collection[str]) -> tuple[State, lis
             key: sum(n * state[key].double() for n, state in zip(counts, states, strict=True)) / sum(counts)
             for key in states[0]
         }
-        shared = {key: value for key, value in mean.items() if key not in at_home and "num_batches" not in key}
+        shared = {key: value for key, value in mean.items() if key not in local and "num_batches" not in key}
         for model in models:
             model.load_state_dict(shared, strict=False)
     return mean, models

@@ -1,7 +1,7 @@
 """docker-compose.yml as plain processes on loopback, where there is no Docker.
 
-Every service runs the entrypoint, command, environment and health check of the shipped file. Rewritten is only
-what a container provides: mounted folders, host names, and a network of its own (so ports become free ones).
+Every service runs the entrypoint, command, environment and health check of the shipped file. Only the parts that a
+container provides are rewritten: mounted folders, host names, and its own network (so ports become free ones).
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def wait_for(what: str, ready: Callable[[], bool], seconds: float, every: float 
 
 
 class Service:
-    """One process, in a process group of its own that holds all it starts."""
+    """One process, in its own process group, which all processes that it starts belong to."""
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str], folder: Path, stop: str) -> None:
         self.name = name
         self.log = folder / "output.txt"
         self._stop = signal.Signals[stop]
-        with self.log.open("ab") as output:  # after those of its earlier lives
+        with self.log.open("ab") as output:  # after the output of earlier processes of this name
             self._process = subprocess.Popen(
                 command,
                 cwd=folder / HOME[1:],
@@ -99,21 +99,21 @@ class Service:
             )
 
     def has_ended(self) -> bool:
-        # It is left unreaped, so that its id stays its own until `kill`.
+        # It is not reaped, so that no other process gets its id before `kill`.
         return (
             not self.is_ours()
             or os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         )
 
     def is_ours(self) -> bool:
-        """Whether its process id is still its own: nobody has waited for it."""
+        """Whether its process id is still its own: it has not been reaped."""
         return self._process.returncode is None
 
     def ask_to_stop(self) -> None:
         os.killpg(self._process.pid, self._stop)
 
     def kill(self) -> int:
-        """End what is left of the group, and return the exit status."""
+        """End the rest of the group, and return the exit status."""
         if self.is_ours():
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait(timeout=30)
@@ -142,8 +142,8 @@ class Service:
 class Deployment:
     """All services of the file. Use as a context manager, or call `start` and `stop`.
 
-    `folder` gets the keys, the volumes, and one folder per service with its output. Flower's programs wait as long as
-    they do for users only with `real_clocks`.
+    `folder` gets the keys, the volumes, and one folder per service with its output. Flower's programs keep their own
+    intervals only with `real_clocks`.
     """
 
     def __init__(
@@ -161,13 +161,13 @@ class Deployment:
         self.running: dict[str, Service] = {}
         self._ports: dict[tuple[str, int], int] = {}
 
-    # --- what a container provides ---
+    # --- a container's environment ---
 
     def mounts(self, service: str) -> dict[str, Path]:
-        """Where each folder inside the container lies on this host."""
+        """The folder on this host for each folder inside the container."""
         folders = {HOME: self.folder / service / HOME[1:]}
         if service.startswith("supernode-"):
-            # Its --node-config names folders of the container in which the app runs.
+            # Its --node-config names folders of the container that runs the app.
             app = self.mounts(service.replace("supernode", "superexec-clientapp"))
             folders |= {target: app[target] for target in ("/data", "/state")}
         for volume in self.services[service].get("volumes", []):
@@ -206,7 +206,7 @@ class Deployment:
         return re.sub(rf"(?<![\w./:-])({targets})(?![\w.-])", lambda m: str(mounts[m[1]]), text)
 
     def environment(self, given: Mapping[str, str], home: Path) -> dict[str, str]:
-        """A container's environment: nothing of the caller's but the Python that the tests run in."""
+        """A container's environment: none of the caller's variables, except for the Python that runs the tests."""
         environment = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "HOME": str(home),
@@ -221,7 +221,7 @@ class Deployment:
     # --- services ---
 
     def launch(self, service: str, name: str | None = None, mounts: Mapping[str, Path] | None = None) -> Service:
-        """Start a service, or another process `name` like it that finds other folders where `mounts` says so."""
+        """Start a service, or another process `name` like it, for which `mounts` replaces folders."""
         name = name or service
         given = self.services[service]
         where = self.mounts(service) | {HOME: self.folder / name / HOME[1:]} | dict(mounts or {})
@@ -234,7 +234,7 @@ class Deployment:
         words = [*given["entrypoint"], *given.get("command", [])]
         self.running[name] = Service(
             name,
-            self.quickly([self.rewrite(word, service, where, name) for word in words]),
+            self.bound([self.rewrite(word, service, where, name) for word in words]),
             self.environment(
                 {key: self.rewrite(value, service, where, name) for key, value in given["environment"].items()},
                 where[HOME],
@@ -244,10 +244,10 @@ class Deployment:
         )
         return self.running[name]
 
-    def quickly(self, command: list[str]) -> list[str]:
-        if self.real_clocks or not command[0].startswith("flower-"):
-            return command
-        return [sys.executable, str(QUICK), *command]
+    def bound(self, command: list[str]) -> list[str]:
+        """`command` as a program that ends with this process."""
+        clocks = "quick" if command[0].startswith("flower-") and not self.real_clocks else "real"
+        return [sys.executable, str(QUICK), str(os.getpid()), clocks, *command]
 
     def is_healthy(self, service: str) -> bool:
         if self.running[service].has_ended():
@@ -264,7 +264,7 @@ class Deployment:
         return check.returncode == 0
 
     def start(self) -> None:
-        """Start every service once those that it depends on are as the file demands."""
+        """Start every service once the services it depends on satisfy the file's conditions."""
         if missing_tools():
             pytest.skip(f"not installed: {', '.join(missing_tools())}")
         made = make_keys(self.keys, "--nodes", str(sum(name.startswith("supernode-") for name in self.services)))
@@ -277,7 +277,7 @@ class Deployment:
             wait_for(f"{name} healthy", functools.partial(self.is_healthy, name), 60)
 
     def _demands(self, name: str) -> dict[str, str]:
-        """The services that must be up before, each with its condition."""
+        """The services that it depends on, each with its condition."""
         needed = self.services[name].get("depends_on", {})
         if isinstance(needed, list):
             return dict.fromkeys(needed, "service_started")
@@ -292,7 +292,7 @@ class Deployment:
                 assert status == 0, f"{needed} ended with {status}\n{self.outputs()}"
 
     def _levels(self) -> list[list[str]]:
-        """The services by how many others must be up before."""
+        """The services by the length of their chain of dependencies."""
 
         def depth(name: str) -> int:
             return 1 + max(map(depth, self._demands(name)), default=-1)
@@ -301,7 +301,7 @@ class Deployment:
         return [[name for name in depths if depths[name] == d] for d in range(1 + max(depths.values()))]
 
     def stop(self) -> None:
-        """End what was started, those first that nothing else depends on."""
+        """End all services, each before those that it depends on."""
         levels = self._levels()
         others = [name for name in self.running if name not in self.services]
         for names in [others, *reversed(levels)]:
@@ -328,7 +328,7 @@ class Deployment:
         self.stop()
 
     def outputs(self, lines: int = 40) -> str:
-        """The end of what every service wrote; for the message of a failure."""
+        """The last lines of every service's output, for the message of a failure."""
         parts = [
             f"--- {name} ---\n" + "\n".join(service.output().splitlines()[-lines:])
             for name, service in self.running.items()
@@ -347,10 +347,10 @@ class Deployment:
             encoding="utf-8",
         )
         given = self.services["superlink"]["environment"] | {"FLWR_HOME": str(home)}
-        # In this process: the command's own would spend more than a second on imports.
+        # In this process: a new one would spend more than a second on imports.
         printed = io.StringIO()
-        with warnings.catch_warnings(), mock.patch.object(sys, "__stdout__", printed):  # where it writes JSON
-            warnings.simplefilter("ignore")  # it uses what typer deprecates
+        with warnings.catch_warnings(), mock.patch.object(sys, "__stdout__", printed):  # it writes JSON there
+            warnings.simplefilter("ignore")  # it uses deprecated functions of typer
             app = importlib.import_module("flwr.cli.app").app
             done = CliRunner().invoke(app, words, env=given)
         assert done.exit_code == 0, f"{shlex.join(['flwr', *words])}\n{done.output}\n{self.outputs()}"
@@ -373,11 +373,11 @@ class Deployment:
         return str(listed["runs"][0]["status"])
 
     def log(self, run_id: str) -> str:
-        """What the ServerApp printed; it is in the SuperLink's keeping, not in a container's output."""
+        """The output of the ServerApp, which the SuperLink stores."""
         return self.flwr("log", run_id, "remote", "--show")
 
     def wait_for_end(self, run_id: str, seconds: float = 300) -> str:
-        """The status of the run when it has ended, or after so many seconds."""
+        """The status of the run when it has ended, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while not (last := self.status(run_id)).startswith("finished") and time.monotonic() < deadline:
             ended = [name for name, service in self.running.items() if service.is_ours() and service.has_ended()]

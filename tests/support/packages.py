@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def clean_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment that has our wheel and what it depends on, and nothing else."""
+    """The `bin` of an environment that has only our wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("clean") / "env"
     run(str(UV), "venv", "--python", sys.executable, folder, cwd=folder.parent)
     run(str(UV), "pip", "install", "-p", folder / "bin" / "python", wheel, cwd=folder.parent)

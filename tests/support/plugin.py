@@ -1,4 +1,4 @@
-"""Somebody's Flower project (`plugin_project/`): copies of it, changed or not, and runs on the local engine."""
+"""Another Flower project (`plugin_project/`): copies of it, changed or not, and runs on the local engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLIENTS = 4
 
 @dataclass(frozen=True)
 class Sent:
-    """A message as it was when it was sent: strategies go on to change its config."""
+    """A message as it was sent: strategies change its config afterwards."""
 
     kind: str
     config: dict[str, Any]
@@ -35,7 +35,7 @@ class Sent:
 
 
 class RecordingGrid(LocalGrid):
-    """A LocalGrid that remembers what went through it."""
+    """A LocalGrid that records its messages and replies."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -95,7 +95,7 @@ class Project:
         return RecordingGrid(self.client_app, CLIENTS, run_config=self.config)
 
     def serve(self) -> RecordingGrid:
-        """What `flwr run` does: the ServerApp on a grid."""
+        """Run the ServerApp on a grid, as `flwr run` does."""
         grid = self.grid()
         self.server_app(grid, Context(1, 0, {}, RecordDict(), self.config))
         return grid
@@ -103,7 +103,7 @@ class Project:
 
 @contextlib.contextmanager
 def imported(folder: Path = PROJECT) -> Iterator[Project]:
-    """The project in `folder`, imported as Flower would; forgotten afterwards, since copies have the same name."""
+    """The project in `folder`, imported as Flower does; unloaded afterwards, since copies have the same name."""
     config = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     others = _forget()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,6 @@
-"""Runs one of Flower's programs with shorter waits: `python quick.py flower-supernode ...`. For tests only.
+"""Runs a program for as long as its parent runs: `python quick.py PARENT CLOCKS flower-supernode ...`. For tests only.
 
+PARENT is the parent's process id. CLOCKS is `real`, or `quick` for one of Flower's programs with shorter waits:
 Flower 1.41 polls every 3 s, notices a lost node after 60 s, and starts a Python process for each message, which
 imports torch. Here it polls ten times as often, notices after 12 s, and a SuperExec that has imported torch forks its
 apps.
@@ -28,9 +29,16 @@ CONSTANTS = {
     },
     "flwr.supercore.constant": {"PULL_INITIAL_BACKOFF": POLL, "PULL_BACKOFF_CAP": 1},
 }
-# What an app imports besides its own code, which comes with each run.
+# The packages that an app imports besides its own code, which differs between runs.
 PRELOADED = ("torch", "torchvision", "torch.utils.data", "sklearn.datasets", "pydantic", "safetensors.torch", "yaml")
-SET_NAME = 15  # PR_SET_NAME of prctl(2)
+SET_DEATH_SIGNAL, SET_NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME of prctl(2)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, also where that is killed: pytest by a timeout."""
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
 
 
 def shorten() -> None:
@@ -57,8 +65,10 @@ def run(name: str, arguments: Sequence[str]) -> None:
 
 def fork(command: Sequence[str], stdout: int | None = None, stderr: int | None = None) -> None:
     """Run an app's program in a copy of this process, under its own name; stands for subprocess.Popen."""
+    parent = os.getpid()
     if os.fork():
         return
+    end_with(parent)
     status = 1
     try:
         if stdout == subprocess.DEVNULL:
@@ -92,8 +102,12 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
+    parent, clocks, *command = sys.argv[1:]
+    end_with(int(parent))
+    if clocks == "real":
+        os.execvp(command[0], command)
     shorten()
-    if sys.argv[1] == "flower-superexec":
+    if command[0] == "flower-superexec":
         os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = str(POLL)
         preload()
-    run(sys.argv[1], sys.argv[2:])
+    run(command[0], command[1:])

@@ -1,4 +1,4 @@
-"""What passes between server and clients in training, to look at or to spoil."""
+"""Messages and replies of training, to inspect or to spoil."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.messages.arrays import pack, unpack
 
-# Given a train message's config and records as they came, the reply's, and the client's partition.
+# Called with the records of a train message, those of its reply, and the client's partition.
 Hook = Callable[[RecordDict, RecordDict, int], None]
 
 
 def between(inner: ClientApp, hook: Hook) -> ClientApp:
-    """`inner`, and `hook` between each trained reply and the server; it may change the reply."""
+    """`inner`, with `hook` called on each train reply before it is sent; it may change the reply."""
     app = ClientApp()
 
     @app.train()
@@ -75,7 +75,7 @@ def add_array(name: str, key: str, value: np.ndarray) -> Spoil:
     return apply
 
 
-# Records of small_net's parameters that cannot be used, and what is said of them.
+# Unusable records of small_net's parameters, and the words that report them.
 BAD_RECORDS: dict[str, tuple[Callable[[str], Spoil], str]] = {
     "NaN": (lambda name: change_record(name, "0.weight", lambda a: a * np.nan), "'0.weight' has 72 of 72 values"),
     "shape": (lambda name: change_record(name, "4.bias", lambda a: a[:2]), "'4.bias' has shape (2,)"),

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on: the cases, a session of a run, and what it leaves behind."""
+"""Runs that are stopped and resumed: the cases, a session of a run, and its results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SPECIAL: dict[str, str] = {
     "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 2}",
     "FedBS": "strategy: {name: FedBS, epsilon: 100, patience: 3}",
 }
-# What else there is to forget.
+# Other states that a resumed run needs.
 MORE: dict[str, str] = {
     "FixBN auto": "strategy: {name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}",
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
@@ -75,7 +75,7 @@ def overrides(case: str) -> list[str]:
 
 
 class Stopping(Progress):
-    """The user presses Ctrl-C in round `last`."""
+    """Stops the run after round `last`, as Ctrl-C in that round does."""
 
     def __init__(self, last: int) -> None:
         super().__init__([5], plain=True)
@@ -88,9 +88,9 @@ class Stopping(Progress):
 def session(
     case: str, out: Path, stop: int = 0, *, workers: int = 0, grid: Any = None, interrupted: bool | None = None
 ) -> None:
-    """A session as a new process would have it: everything made again, and what counts read from the folder.
+    """A session of a run as in a new process: all objects are new, and the state is read from the folder.
 
-    Ctrl-C must end it where `interrupted` says so: by default where it is to stop after a round.
+    `interrupted` states whether Ctrl-C must end it; by default, whether it is to stop after a round.
     """
     experiment = load_experiment(BASE, overrides(case))
     (prepared,) = prepare(experiment)
@@ -119,7 +119,7 @@ def summary_of(out: Path) -> Summary:
 
 
 def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
-    """All that a run leaves behind and that is not a time."""
+    """The results of a run, without times."""
     run = RunFolder(out)
     lines = [{key: value for key, value in line.items() if key != "seconds"} for line in run.history()]
     summary = {key: value for key, value in summary_of(out).to_json().items() if key not in ("seconds", "began")}
@@ -127,7 +127,7 @@ def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
 
 
 class Elsewhere(MeteredGrid):
-    """A grid whose nodes' memory the server cannot read, as Flower's own; each session's contexts are new."""
+    """A grid whose nodes' states the server cannot read, as on Flower's own; each session's contexts are new."""
 
     def __init__(
         self, case: str, folder: Path | Sequence[Path] | None, nodes: Sequence[int] = (1, 2, 3), workers: int = 0

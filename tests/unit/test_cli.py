@@ -164,8 +164,8 @@ def test_all_clients_failing_is_a_failed_run_with_their_reasons(
     assert "not finite" in summary["error"]
 
 
-def test_a_run_stopped_by_ctrl_c_can_be_read_and_resumed_to_the_same_model(tmp_path: Path) -> None:
-    # Rounds enough that the run is not over before the signal comes, however busy the machine is.
+def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_model(tmp_path: Path) -> None:
+    # So many rounds that the run is not over before the signal, even on a busy machine.
     words = [QUICK, "rounds=40", "strategy.freeze_round=20", "evaluate.every=8"]
     command = [sys.executable, "-m", "fedbn_flwr.cli", "run", *words]
     stopped = tmp_path / "stopped"

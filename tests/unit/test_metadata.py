@@ -1,4 +1,4 @@
-"""What package indices, Flower's hub and other tools read of this project."""
+"""The metadata that package indices, Flower's hub and other tools read."""
 
 from __future__ import annotations
 

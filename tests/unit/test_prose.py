@@ -10,6 +10,10 @@ import pytest
 
 from tests.support.command import ROOT
 
+# In pieces, as this file is checked too.
+WORD = "".join(("an", "ew"))
+PHRASE = " ".join(("at", "home"))
+
 
 def hits(file: Path, text: str) -> list[str]:
     file.write_text(text, encoding="utf-8")
@@ -23,11 +27,11 @@ def hits(file: Path, text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
-        ("a.py", '"""A module."""\n\n\ndef f() -> None:\n    """Whoever calls it."""\n', 5),
-        ("a.py", "x = 1  # kept at home\n", 1),
-        ("a.py", 'raise ValueError(f"{1} is\\n told")\n', 1),
-        ("a.md", "One.\n\nTwo lies\nin a file.\n", 3),
-        ("a.yaml", "a: 1  # anew\n", 1),
+        ("a.py", '"""A module."""\n\n\ndef f() -> None:\n    """Begin ' + WORD + '."""\n', 5),
+        ("a.py", f"x = 1  # kept {PHRASE}\n", 1),
+        ("a.py", 'raise ValueError(f"{1} is\\n ' + WORD + '")\n', 1),
+        ("a.md", "One.\n\nTwo are " + PHRASE.replace(" ", "\n") + ".\n", 3),
+        ("a.yaml", f"a: 1  # {WORD}\n", 1),
     ],
 )
 def test_prose_is_checked(tmp_path: Path, name: str, text: str, line: int) -> None:
@@ -38,9 +42,9 @@ def test_prose_is_checked(tmp_path: Path, name: str, text: str, line: int) -> No
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.py", "alone = told = 1\n"),
-        ("a.md", "Use `alone`.\n\n```\nnobody\n```\n"),
-        ("a.yaml", "alone: 1\n"),
+        ("a.py", f"{WORD} = 1\n"),
+        ("a.md", f"Use `{WORD}`.\n\n```\n{WORD}\n```\n"),
+        ("a.yaml", f"{WORD}: 1\n"),
     ],
 )
 def test_code_is_not_prose(tmp_path: Path, name: str, text: str) -> None:

@@ -150,7 +150,7 @@ def test_a_data_loader_that_shuffles_is_a_function_of_seed_and_round(federation:
     assert not np.array_equal(first[0], fit(1, seed=1)[0])
 
 
-def test_training_leaves_the_global_generator_alone(federation: Federations) -> None:
+def test_training_does_not_change_the_global_generator(federation: Federations) -> None:
     fed = federation()
     client = BNClient(nn.Sequential(nn.Dropout(0.5), copy.deepcopy(fed.model)), fed.data[0])
     torch.manual_seed(3)
@@ -176,27 +176,27 @@ def test_a_reply_has_the_keys_that_were_sent(federation: Federations) -> None:
 
 
 def test_a_part_of_the_keys_comes_back_as_that_part(federation: Federations) -> None:
-    """Statistics that are not sent stay on the node, as SiloBN wants them."""
+    """Statistics that are not sent stay on the node, as SiloBN needs them."""
     fed = federation()
     sent = pack({key: value for key, value in unpack(fed.arrays()).items() if "running" not in key})
     (reply,) = ask(fed.grid(), message(1, sent))
     assert list(reply.content["arrays"]) == list(sent)
 
 
-def test_evaluation_replies_with_metrics_alone(federation: Federations) -> None:
+def test_evaluation_replies_with_metrics_only(federation: Federations) -> None:
     fed = federation()
     (reply,) = ask(fed.grid(), message(1, fed.arrays(), "evaluate"))
     assert not reply.content.array_records
     assert set(reply.content["metrics"]) == {"loss", "accuracy", "num-examples", "partition-id"}
 
 
-def test_the_partition_is_told_when_asked(federation: Federations) -> None:
+def test_the_partition_is_sent_when_asked(federation: Federations) -> None:
     fed = federation((8, 12))
     (reply,) = ask(fed.grid(), Message(RecordDict(), 2, "query.partition"))
     assert dict(reply.content["metrics"]) == {"partition-id": 1}
 
 
-def test_a_client_is_made_before_training_only_where_the_server_asks_whether_all_is_ready() -> None:
+def test_a_query_makes_a_client_only_where_it_asks_for_readiness() -> None:
     def make(context: Context) -> BNClient:
         raise FileNotFoundError("/srv/data")
 
@@ -234,7 +234,7 @@ def test_make_client_with_two_parameters_is_given_the_config(federation: Federat
     assert seen == [1]
 
 
-# --- what is refused ---------------------------------------------------------
+# --- refusals ----------------------------------------------------------------
 
 
 def test_an_unknown_key_of_ours_is_refused_and_named(federation: Federations) -> None:
@@ -245,7 +245,7 @@ def test_an_unknown_key_of_ours_is_refused_and_named(federation: Federations) ->
         assert "did you mean 'fedbn.freeze'?" in reason(reply)
 
 
-def test_keys_of_others_are_nobody_s_business(federation: Federations) -> None:
+def test_keys_of_other_projects_are_ignored(federation: Federations) -> None:
     fed = federation()
     (reply,) = ask(fed.grid(), message(1, fed.arrays(), lr=3.0, anything="else"))
     assert not reply.has_error()
@@ -311,9 +311,7 @@ def test_evaluation_without_data_is_refused(federation: Federations) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit("bye"), KeyError("lost")])
-def test_whatever_goes_wrong_becomes_a_reply_that_names_the_partition(
-    federation: Federations, error: BaseException
-) -> None:
+def test_every_error_becomes_a_reply_that_names_the_partition(federation: Federations, error: BaseException) -> None:
     fed = federation()
 
     def make(context: Context) -> BNClient:
@@ -333,7 +331,7 @@ def test_a_client_that_exits_while_it_trains_becomes_a_reply(federation: Federat
     assert "client 0 could not train: SystemExit: 3" in reason(reply)
 
 
-# --- what a node keeps -------------------------------------------------------
+# --- the node's state --------------------------------------------------------
 
 
 def test_counters_stay_local_and_survive_between_messages(federation: Federations) -> None:
@@ -351,7 +349,7 @@ def test_counters_stay_local_and_survive_between_messages(federation: Federation
     for _ in range(3):
         ask(grid, message(1, arrays))
         kept.append(int(clients[-1].model[1].num_batches_tracked))
-    assert kept == [2, 4, 6], "a new client each time, and the node's counter goes on"
+    assert kept == [2, 4, 6], "a new client each time, and the node's counter continues"
     ask(grid, message(2, arrays))
     assert int(clients[-1].model[1].num_batches_tracked) == 2, "another node has its own"
 
@@ -390,8 +388,8 @@ def test_evaluation_does_not_train(federation: Federations) -> None:
     assert dict(once) == dict(twice)
 
 
-def test_an_evaluation_that_names_no_run_leaves_the_node_s_memory_alone(federation: Federations) -> None:
-    """Flower's start() takes one config for training and one for evaluation; the second may well be empty."""
+def test_an_evaluation_that_names_no_run_keeps_the_node_s_state(federation: Federations) -> None:
+    """Flower's start() takes one config for training and one for evaluation; the second may be empty."""
     fed = federation(batches=2)
     arrays, clients = fed.arrays(), []
 
@@ -415,7 +413,7 @@ def test_counters_that_are_sent_as_floats_are_rounded(federation: Federations) -
     assert counters(unpack(reply.content["arrays"])) == [18]
 
 
-# --- somebody else's NumPyClient ---------------------------------------------
+# --- a NumPyClient of another project ----------------------------------------
 
 
 def test_a_foreign_numpy_client_is_served() -> None:
@@ -453,11 +451,11 @@ def test_a_foreign_client_that_returns_too_few_arrays_is_refused() -> None:
     assert "fit() received 2 arrays and returned 1" in reason(reply)
 
 
-# --- memory format --------------------------------------------------------------
+# --- memory format -----------------------------------------------------------
 
 
 def test_channels_last_trains_the_same_and_sends_arrays_in_order() -> None:
-    """In float64 the layouts agree but for rounding; what is sent is laid out as ever."""
+    """In float64 the layouts agree except for rounding; arrays are sent in the default layout."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()

@@ -1,4 +1,4 @@
-"""Accuracy, statistics estimated anew, and what a run says of its clients' own models."""
+"""Accuracy, re-estimated statistics, and the figures of a run for its clients' own models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_client_names_the_figures_of_its_second_set() -> None:
     metrics = client.evaluate_round(arrays, {})
     whole, own = (evaluate(net(), data, F.cross_entropy, CPU) for data in (every, every[:1]))
     assert metrics == {**whole, "own-loss": own["loss"], "own-accuracy": own["accuracy"]}
-    assert metrics["num-examples"] == 13, "by which clients are weighted: alike, as the first set is the same for all"
+    assert metrics["num-examples"] == 13, "the weight: the size of the first set, which all clients share"
 
 
 def test_batches_of_some_indices_hold_these_images() -> None:
@@ -108,8 +108,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_clients_of_rules_that_personalise_are_evaluated_and_no_others(runs: dict[str, Path]) -> None:
-    told = {name for name, folder in runs.items() if "clients_accuracy" in summary(folder)}
-    assert told == {"FedBN", "Standalone"}
+    reported = {name for name, folder in runs.items() if "clients_accuracy" in summary(folder)}
+    assert reported == {"FedBN", "Standalone"}
     first, last = lines(runs["FedBN"])
     assert "clients_accuracy" not in first
     assert summary(runs["FedBN"])["clients_accuracy"] == last["clients_accuracy"]
@@ -119,9 +119,9 @@ def test_clients_of_rules_that_personalise_are_evaluated_and_no_others(runs: dic
     assert last["clients_own_accuracy"] > last["clients_accuracy"]
 
 
-def test_a_client_without_own_test_images_is_left_out_of_their_mean_alone() -> None:
+def test_a_client_without_own_test_images_is_left_out_of_their_mean() -> None:
     """Flower's mean has only what all clients sent; sizes of 100 and 300 do not weigh: (0.5 + 0.7) / 2."""
-    told: list[dict[str, float | int]] = [
+    replies: list[dict[str, float | int]] = [
         {"own-accuracy": 0.5, "num-examples": 100},
         {"own-accuracy": 0.7, "num-examples": 300},
         {"num-examples": 9},
@@ -129,7 +129,7 @@ def test_a_client_without_own_test_images_is_left_out_of_their_mean_alone() -> N
     question = Message(RecordDict(), 1, "evaluate")
     replies = [
         Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)
-        for each in told
+        for each in replies
     ]
     assert own_figures(replies) == {"own-accuracy": pytest.approx(0.6, rel=1e-15)}
 
@@ -152,7 +152,7 @@ def test_a_summary_says_which_statistics_the_evaluation_used(runs: dict[str, Pat
     assert summary(runs["FedBN"])["global_norm"] == "average"
 
 
-def test_the_accuracy_of_a_run_is_that_of_its_model_file_with_these_statistics(runs: dict[str, Path]) -> None:
+def test_the_accuracy_of_a_run_is_that_of_its_model_file(runs: dict[str, Path]) -> None:
     data = load("digits")
     test = TestBatches(data.test, data.moments, 500)
     for name, norm in (("FedAvg", "bn"), ("Reestimated", "bn"), ("Static", "sbn"), ("Queried", "sbn")):
@@ -163,7 +163,7 @@ def test_the_accuracy_of_a_run_is_that_of_its_model_file_with_these_statistics(r
         if name == "Reestimated":
             model.load_state_dict(reestimate(model, test, CPU)[0], strict=False)
         assert evaluate(model, test, F.cross_entropy, CPU)["accuracy"] == summary(runs[name])["accuracy"], name
-        if name != "Static":  # and a plain batch norm with them says the same
+        if name != "Static":  # and a plain batch norm with them gives the same
             plain = build_model("cnn", 10, in_channels=1)
             plain.load_state_dict(state | {k: v for k, v in model.state_dict().items() if "run" in k}, strict=False)
             assert evaluate(plain, test, F.cross_entropy, CPU)["accuracy"] == summary(runs[name])["accuracy"], name
@@ -200,7 +200,7 @@ def test_standalone_without_clients_evaluation_is_refused() -> None:
         make_rule(run)
 
 
-def test_each_strategy_s_clients_are_evaluated_by_default_where_it_says_so() -> None:
+def test_only_personalising_strategies_evaluate_clients_by_default() -> None:
     assert {name for name in STRATEGIES if as_rule(build_strategy({"name": name})).traits.personal} == {
         "FedBN", "SiloBN", "Standalone",
     }  # fmt: skip
@@ -210,7 +210,7 @@ def test_each_strategy_s_clients_are_evaluated_by_default_where_it_says_so() -> 
 
 
 def test_own_test_images_are_shared_as_the_training_images_are() -> None:
-    """Class 0: three quarters and one quarter of 10, which is 7.5 and 2.5; class 1: client 1's alone; 2: nobody's."""
+    """Class 0: three quarters and one quarter of 10, which is 7.5 and 2.5; class 1: all for client 1; class 2: none."""
     labels = torch.tensor([0] * 8 + [1] * 4)
     parts = [torch.arange(6), torch.arange(6, 12)]
     test_labels = torch.tensor([0, 1, 2] * 10)
@@ -221,7 +221,7 @@ def test_own_test_images_are_shared_as_the_training_images_are() -> None:
     assert first.tolist() == sorted(first.tolist())
 
 
-def test_shares_depend_on_the_seed_alone() -> None:
+def test_shares_depend_only_on_the_seed() -> None:
     labels, test_labels = torch.arange(300) % 3, torch.arange(90) % 3
     parts = [torch.arange(0, 100), torch.arange(100, 300)]
     once, again, other = (share_test(parts, labels, test_labels, seed) for seed in (1, 1, 2))

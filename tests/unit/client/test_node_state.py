@@ -1,4 +1,4 @@
-"""A node's state: whose it is, and what its folder keeps."""
+"""A node's state: the run that it belongs to, and the rounds that its folder keeps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_a_folder_or_a_token_nothing_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_s_name_is_no_way_out_of_the_folder(tmp_path: Path) -> None:
+def test_a_run_s_name_cannot_leave_the_folder(tmp_path: Path) -> None:
     folder = StateFolder.of(config_of(**{"fedbn.run": "../../etc/x"}), node(tmp_path / "state"))
     assert folder is not None
     assert folder.path.resolve().is_relative_to(tmp_path / "state")
@@ -83,7 +83,7 @@ def test_a_run_s_name_is_no_way_out_of_the_folder(tmp_path: Path) -> None:
 
 
 def train(folder: Path, server_round: int) -> None:
-    """A message in a process of its own, whose context begins empty."""
+    """A message in a new process, whose context is empty."""
     context = node(folder)
     config = config_of(**{"server-round": server_round, "fedbn.kept-round": server_round - 1})
     with stored_state(message("train"), config, context):

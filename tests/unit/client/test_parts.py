@@ -34,7 +34,7 @@ def pieces(model: nn.Module, *prefixes: str) -> list[int]:
     return [len(piece) for piece in joined([state[key].view(-1) for key in keys])]
 
 
-def test_a_model_side_by_side_trains_as_before() -> None:
+def test_a_model_in_one_piece_of_memory_trains_as_before() -> None:
     model = net()
     moved = flatten_storage(copy.deepcopy(model))
     for key, value in model.state_dict().items():
@@ -51,7 +51,7 @@ def test_it_is_one_piece_and_a_part_of_it_as_few_as_can_be() -> None:
     assert len(pieces(apart, "")) == len(initial_arrays(apart))
     model = flatten_storage(net())
     assert pieces(model, "") == [conv + norm + linear]
-    assert pieces(model, "0", "4") == [conv, linear]  # FedBN: batch norm stays at home
+    assert pieces(model, "0", "4") == [conv, linear]  # FedBN: batch norm stays local
     assert pieces(model, "4", "1") == [norm + linear]
     backwards = [value.view(-1) for value in reversed(list(model[0].state_dict().values()))]
     assert len(joined(backwards)) == 2
@@ -107,7 +107,7 @@ def test_what_is_of_another_kind_or_has_gaps_is_left_where_it_is() -> None:
     flatten_storage(nn.ReLU())  # nothing to move
 
 
-def test_a_model_that_was_moved_is_no_longer_what_was_looked_through() -> None:
+def test_moved_tensors_are_no_longer_current() -> None:
     model = net()
     parts = ModelTensors(model)
     assert parts.are_current()
@@ -127,10 +127,10 @@ def test_blocks_fit_that_are_the_model_together() -> None:
     assert parts.fits(arrays)
     assert parts.fits(arrays, counter)
     assert parts.fits(rest, norm)
-    assert parts.fits(rest), "norm state may have stayed where it was"
+    assert parts.fits(rest), "norm state may be missing: it stays on the client"
     assert not parts.fits(norm), "weights are missing"
     assert not parts.fits(arrays, norm), "norm state twice"
-    assert not parts.fits(dict(arrays)), "not known to: looked at in full"
+    assert not parts.fits(dict(arrays)), "the dict is unknown: all its arrays are checked"
     assert not ModelTensors(nn.Sequential(nn.Linear(4, 5))).fits(arrays)
     wider = nn.Sequential(nn.Conv2d(3, 4, 5), *net()[1:])
     assert not ModelTensors(wider).fits(arrays), "another shape"

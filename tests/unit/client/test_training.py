@@ -20,7 +20,7 @@ Data = list[tuple[Tensor, Tensor]]
 
 
 class Counted:
-    """Batches that tell where they come from: (round, epoch, number)."""
+    """Batches that show their origin: (round, epoch, number)."""
 
     num_examples = 3
 
@@ -31,20 +31,20 @@ class Counted:
         return iter([(server_round, epoch, number) for number in range(self.batches)])
 
 
-def test_so_many_epochs() -> None:
+def test_training_takes_the_given_number_of_epochs() -> None:
     assert isinstance(Counted(2), Epochs)
     taken = list(local_batches(Counted(2), 7, epochs=3, steps=None))
     assert taken == [(7, 0, 0), (7, 0, 1), (7, 1, 0), (7, 1, 1), (7, 2, 0), (7, 2, 1)]
 
 
-def test_so_many_steps_over_as_many_epochs_as_they_take() -> None:
+def test_steps_continue_over_epochs() -> None:
     taken = list(local_batches(Counted(3), 2, epochs=None, steps=7))
     assert len(taken) == 7
     assert taken[-1] == (2, 2, 0)
     assert list(local_batches(Counted(3), 2, epochs=None, steps=1)) == [(2, 0, 0)]
 
 
-def test_a_plain_iterable_is_begun_anew_each_epoch() -> None:
+def test_a_plain_iterable_restarts_each_epoch() -> None:
     assert list(local_batches(["a", "b"], 1, epochs=2, steps=None)) == ["a", "b", "a", "b"]
     assert list(local_batches(["a", "b"], 1, epochs=None, steps=3)) == ["a", "b", "a"]
 
@@ -142,7 +142,7 @@ def test_the_proximal_term_equals_one_in_the_loss() -> None:
         torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-12, atol=1e-12)
         moved += float((value.double() - start.state_dict()[key].double()).abs().sum())
     assert moved > 0.1
-    assert loss == pytest.approx(total / 48, rel=1e-12), "the loss that is told is that of the data"
+    assert loss == pytest.approx(total / 48, rel=1e-12), "the reported loss is that of the data"
 
 
 def test_a_proximal_weight_of_zero_changes_nothing() -> None:
@@ -162,7 +162,7 @@ def test_what_does_not_train_has_no_proximal_term() -> None:
     assert model[0].weight.equal(before)
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
+def test_a_parameter_without_gradient_does_not_change() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,7 +253,7 @@ def test_evaluating_on_nothing_is_an_error() -> None:
 # --- bfloat16 ----------------------------------------------------------------
 
 
-def test_bfloat16_is_for_passes_alone() -> None:
+def test_bfloat16_is_only_for_passes() -> None:
     """Convolutions and products compute in it; parameters, gradients, statistics and momentum stay float32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))

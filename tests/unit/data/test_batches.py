@@ -23,14 +23,14 @@ def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, i
     boxes = window.boxes(*shape[1:])
     found = crop_and_resize(images, boxes, shape[1:])
     assert found.dtype == torch.uint8
-    assert [list(window.box(i, *shape[1:])) for i in range(40)] == boxes.tolist(), "one by one as all at once"
+    assert [list(window.box(i, *shape[1:])) for i in range(40)] == boxes.tolist(), "one by one equals all at once"
     assert len({tuple(box) for box in boxes.tolist()}) > 30, "each image has a box of its own"
     for image, mine, box in zip(images, found, boxes.int().tolist(), strict=True):
         expected = tv.resized_crop(image, *box, list(shape[1:]), InterpolationMode.BILINEAR, antialias=False)
-        # Both round, from sums in another order: where the value lies between two, they may differ by one.
+        # Both round, but sum in another order: for a value halfway between two integers they may differ by one.
         assert (mine.int() - expected.int()).abs().max() <= 1
         assert (mine != expected).double().mean() < 0.1
-        # Nothing is shrunk, so smoothing before it would change nothing.
+        # No crop is shrunk, so smoothing changes nothing.
         smooth = tv.resized_crop(image, *box, list(shape[1:]), InterpolationMode.BILINEAR, antialias=True)
         assert (mine.int() - smooth.int()).abs().max() <= 1
 
@@ -113,7 +113,7 @@ class Transfers(TorchDispatchMode):
 
 @pytest.mark.parametrize("augment", [(), ("crop", "flip", "rotate"), ("resized_crop", "flip")], ids="+".join)
 def test_no_batch_makes_the_host_wait_for_the_device(augment: tuple[str, ...]) -> None:
-    """On PyTorch's device without memory, which takes part in everything but the arithmetic."""
+    """On PyTorch's meta device, which does everything except the arithmetic."""
     device = torch.device("meta")
     data = Images(torch.zeros(20, 3, 16, 16, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)).to(device)
     moments = ((0.5,) * 3, (0.25,) * 3)
@@ -123,5 +123,5 @@ def test_no_batch_makes_the_host_wait_for_the_device(augment: tuple[str, ...]) -
             (tuple(inputs.shape), inputs.device.type, targets.device.type) for inputs, targets in batches.epoch(1, 0)
         ]
     assert shapes == [((5, 3, 16, 16), "meta", "meta")] * 4
-    assert transfers.made >= 4, "each batch's rows, at least, go there"
+    assert transfers.made >= 4, "at least each batch's rows are copied"
     assert transfers.waited_for == []

@@ -1,6 +1,6 @@
-"""Data sets by name, from local copies, with the papers' defaults; and folders of images of one's own.
+"""Data sets by name, from local copies, with the papers' defaults; and the user's own folders of images.
 
-What is not among the shared data sets is made here, with the columns and splits that its source has.
+Sets that are not among the shared data sets are generated, with the columns and splits of their source.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_bad_input_is_one_message_before_training(text: str, message: str, root:
     assert "\n" not in str(caught.value)
 
 
-def test_data_of_another_number_of_classes_is_not_taken_for_the_named_set(root: Path) -> None:
+def test_a_named_set_with_another_number_of_classes_is_refused(root: Path) -> None:
     for split in ("train", "test"):
         write_parquet(root / "cifar10" / f"{split}.parquet", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
     with pytest.raises(DataError, match=r"CIFAR-10\) has 10 classes, the data 7 in 'label'"):
@@ -201,10 +201,10 @@ def test_the_catalogue_fills_in_what_the_file_leaves_open() -> None:
     data = resolve(run_of("data: {name: tiny_imagenet}")).data
     assert (data.size, data.augment) == (64, ("resized_crop", "flip"))
     data = resolve(run_of("data: {name: office_caltech10}")).data
-    assert (data.size, data.normalise) == (256, "moments"), "it has no official ones"
+    assert (data.size, data.normalise) == (256, "moments"), "it has no official moments"
 
 
-def test_what_the_file_says_wins() -> None:
+def test_the_file_overrides_the_catalogue() -> None:
     data = resolve(run_of("data: {name: cifar10, size: 16, normalise: unit, augment: []}")).data
     assert (data.size, data.normalise, data.augment) == (16, "unit", ())
 
@@ -294,7 +294,7 @@ def test_an_unreadable_image_of_a_folder_is_named_by_its_file(root: Path) -> Non
 def test_real_domains_load(
     name: str, size: int, domains: tuple[str, ...], counts: list[int], shared_data: Path
 ) -> None:
-    """Test splits alone, as both, to be quick; sizes and modes are mixed in the files."""
+    """Only test splits, as both splits, to be quick; sizes and modes are mixed in the files."""
     if not (shared_data / name).is_dir():
         pytest.skip(f"no {name}/ among the data sets")
     data = load(name, root=str(shared_data), train="test", size=size)

@@ -1,4 +1,4 @@
-"""Data with a label for each pixel: Cityscapes in its own layout, and columns of masks."""
+"""Segmentation data: Cityscapes in its own layout, and columns of masks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def label_ids(seed: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray
 
 
 def street(seed: int) -> np.ndarray:
-    """An image whose red tells the label id, green the row and blue the column of each pixel."""
+    """An image with the label id of each pixel in red, its row in green and its column in blue."""
     ids = label_ids(seed)
     rows, columns = np.indices(ids.shape)
     return np.stack([7 * ids, rows, columns], 2).astype(np.uint8)
@@ -58,7 +58,7 @@ def write_cityscapes(root: Path) -> Path:
                 image.write_bytes(png(street(seed)))
                 mask = folder / "gtFine" / split / city / f"{name}_gtFine_labelIds.png"
                 mask.write_bytes(png(label_ids(seed)))
-                # What else lies there is none of our business.
+                # Other files of the data set must be ignored.
                 mask.with_name(f"{name}_gtFine_color.png").write_bytes(png(street(seed)))
                 seed += 1
     return folder
@@ -157,7 +157,7 @@ def test_a_stream_gives_the_batches_of_memory(root: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_another_size_takes_the_nearest_label(root: Path, stream: bool) -> None:
-    """Blocks of 4x4 at a quarter of the size are one pixel each: no label in between is made up."""
+    """Blocks of 4x4 at a quarter of the size are one pixel each: labels are not interpolated."""
     data = load("cityscapes", root=str(root), size=(HEIGHT // 4, WIDTH // 4), stream=stream)
     ((images, masks), *_) = TestBatches(data.test, ((0.0,) * 3, (1.0,) * 3), 3)
     assert images.shape == (3, 3, HEIGHT // 4, WIDTH // 4)
@@ -165,12 +165,12 @@ def test_another_size_takes_the_nearest_label(root: Path, stream: bool) -> None:
 
 
 def test_the_folder_is_known_by_its_layout(root: Path) -> None:
-    """As a site has it that keeps its own cities."""
+    """As on a site that has only its own cities."""
     data = load(str(root / "cityscapes"))
     assert data.class_names[13] == "car"
 
 
-# --- who holds what ----------------------------------------------------------
+# --- partitions --------------------------------------------------------------
 
 
 def test_by_city_each_client_is_one(root: Path) -> None:
@@ -178,7 +178,7 @@ def test_by_city_each_client_is_one(root: Path) -> None:
     parts = partition_of(run.data, 2, 0, "cpu")
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7]]
     own = own_test(run.data, 2, 0, "cpu")
-    assert sorted(torch.cat(own).tolist()) == [0, 1, 2], "test cities are others: their images go by how many one holds"
+    assert sorted(torch.cat(own).tolist()) == [0, 1, 2], "test cities differ, so images follow the clients' sizes"
     assert [len(rows) for rows in own] == [1, 2]
 
 
@@ -208,7 +208,7 @@ def test_fedbn_partition_counts_the_images_of_each_city(
     assert Image.open(tmp_path / "bars.png").width > 100
 
 
-# --- what is refused, before training ----------------------------------------
+# --- refusals before training ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_bad_mask_is_named(root: Path, stream: bool, mask: bytes, message: str
         load("cityscapes", root=str(root), stream=stream)
 
 
-# --- masks of one's own ------------------------------------------------------
+# --- the user's own masks ----------------------------------------------------
 
 
 def write_masks(folder: Path, highest: int = 2) -> None:
@@ -295,7 +295,7 @@ def write_masks(folder: Path, highest: int = 2) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_column_of_masks_is_a_label_for_each_pixel(root: Path, stream: bool) -> None:
+def test_a_column_of_masks_is_segmentation_data(root: Path, stream: bool) -> None:
     write_masks(root / "mine")
     data = load(str(root / "mine"), label="annotation", classes=3, stream=stream)
     assert data.dense

@@ -1,4 +1,4 @@
-"""Sources, partitions, batches and draws: nothing lost, nothing twice, and the same again for the same seed."""
+"""Sources, partitions, batches and draws: no image lost, none given twice, and the same result for the same seed."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_a_channel_without_contrast_has_a_deviation_above_zero() -> None:
 
 # --- partitions --------------------------------------------------------------
 
-SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes, as many data sets come: sorted
+SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes, sorted, as many data sets are
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "iid": ("iid", {}),
     "dirichlet": ("dirichlet", {"alpha": 1.0}),
     "consecutive": ("classes", {"classes_per_client": 5}),
 }
-# Assignments that are drawn may leave a class to nobody, which is an error.
+# Drawn assignments may leave a class without a client, which is an error.
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
     "first-deterministic": ("classes", {"classes_per_client": 5, "assignment": "first-deterministic"}),
     "random": ("classes", {"classes_per_client": 5, "assignment": "random"}),
@@ -197,7 +197,7 @@ def test_too_many_classes_per_client_is_an_error() -> None:
         partition(SORTED, 10, 5, 0, "classes", classes_per_client=11)
 
 
-def test_classes_that_nobody_holds_are_named() -> None:
+def test_classes_that_no_client_holds_are_named() -> None:
     with pytest.raises(DataError, match=r"160 of 400 images to no client \(classes \[2, 5, 8, 9\]\)"):
         partition(SORTED, 10, 3, 0, "classes", classes_per_client=2)
 
@@ -209,11 +209,11 @@ def test_an_unknown_kind_is_an_error() -> None:
 
 # --- batches -----------------------------------------------------------------
 
-MOMENTS = ((0.0,), (1 / 255,))  # the model sees pixels as they are
+MOMENTS = ((0.0,), (1 / 255,))  # pixels keep their values from 0 to 255
 
 
 def numbered(count: int) -> Images:
-    """Image i is all i."""
+    """All pixels of image i have the value i."""
     images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
     return Images(images, torch.arange(count))
 
@@ -242,7 +242,7 @@ def test_order_depends_on_seed_round_client_and_epoch_only() -> None:
     own = list(range(30))
     first = order_of(client_batches(own))
     assert order_of(client_batches(own)) == first
-    torch.manual_seed(123)  # the global generator has no say
+    torch.manual_seed(123)  # the global generator has no effect
     assert order_of(client_batches(own)) == first
     assert order_of(client_batches(own, batch_size=7)) == first
     others = [
@@ -265,7 +265,7 @@ def test_an_only_batch_of_one_image_is_kept() -> None:
 
 
 def test_batches_of_one_image_are_all_kept() -> None:
-    """BatchRequest for batch_size 1, a client trains on all its images, not on the first alone."""
+    """With batch_size 1 a client trains on all its images, not only on the first."""
     assert sorted(order_of(client_batches(list(range(6)), batch_size=1))) == list(range(6))
 
 
@@ -296,7 +296,7 @@ def test_test_batches_are_all_images_in_order_normalised() -> None:
     assert torch.cat([labels for _, labels in batches]).equal(digits.test.labels)
 
 
-def test_normalising_leaves_the_images_alone() -> None:
+def test_normalising_does_not_change_the_images() -> None:
     data = numbered(8)
     before = data.images.clone()
     list(TestBatches(data, ((0.5,), (0.5,)), 3))
@@ -308,7 +308,7 @@ def test_crop_equals_a_loop_over_images() -> None:
     pad = 2
     found = random_crop(images, pad, torch.Generator().manual_seed(4))
     corners = torch.randint(0, 2 * pad + 1, (2, 9, 1), generator=torch.Generator().manual_seed(4))
-    assert len(set(corners.flatten().tolist())) == 5, "all places are met"
+    assert len(set(corners.flatten().tolist())) == 5, "all places are drawn"
     for number, image in enumerate(images.numpy()):
         padded = np.zeros((3, 6 + 2 * pad, 5 + 2 * pad), np.uint8)
         padded[:, pad:-pad, pad:-pad] = image
@@ -521,12 +521,12 @@ def test_splits_with_different_classes_are_an_error(folder: Path) -> None:
 
 
 def test_a_hub_name_without_a_network_is_an_error_that_names_it() -> None:
-    with pytest.raises(DataError, match=r"'nobody/nothing' with data\.train='train' cannot be loaded"):
-        load("nobody/nothing")
+    with pytest.raises(DataError, match=r"'no-user/no-set' with data\.train='train' cannot be loaded"):
+        load("no-user/no-set")
 
 
 def test_real_mnist_loads(shared_data: Path) -> None:
-    """Its test split alone, as both, to be quick."""
+    """Only its test split, as both splits, to be quick."""
     folder = shared_data / "mnist"
     if not folder.is_dir():
         pytest.skip("no mnist/ among the data sets")

@@ -1,4 +1,4 @@
-"""Models with an output for each pixel: their loss, and mean intersection over union."""
+"""Segmentation models: their loss, and mean intersection over union."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_mean_iou_by_hand() -> None:
     assert mean_iou(matrix) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
 
 
-def test_a_class_that_is_nowhere_is_left_out_and_one_that_is_only_predicted_counts_as_zero() -> None:
+def test_an_absent_class_is_left_out_and_a_predicted_one_is_zero() -> None:
     labels, predictions = torch.tensor([[[0, 0]]]), torch.tensor([[[0, 0]]])
     assert mean_iou(confusion(logits_for(predictions, 4), labels)) == 1.0
     predictions = torch.tensor([[[0, 3]]])

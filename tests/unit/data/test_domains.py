@@ -1,4 +1,4 @@
-"""Accuracy on each domain, of the global model and of clients on what is theirs."""
+"""Accuracy on each domain, of the global model and of the clients' own models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_accuracies_of_domains_average_to_that_of_all_images(data: Path, tmp_pat
     assert "clients_own_accuracy_sea" not in summary
 
 
-def test_clients_that_share_all_are_on_their_domain_as_the_global_model_is(data: Path, tmp_path: Path) -> None:
+def test_fedavg_s_clients_score_as_the_global_model_on_their_domain(data: Path, tmp_path: Path) -> None:
     """The client of a domain holds all its test images; under FedAvg it evaluates the global model itself."""
     lines, summary = history(data, tmp_path / "out", "strategy={name: FedAvg}", "evaluate.clients=true")
     for line in [*lines, summary]:
@@ -60,7 +60,7 @@ def test_clients_that_share_all_are_on_their_domain_as_the_global_model_is(data:
     assert not [key for key in lines[0] if "@" in key]
 
 
-def test_personal_models_are_told_by_domain_too(data: Path, tmp_path: Path) -> None:
+def test_personal_models_are_evaluated_by_domain_too(data: Path, tmp_path: Path) -> None:
     lines, summary = history(data, tmp_path / "out", "strategy={name: FedBN}", "data.partition={kind: iid}")
     assert {"clients_own_accuracy_sea", "clients_own_accuracy_farm_yard"} <= summary.keys()
     assert not [key for key in lines[0] if "@" in key], "also where all clients have images of every domain"

@@ -1,4 +1,4 @@
-"""The papers' ways to split: sizes and classes as asked, nothing lost, nothing twice, the same seed the same split."""
+"""The papers' splits: sizes and classes as asked, no image lost or given twice, the same split for the same seed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def held(part: Tensor, labels: Tensor = SORTED) -> list[int]:
 def test_nothing_is_lost_and_nothing_given_twice(name: str, data: st.DataObject, seed: int) -> None:
     kind, options = KINDS[name]
     clients = data.draw(CLIENTS.get(name, st.integers(2, 12)))
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(400))  # no split may count on sorted rows
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(400))  # no split may rely on sorted rows
     parts = partition(SORTED[order], 10, clients, seed, kind, **options)
     assert len(parts) == clients
     assert all(len(part) for part in parts)
@@ -114,7 +114,7 @@ def test_numbers_of_unbalanced_shards_keep_their_bounds(clients: int, least: int
 
 
 @pytest.mark.parametrize("k", [2, 4, 6, 8, 10])
-def test_fedtan_sweep_client_i_holds_k_classes_from_2i_on_in_equal_shares(k: int) -> None:
+def test_fedtan_sweep_client_i_holds_k_classes_from_2i_on(k: int) -> None:
     """Appendix D of its paper: five clients, ten classes, wrapping around; each class is shared equally."""
     labels = torch.arange(10).repeat_interleave(60)
     for client, part in enumerate(partition(labels, 10, 5, 0, "classes", classes_per_client=k)):
@@ -136,14 +136,14 @@ def test_by_client_all_are_of_equal_size_and_by_class_they_are_not() -> None:
 
 
 @pytest.mark.parametrize("alpha", [1e-3, 0.1])
-def test_a_small_alpha_by_client_gives_few_classes_and_still_loses_nothing(alpha: float) -> None:
-    """Here clients' classes are used up, and what is left goes to those who come late."""
+def test_a_small_alpha_by_client_gives_few_classes_and_loses_nothing(alpha: float) -> None:
+    """Here the early clients use up their classes, and the last clients get the remaining images."""
     parts = partition(SORTED, 10, 10, 0, "dirichlet", alpha=alpha, by="client")
     assert [len(part) for part in parts] == [40] * 10
     assert np.mean([np.count_nonzero(held(part)) for part in parts]) < 4
 
 
-def test_a_large_alpha_by_client_gives_everybody_the_mix_of_all() -> None:
+def test_a_large_alpha_by_client_gives_each_the_mix_of_all() -> None:
     labels = torch.arange(10).repeat_interleave(400)
     parts = partition(labels, 10, 4, 0, "dirichlet", alpha=1e6, by="client")
     assert all(40 < n < 160 for part in parts for n in held(part, labels))
@@ -164,7 +164,7 @@ def test_each_natural_id_is_a_client() -> None:
     assert [part.tolist() for part in parts] == [list(range(i, 400, 3)) for i in range(3)]
 
 
-def test_a_domain_of_test_images_alone_has_no_client() -> None:
+def test_a_domain_with_only_test_images_has_no_client() -> None:
     held_out = Groups("site", ("attic", "barn", "zoo"), torch.arange(400) % 2, None)
     assert len(partition(SORTED, 10, 2, 0, "domain", groups=held_out)) == 2
 
@@ -185,7 +185,7 @@ def test_a_domain_of_test_images_alone_has_no_client() -> None:
         ),
     ],
 )
-def test_groups_that_do_not_fit_the_clients_are_an_error_that_says_what_would(
+def test_groups_that_do_not_fit_the_clients_are_an_error(
     clients: int, kind: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):

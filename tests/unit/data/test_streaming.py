@@ -36,7 +36,7 @@ def folder(root: Path) -> Path:
 
 
 def fill(folder: Path, shapes: list[tuple[int, ...]]) -> None:
-    """So many training images, and four for testing, of three classes."""
+    """Training images of these shapes, and the first four for testing, of three classes."""
     images = [pixels(1, shape, seed)[0] for seed, shape in enumerate(shapes)]
     write_split(folder, "train", [png(image) for image in images], [i % 3 for i in range(len(images))])
     write_split(folder, "test", [png(image) for image in images[:4]], [0, 1, 2, 0])
@@ -81,13 +81,13 @@ def test_batches_are_those_of_images_in_memory(
     assert same(epochs(stream, augment), epochs(memory, augment))
     assert not same(epochs(stream, augment), epochs(stream, ("crop",)))
     moments = memory.moments
-    assert stream.moments == moments, "there are fewer images than are measured"
+    assert stream.moments == moments, "the set has fewer images than the sample"
     for rows in (None, torch.tensor([2, 0, 3])):
         expected = list(TestBatches(memory.test, moments, 2, rows))
         assert same(list(TestBatches(stream.test, moments, 2, rows)), expected)
 
 
-def test_images_of_several_sizes_are_those_of_memory_but_for_resized_crops(folder: Path) -> None:
+def test_images_of_several_sizes_equal_memory_except_resized_crops(folder: Path) -> None:
     fill(folder, [(20 + i, 30 - i, 3) for i in range(10)])
     for fit in ("stretch", "crop"):
         memory, stream = (load(str(folder), size=12, fit=fit, stream=how) for how in (False, True))
@@ -105,8 +105,8 @@ def test_the_number_of_readers_changes_nothing(folder: Path, readers: int) -> No
     assert same(epochs(few), epochs(many))
 
 
-def test_a_resized_crop_is_cut_from_the_image_as_it_lies_on_disk(folder: Path) -> None:
-    """As torchvision does it with an image of PIL: crop first, then resize; what is enlarged may differ by one."""
+def test_a_resized_crop_is_cut_from_the_image_in_its_own_size(folder: Path) -> None:
+    """As torchvision does it with a PIL image: crop first, then resize; enlarged pixels may differ by one."""
     fill(folder, [(40, 60, 3)] * 4)
     (original,) = pixels(1, (40, 60, 3), 0)
     split = load(str(folder), size=16, stream=True).train
@@ -121,16 +121,18 @@ def test_a_resized_crop_is_cut_from_the_image_as_it_lies_on_disk(folder: Path) -
         smooth = tall > 16 or wide > 16
         shrunk += smooth
         assert wrong.max() <= (0 if smooth else 1)
-    assert 50 < shrunk < 200, "both kinds were met"
+    assert 50 < shrunk < 200, "both kinds occurred"
 
 
 @pytest.mark.parametrize("shape", [(100, 80), (80, 100), (257, 300), (30, 40), (56, 56), (301, 40)])
-def test_a_centre_crop_is_that_of_torchvision(shape: tuple[int, int]) -> None:
-    """Resize(64) and CenterCrop(56), the proportion of ImageNet's 256 and 224; an image of 56x56 is left alone."""
-    picture = Image.fromarray(pixels(1, (*shape, 3))[0])
-    found = Files(None, "image", "set", (56, 56), "crop")._fitted(picture)
+def test_a_centre_crop_is_that_of_torchvision(folder: Path, shape: tuple[int, int]) -> None:
+    """Resize(64) and CenterCrop(56), the proportion of ImageNet's 256 and 224; an image of 56x56 is unchanged."""
+    fill(folder, [(*shape, 3)] * 4)
+    split = load(str(folder), size=56, fit="crop", stream=True).train
+    assert isinstance(split, Stream)
+    picture = Image.fromarray(pixels(1, (*shape, 3), 0)[0])
     expected = picture if shape == (56, 56) else tv.center_crop(tv.resize(picture, [64]), [56, 56])
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    np.testing.assert_array_equal(split.files.pixels(0), np.asarray(expected).transpose(2, 0, 1))
 
 
 # --- how much is in memory ---------------------------------------------------
@@ -185,13 +187,12 @@ def test_sets_larger_than_the_budget_stay_on_disk(folder: Path) -> None:
     assert isinstance(load(str(folder), memory=1e-9, stream=False).train, Images)
 
 
-def test_moments_of_a_stream_are_of_a_bounded_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(folder, [(5, 5, 3)] * 60)
-    monkeypatch.setattr("fedbn_flwr.data.dataset._MEASURED", 7)
+def test_moments_of_a_stream_are_those_of_512_images(folder: Path) -> None:
+    """Evenly spread: of 1,023 images these are numbers 0, 2, ..., 1,022."""
+    fill(folder, [(5, 5, 3)] * 1_023)
     memory, stream = load(str(folder), stream=False), load(str(folder), stream=True)
     assert isinstance(memory.train, Images)
-    rows = [0, 10, 20, 30, 39, 49, 59]
-    some = memory.train.images[rows].double() / 255
+    some = memory.train.images[::2].double() / 255
     assert stream.moments[0] == pytest.approx(some.mean((0, 2, 3)).tolist())
     assert stream.moments[1] == pytest.approx(some.std((0, 2, 3), correction=0).tolist())
     assert stream.moments != memory.moments
@@ -221,7 +222,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("message", OTHER)
-def test_an_unfit_image_that_was_not_tried_is_named_when_it_is_met(folder: Path, message: str) -> None:
+def test_an_unfit_image_that_was_not_tried_is_named_when_it_is_read(folder: Path, message: str) -> None:
     breaking(folder, 12, OTHER[message])
     data = load(str(folder), stream=True)
     with pytest.raises(DataError, match=f"the image in row 12 {message}"):
@@ -265,7 +266,7 @@ def test_the_embedded_digits_do_not_stream() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_on_a_stream_gives_the_model_of_a_run_in_memory(folder: Path, tmp_path: Path, workers: int) -> None:
-    """Also in forked workers, whose readers are threads of their own."""
+    """Also in forked workers, which have their own reader threads."""
     from safetensors.numpy import load_file
 
     fill(folder, [(8, 8, 3)] * 24)

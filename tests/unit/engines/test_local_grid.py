@@ -1,4 +1,4 @@
-"""The local engine: an answer to every message, in order, whatever the clients do."""
+"""The local engine: an answer to every message, in order, even where clients fail."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def app_of(handler: Handler) -> ClientApp:
     return app
 
 
-def told(message: Message, **metrics: Any) -> Message:
+def answer(message: Message, **metrics: Any) -> Message:
     return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
 
 def who(message: Message, context: Context) -> Message:
-    return told(message, partition=context.node_config["partition-id"], process=os.getpid())
+    return answer(message, partition=context.node_config["partition-id"], process=os.getpid())
 
 
 def count(message: Message, context: Context) -> Message:
-    """How many messages this node has had; asked to, it ends its process, sleeps or raises instead."""
+    """Count this node's messages; where the config asks for it, end the process, sleep or raise instead."""
     config = message.content.config_records.get("config", ConfigRecord())
     match config.get("do"):
         case "die":
@@ -59,7 +59,7 @@ def count(message: Message, context: Context) -> Message:
     had = context.state.metric_records.get("had", MetricRecord({"count": 0}))["count"]
     assert isinstance(had, int)
     context.state["had"] = MetricRecord({"count": had + 1})
-    return told(message, count=had + 1, node=context.node_id)
+    return answer(message, count=had + 1, node=context.node_id)
 
 
 def to(node: int, do: str = "") -> Message:
@@ -93,7 +93,7 @@ def test_replies_come_in_the_order_of_the_messages(workers: int) -> None:
 
 
 @WORKERS
-def test_a_generator_of_messages_is_taken_too(workers: int) -> None:
+def test_a_generator_of_messages_is_accepted(workers: int) -> None:
     with LocalGrid(app_of(who), 2, workers=workers) as grid:
         assert metrics(grid.send_and_receive(to(node) for node in (1, 2)), "partition") == [0, 1]
 
@@ -129,7 +129,7 @@ def test_a_node_finds_its_configuration() -> None:
 
     def look(message: Message, context: Context) -> Message:
         seen[context.node_id] = context
-        return told(message, done=1)
+        return answer(message, done=1)
 
     each = [{"data": "a"}, {"data": "b"}]
     grid = LocalGrid(app_of(look), 2, run_config={"lr": 0.5}, node_config=each, node_ids=[8, 9])
@@ -176,7 +176,7 @@ def test_state_is_kept_per_node(workers: int) -> None:
         assert metrics(grid.send_and_receive([to(3), to(1), to(2)]), "count") == [1, 3, 2]
 
 
-def test_two_grids_know_nothing_of_each_other() -> None:
+def test_two_grids_share_no_state() -> None:
     one, two = (LocalGrid(app_of(count), 1) for _ in range(2))
     list(one.send_and_receive([to(1)]))
     assert metrics(two.send_and_receive([to(1)]), "count") == [1]
@@ -184,7 +184,7 @@ def test_two_grids_know_nothing_of_each_other() -> None:
 
 
 @WORKERS
-def test_what_one_client_does_to_its_message_does_not_reach_another(workers: int) -> None:
+def test_a_client_that_changes_its_message_affects_no_other(workers: int) -> None:
     """The messages of a round share their content."""
 
     def spoil(message: Message, context: Context) -> Message:
@@ -194,7 +194,7 @@ def test_what_one_client_does_to_its_message_does_not_reach_another(workers: int
         arrays["w"] = pack({"w": np.full(3, 100.0)})["w"]
         config["spoilt"] = True
         message.content["more"] = ConfigRecord()
-        return told(message, **found)
+        return answer(message, **found)
 
     content = RecordDict({"arrays": pack({"w": np.ones(3)}), "config": ConfigRecord({"a": 1})})
     with LocalGrid(app_of(spoil), 3, workers=workers) as grid:
@@ -245,7 +245,7 @@ def test_a_message_without_a_handler_gives_an_error_reply(workers: int) -> None:
 
 @WORKERS
 def test_a_handler_that_calls_sys_exit_gives_an_error_reply(workers: int) -> None:
-    """Of a ClientApp that is not ours: it must not end the run."""
+    """A ClientApp of another project must not end the run."""
 
     def leave(message: Message, context: Context) -> Message:
         sys.exit(4)
@@ -256,19 +256,19 @@ def test_a_handler_that_calls_sys_exit_gives_an_error_reply(workers: int) -> Non
 
 
 @pytest.mark.parametrize(("do", "how"), [("die", "signal 9"), ("exit", "exit code 3")])
-def test_a_client_that_ends_its_process_gives_an_error_reply_and_is_served_again(do: str, how: str) -> None:
+def test_a_client_that_ends_its_process_gives_an_error_reply(do: str, how: str) -> None:
     with LocalGrid(app_of(count), 4, workers=2) as grid:
         assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3, 4)]), "count") == [1, 1, 1, 1]
         one, two, three, four = grid.send_and_receive([to(1), to(2, do), to(3), to(4)])
         assert two.error.code == ErrorCode.CLIENT_APP_CRASHED
         assert how in two.error.reason
         assert two.metadata.src_node_id == 2
-        # Nodes 2 and 4 share the process that died, and so the loss of memory; 1 and 3 have theirs.
+        # Nodes 2 and 4 lost their states with the process that died; 1 and 3 have theirs.
         assert metrics([one, three, four], "count") == [2, 2, 1]
         assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3, 4)]), "count") == [3, 1, 3, 2]
 
 
-def test_a_process_that_died_between_rounds_gives_an_error_reply_and_is_replaced() -> None:
+def test_a_process_that_died_between_rounds_is_replaced() -> None:
     with LocalGrid(app_of(count), 1, workers=1) as grid:
         list(grid.send_and_receive([to(1)]))
         (child,) = multiprocessing.active_children()
@@ -290,7 +290,7 @@ def test_a_timeout_leaves_late_replies_out_and_the_next_round_is_right() -> None
         messages = [to(n) for n in (1, 2, 3)]
         replies = list(grid.send_and_receive(messages, timeout=20))
         assert [r.metadata.reply_to_message_id for r in replies] == [m.metadata.message_id for m in messages]
-        assert metrics(replies, "count") == [3, 3, 3], "node 2 did work in the second round, too late"
+        assert metrics(replies, "count") == [3, 3, 3], "node 2 trained in the second round, too late"
         assert list(grid.pull_messages([message.metadata.message_id for message in late])) == [], "and is not kept"
 
 
@@ -322,7 +322,7 @@ def test_a_client_that_finishes_while_the_grid_closes_does_not_complain(capfd: p
 
     def nap(message: Message, context: Context) -> Message:
         time.sleep(0.3)
-        return told(message, done=1)
+        return answer(message, done=1)
 
     with LocalGrid(app_of(nap), 1, workers=1) as grid:
         assert list(grid.send_and_receive([to(1)], timeout=0.1)) == []
@@ -338,7 +338,7 @@ def test_workers_train_after_this_process_used_several_threads() -> None:
 
     def train(message: Message, context: Context) -> Message:
         convolve()
-        return told(message, done=1)
+        return answer(message, done=1)
 
     torch.set_num_threads(2)
     convolve()
@@ -347,7 +347,7 @@ def test_workers_train_after_this_process_used_several_threads() -> None:
     assert metrics(replies, "done") == [1], "it did not answer within ten seconds"
 
 
-# --- states beyond the memory limit --------------------------------------------
+# --- states beyond the memory limit ------------------------------------------
 
 
 def remembering() -> ClientApp:

@@ -1,4 +1,4 @@
-"""The grid for real nodes: it looks often, no longer than it may, and names the node that an error is about."""
+"""The grid for real nodes polls often, stops at the timeout, and names the node that an error is about."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Federations = Callable[..., Any]
 
 
 class SlowGrid(LocalGrid):
-    """A local grid whose replies are there after some looks, as a SuperLink's are; `lost` nodes never answer."""
+    """A local grid whose replies are available after some polls, as a SuperLink's are; `lost` nodes never answer."""
 
     def __init__(self, *args: Any, looks: int = 3, lost: Iterable[int] = (), refused: Iterable[int] = ()) -> None:
         super().__init__(*args)
@@ -52,7 +52,7 @@ def questions(*nodes: int) -> Iterable[Message]:
     return (Message(RecordDict({"config": ConfigRecord()}), node, "query.partition") for node in nodes)
 
 
-def test_all_replies_come_and_each_is_asked_for_until_it_is_there(federation: Federations, slept: list[float]) -> None:
+def test_each_reply_is_polled_until_it_is_available(federation: Federations, slept: list[float]) -> None:
     grid = SlowGrid(federation((4, 4, 4)).app(), 3, looks=4)
     replies = PollingGrid(grid, 0.05).send_and_receive(questions(1, 2, 3), timeout=60)
     assert sorted(reply.metadata.src_node_id for reply in replies) == [1, 2, 3]
@@ -60,7 +60,7 @@ def test_all_replies_come_and_each_is_asked_for_until_it_is_there(federation: Fe
     assert slept == [0.05] * 4
 
 
-def test_it_looks_ever_less_often_and_never_less_than_flower_does(federation: Federations, slept: list[float]) -> None:
+def test_polls_become_rarer_but_not_rarer_than_flower_s(federation: Federations, slept: list[float]) -> None:
     grid = SlowGrid(federation((4,)).app(), 1, looks=300)
     PollingGrid(grid, 0.05).send_and_receive(questions(1))
     assert slept == sorted(slept)
@@ -110,7 +110,7 @@ class Starting(SlowGrid):
 
 
 def test_a_restarted_node_is_not_waited_for(federation: Federations, slept: list[float]) -> None:
-    """The SuperLink sees it online and makes no error of the message that it has lost."""
+    """The SuperLink sees it online and makes no error reply for the message that it has lost."""
     grid = Starting(federation((4, 4)).app(), 2, lost=[2])
     replies = {reply.metadata.src_node_id: reply for reply in PollingGrid(grid).send_and_receive(questions(1, 2))}
     assert replies[1].has_content()
@@ -121,7 +121,7 @@ def test_a_restarted_node_is_not_waited_for(federation: Federations, slept: list
 def test_a_reply_sent_before_a_restart_counts(federation: Federations, slept: list[float]) -> None:
     class Late(Starting):
         def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            self.looks = itertools.count(0 if next(self.listed) > 4 else -1)  # there when the start is seen
+            self.looks = itertools.count(0 if next(self.listed) > 4 else -1)  # available when the new start is seen
             return super().pull_messages(message_ids)
 
     replies = list(PollingGrid(Late(federation((4, 4)).app(), 2)).send_and_receive(questions(1, 2)))
@@ -133,13 +133,13 @@ def test_the_log_says_what_is_waited_for(
 ) -> None:
     grid = SlowGrid(federation((4, 4)).app(), 2, lost=[2])
     list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=300))
-    told = [record.getMessage() for record in flower_log.records]
-    assert len(told) == 3, "after about 60, 120 and 240 s"
-    assert all("waiting for 1 of 2 replies since" in line and "at most 300 s" in line for line in told)
+    logged = [record.getMessage() for record in flower_log.records]
+    assert len(logged) == 3, "after about 60, 120 and 240 s"
+    assert all("waiting for 1 of 2 replies since" in line and "at most 300 s" in line for line in logged)
 
 
 class Observer:
-    """Records replies, and has given up some nodes."""
+    """Records replies, and reports nodes as given up."""
 
     def __init__(self, *given_up: int) -> None:
         self.errors: dict[int, str | None] = {}

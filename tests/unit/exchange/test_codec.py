@@ -1,4 +1,4 @@
-"""The codec: values arrive bit for bit, and whatever else arrives is one kind of error."""
+"""The codec: values arrive bit for bit, and all other bytes are one kind of error."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def two(first: float, partition: int) -> list[Contribution]:
     return [mean(first, remaining=1, partition=partition), mean(first + 1, remaining=0, partition=partition)]
 
 
-def test_each_agreement_goes_to_the_nodes_with_the_next_question_and_the_last_is_left_to_the_caller() -> None:
+def test_each_agreement_but_the_last_is_sent_with_the_next_question() -> None:
     done, carrier, reasons = run({7: two(1.0, 1), 9: two(3.0, 0)})
     assert (done.nodes, done.steps, done.agreement.images) == ([9, 7], 2, 8)
     assert [nodes for nodes, _ in carrier.asked] == [[7, 9], [9, 7]], "in the order of partitions, once they are known"
@@ -82,7 +82,7 @@ def test_a_contribution_unlike_most_others_is_refused() -> None:
     assert "do all clients have the same model?" in reasons[7]
 
 
-def test_where_as_many_have_another_form_that_of_the_first_partition_counts() -> None:
+def test_of_two_equally_common_forms_the_first_partition_s_counts() -> None:
     other = [mean(9.0, remaining=0, partition=1, tensors={"mean": np.ones(3)})]
     done, _, _ = run({7: other, 8: [mean(1.0, remaining=0, partition=0)]})
     assert done.nodes == [8]

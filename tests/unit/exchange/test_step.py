@@ -136,7 +136,7 @@ def test_channels_last_changes_only_the_last_bits() -> None:
 
 
 def test_plain_federated_gradient_is_far_from_the_union() -> None:
-    """The twin would show it: without the exchange the gradient is wrong by more than a tenth."""
+    """Without the exchange the gradient is wrong by more than a tenth, so the tests against the twin can fail."""
     model, batches, _ = clients_of("resnet20", [4, 4, 4])
     plain = []
     for x, y in batches:
@@ -147,7 +147,7 @@ def test_plain_federated_gradient_is_far_from_the_union() -> None:
     assert worst(mean, gradients(union_twin(model, batches))) > 0.1
 
 
-def test_the_forward_exchange_alone_is_not_enough() -> None:
+def test_the_forward_exchange_is_not_enough() -> None:
     model, batches, _ = clients_of("resnet20", [4, 4, 4])
     _, mean, exchanges = cohort_gradients(model, batches, [1.0] * 3, backward=False)
     assert exchanges == 19
@@ -163,9 +163,9 @@ def test_fused_and_paper_exchange_agree() -> None:
 
 
 def test_weights_by_data_set_need_not_follow_the_batches() -> None:
-    """With p_i of its own the step is batch norm over a union in which client i's images count p_i / n_i each."""
+    """With weights p_i the step is batch norm over a union in which each image of client i has the weight p_i / n_i."""
     model, batches, _ = clients_of("perceptron", [3, 6])
-    # A client of weight 2/3 whose batch is half as large: as if each of its images stood there four times.
+    # A client of weight 2/3 whose batch is half as large: as if the union had each of its images four times.
     _, mean, _ = cohort_gradients(model, batches, [2.0, 1.0])
     repeated = [(batches[0][0].repeat(4, 1, 1, 1), batches[0][1].repeat(4)), batches[1]]
     assert worst(mean, gradients(union_twin(model, repeated))) < 1e-10

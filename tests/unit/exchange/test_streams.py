@@ -1,4 +1,4 @@
-"""The exchange service and its clients: whatever a stream brings, the others continue."""
+"""The exchange service and its clients: no stream can stop the others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def clients(service: ExchangeService, *nodes: int) -> Iterator[list[Any]]:
 
 
 def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> None:
-    """The rest of an exchange in which nothing else goes wrong."""
+    """Complete the exchange without further errors."""
     received = service.collect(nodes, 20)
     for node in nodes:
         assert isinstance(content := received[node], bytes), content
@@ -73,7 +73,7 @@ def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> N
 
 
 def raw(service: ExchangeService, token: str | None, messages: list[bytes], method: str = METHOD) -> grpc.StatusCode:
-    """What becomes of a call that sends these bytes."""
+    """The status of a call that sends these bytes."""
     with grpc.insecure_channel(service.address) as channel:
         metadata = () if token is None else ((TOKEN, token),)
         call = channel.stream_stream(method)(iter(messages), metadata=metadata, timeout=10)
@@ -133,8 +133,8 @@ def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: Exch
         assert outcomes[0].result(20).images == 12
         with pytest.raises(MessageError, match="sent nothing"):
             silent.exchange(moments())
-    with ExchangeService(HERE, [7], limit=1000, seconds=60) as alone:
-        assert alone.collect([7], 0.2)[7] == Lost("it did not connect to the exchange service within 0.2 s")
+    with ExchangeService(HERE, [7], limit=1000, seconds=60) as service_of_one:
+        assert service_of_one.collect([7], 0.2)[7] == Lost("it did not connect to the exchange service within 0.2 s")
 
 
 def test_a_round_ends_when_its_time_is_over() -> None:
@@ -187,12 +187,9 @@ def test_two_rounds_in_a_row_take_the_same_port(service: ExchangeService) -> Non
             assert raw(again, None, [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_taken_port_is_an_error_with_the_setting_that_helps(
-    service: ExchangeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedbn_flwr.exchange.stream_server._BIND_SECONDS", 0)
+def test_a_taken_port_is_an_error_with_the_setting_that_helps(service: ExchangeService) -> None:
     with pytest.raises(RunFailed, match=r"cannot listen on .*FEDBN_EXCHANGE_ADDRESS"):
-        ExchangeService(ExchangeConfig(service.address), [1], limit=1000, seconds=60)
+        ExchangeService(ExchangeConfig(service.address), [1], limit=1000, seconds=60, bind_seconds=0)
 
 
 @pytest.mark.skipif(bool(missing_tools()), reason="openssl is not installed")

@@ -1,4 +1,4 @@
-"""A client's model, which other clients used before, is as good as a new one."""
+"""A client's model that other clients used before equals a new one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state_of(client: BNClient) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("norm", ["bn", "brn", "sbn", "won"])
-def test_a_client_s_model_is_as_built_whoever_had_it_before(norm: str) -> None:
+def test_a_reused_model_is_as_built(norm: str) -> None:
     experiment = SETTINGS.format(norm=norm)
     client = client_of(0, experiment)
     fresh, model = state_of(client), client.model
@@ -37,7 +37,7 @@ def test_a_client_s_model_is_as_built_whoever_had_it_before(norm: str) -> None:
     assert any(not torch.equal(value, fresh[key]) for key, value in client.model.state_dict().items())
     del client
     again = client_of(1, experiment)
-    assert again.model is model  # it was used again, or this test says nothing
+    assert again.model is model  # it was used again; otherwise this test checks nothing
     assert all(parameter.grad is None for parameter in again.model.parameters())
     for key, value in again.model.state_dict().items():
         assert torch.equal(value, fresh[key]), key
@@ -49,7 +49,7 @@ def test_two_clients_at_once_have_two_models() -> None:
     assert first.model is not second.model
 
 
-def test_a_network_of_the_user_s_own_is_built_anew_for_every_client() -> None:
+def test_a_network_of_the_user_s_own_is_built_for_every_client() -> None:
     experiment = SETTINGS.format(norm="bn") + f" model.name={__name__}:network"
     first = client_of(0, experiment).model
     assert client_of(1, experiment).model is not first

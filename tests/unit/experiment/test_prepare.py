@@ -1,4 +1,4 @@
-"""What is built and checked before anything is trained."""
+"""Objects that are built and checked before training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     entry = CATALOGUE.get(data.name)
     if entry is None:
         shape: tuple[int, ...] = (3, data.size or 32, data.size or 32)  # type: ignore[arg-type]
-    else:  # one that stays as it is has the size of its boxes
+    else:  # an image that is not resized has the size of its boxes
         shape = (entry.channels, *[entry.size or data.crop or 0] * 2)
     classes = data.classes or (entry.classes if entry else 10)
     count = 1000 * classes
@@ -79,7 +79,7 @@ def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypa
     experiment_data.partition_of.cache_clear()
 
 
-# --- a norm that a rule replaces -----------------------------------------------
+# --- a norm that a rule replaces ---------------------------------------------
 
 RULES: list[dict[str, Any]] = [
     {"name": "FedTAN"},
@@ -95,7 +95,7 @@ def experiment_of(strategy: dict[str, Any], norm: str) -> Experiment:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_norm_with_arithmetic_of_its_own_is_refused_where_it_would_be_lost(rule: dict[str, Any]) -> None:
+def test_rules_that_replace_batch_norm_refuse_other_kinds_of_it(rule: dict[str, Any]) -> None:
     message = rf"strategy {rule['name']}.* 'bn1' of 'cnn' is a BatchRenorm, whose own .* use model\.norm: bn"
     with pytest.raises(SettingsError, match=message):
         prepare(experiment_of(rule, "brn"))
@@ -126,7 +126,7 @@ def test_more_nodes_than_there_are_cannot_be_asked_for(spec: str) -> None:
         strategy_of(f"{{clients: 3, strategy: {spec}}}")
 
 
-# --- faults that show once the objects are built ------------------------------------------
+# --- faults that show once the objects are built -----------------------------
 
 
 def refused(text: str) -> str:

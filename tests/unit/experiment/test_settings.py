@@ -89,7 +89,7 @@ def test_a_wrong_value_is_named_with_what_is_expected(text: str, words: list[str
         assert word in found
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     found = fault("{rouns: 3, clients: many, train: {lr: -1, stpes: 2}, data: {partition: {kind: classes}}}")
     for word in (
         "'rouns'",

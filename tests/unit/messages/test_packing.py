@@ -1,4 +1,4 @@
-"""Arrays that stay arrays: to Flower an ArrayRecord like any other, to us the same values without a copy."""
+"""Packed arrays: for Flower an ordinary ArrayRecord, for us the same values without a copy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_flower_sees_the_bytes_it_would_have_made_itself(arrays: dict[str, np.nd
 
 
 @EITHER
-def test_it_survives_every_way_in_which_flower_sends_it(arrays: dict[str, np.ndarray]) -> None:
+def test_it_survives_all_of_flower_s_serialisations(arrays: dict[str, np.ndarray]) -> None:
     record = pack(arrays)
     by_proto = recorddict_from_proto(recorddict_to_proto(RecordDict({"arrays": record}))).array_records["arrays"]
     same(unpack(by_proto), arrays)
@@ -72,11 +72,11 @@ def test_a_model_is_one_block_and_stays_one() -> None:
     assert isinstance(again, FlatArrays)
     assert again.layout is block.layout
     part = unpack({key: array for key, array in pack(block).items() if "bn" not in key})
-    assert not isinstance(part, FlatArrays)  # what lies between would be taken along
+    assert not isinstance(part, FlatArrays)  # a block would include the keys between
     same(part, {key: value for key, value in MODEL.items() if "bn" not in key})
 
 
-def test_arrays_under_other_names_are_not_taken_for_their_block() -> None:
+def test_arrays_under_other_names_are_not_read_as_their_block() -> None:
     record = pack(MODEL)
     renamed = {f"module.{key}": array for key, array in record.items()}
     same(unpack(renamed), {f"module.{key}": value for key, value in MODEL.items()})
@@ -102,7 +102,7 @@ def test_a_record_is_changed_like_any_other() -> None:
     same(unpack(record.copy()), changed)
     same(unpack(pickle.loads(pickle.dumps(record))), changed)
     assert len(record) == len(changed)
-    same(unpack(before), MODEL)  # a copy is a record of its own
+    same(unpack(before), MODEL)  # the copy is independent
     assert record != before
 
 
@@ -124,7 +124,7 @@ def test_records_of_several_origins_become_one_block() -> None:
 
 
 @EITHER
-def test_the_owner_of_what_was_packed_may_go_on_writing(arrays: dict[str, np.ndarray]) -> None:
+def test_packing_copies_the_arrays(arrays: dict[str, np.ndarray]) -> None:
     mine = {key: value.copy() for key, value in arrays.items()}
     record = pack(mine)
     mine["conv.weight"][:] = 0
@@ -132,12 +132,12 @@ def test_the_owner_of_what_was_packed_may_go_on_writing(arrays: dict[str, np.nda
 
 
 @EITHER
-def test_nobody_writes_to_what_others_read(arrays: dict[str, np.ndarray]) -> None:
+def test_shared_arrays_are_read_only(arrays: dict[str, np.ndarray]) -> None:
     record = pack(arrays)
     for value in unpack(record).values():
         with pytest.raises(ValueError, match="read-only"):
             value[...] = 0
-    theirs = record["conv.weight"].numpy()  # Flower's own is the caller's to write to
+    theirs = record["conv.weight"].numpy()  # the caller may write to Flower's own copy
     theirs[:] = 0
     same(unpack(record), arrays)
 

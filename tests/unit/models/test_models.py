@@ -37,7 +37,7 @@ def test_models_take_grey_and_colour(name: str, channels: int, size: int) -> Non
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
 
 
-def test_first_weights_depend_on_the_seed_alone() -> None:
+def test_first_weights_depend_only_on_the_seed() -> None:
     def weights(seed: int) -> Tensor:
         torch.manual_seed(seed)
         return next(build_model("resnet20", 10).parameters())

@@ -53,7 +53,7 @@ def test_lenet_has_the_known_61_706_parameters_and_batch_norm() -> None:
     assert 156 + 2_416 + 48_120 + 10_164 + 850 == 61_706
 
 
-def test_lenet_s_first_linear_layer_has_400_inputs_from_28_and_from_32_pixels() -> None:
+def test_lenet_s_first_linear_layer_has_400_inputs() -> None:
     assert on_meta("lenet", image_size=28).hidden1.in_features == 400
     assert on_meta("lenet", image_size=32, in_channels=3).hidden1.in_features == 400
 
@@ -153,7 +153,7 @@ FIRST = {"resnet18": (9, 49, 64), "resnet50": (9, 49, 64), "mobilenet_v2": (9, 9
 
 @pytest.mark.parametrize("name", FIRST)
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_small_stem_changes_the_first_convolution_alone(name: str, channels: int) -> None:
+def test_the_small_stem_changes_only_the_first_convolution(name: str, channels: int) -> None:
     small, large, filters = FIRST[name]
     rest = PLAIN[name] - 3 * large * filters
     model = on_meta(name, 1_000, in_channels=channels, stem="small")
@@ -213,7 +213,7 @@ def test_deeplab_has_logits_for_each_pixel(encoder: str) -> None:
     assert tuple(model(torch.zeros(2, 3, 64, 64, device="meta")).shape) == (2, 19, 64, 64)
 
 
-def test_deeplab_s_last_convolution_keeps_its_weights_where_others_are_standardised() -> None:
+def test_deeplab_s_last_convolution_is_not_standardised() -> None:
     pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
     model = on_meta("deeplabv3plus_mobilenet_v2", 19, norm="gn+ws")
     kinds = {type(m).__name__ for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and "head" not in n}
@@ -223,7 +223,7 @@ def test_deeplab_s_last_convolution_keeps_its_weights_where_others_are_standardi
 
 @pytest.mark.parametrize("encoder", ["mobilenet_v2", "resnet50"])
 def test_without_the_extra_deeplab_says_how_to_install_it(encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)  # as if it were not installed
     with pytest.raises(SettingsError, match=r"needs segmentation-models-pytorch .*pip install 'fedbn-flwr\[segment"):
         build_model(f"deeplabv3plus_{encoder}", 19)
 
@@ -330,7 +330,7 @@ def test_what_is_wrong_with_a_network_of_the_user_s_own_is_one_message(own: str,
         build_model(name, 10)
 
 
-def test_a_stem_is_no_affair_of_a_network_of_the_user_s_own(own: str) -> None:
+def test_a_network_of_the_user_s_own_has_no_stem(own: str) -> None:
     with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'own_nets:Net' has only one stem"):
         build_model(f"{own}:Net", 10, stem="small")
 

@@ -28,7 +28,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def scattered(model: nn.Module) -> nn.Module:
-    """All zeros and scalars moved from where they began."""
+    """The model, with all its zeros and scalars changed."""
     for parameter in model.parameters():
         if parameter.numel() == 1 or not parameter.any():
             nn.init.normal_(parameter, std=0.3)
@@ -92,7 +92,7 @@ def test_fixup_s_first_weights_are_those_of_the_paper_s_rules(name: str) -> None
 
 
 @pytest.mark.parametrize(("name", "scalars"), [("resnet20", 9 * 5 + 2), ("resnet18", 8 * 5 + 3 + 2)])
-def test_fixup_has_five_scalars_in_a_basic_block_one_on_a_shortcut_and_two_outside(name: str, scalars: int) -> None:
+def test_fixup_has_five_scalars_in_a_basic_block(name: str, scalars: int) -> None:
     make = RESNETS[name][0]
     assert parameters(convert_norm(make(), "fixup")) == parameters(convert_norm(make(), "none")) + scalars
 
@@ -158,7 +158,7 @@ def one_more_norm() -> nn.Module:
         (one_more_norm, r"stages\.0\.extra\.0 is a batch norm outside"),
     ],
 )
-def test_a_network_whose_branches_are_not_known_is_refused_by_name_and_left_alone(make: Any, message: str) -> None:
+def test_a_network_with_unknown_branches_is_refused_and_unchanged(make: Any, message: str) -> None:
     model = make()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(SettingsError, match=f"norm 'fixup': {message}"):

@@ -43,7 +43,7 @@ STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
         (frozenset({Role.STATISTICS, Role.AFFINE}), WEIGHTS),
     ],
 )
-def test_what_is_frozen_does_not_move_and_all_else_does(what: frozenset[Role], moves: set[str]) -> None:
+def test_only_what_is_frozen_does_not_change(what: frozenset[Role], moves: set[str]) -> None:
     model = net()
     with frozen_norm(model, what):
         assert one_step(model) == moves
@@ -69,7 +69,7 @@ def test_dropout_stays_on_while_statistics_are_frozen() -> None:
 
 def test_requires_grad_is_restored_afterwards() -> None:
     model = net()
-    model[1].bias.requires_grad_(False)  # somebody's own choice, not ours to undo
+    model[1].bias.requires_grad_(False)  # the user's own choice, which freezing must keep
     with frozen_norm(model, frozenset({Role.AFFINE})):
         assert not model[1].weight.requires_grad
     assert model[1].weight.requires_grad

@@ -54,7 +54,7 @@ def by_algorithm_1(layer: BatchRenorm, x: Tensor, r_max: float, d_max: float) ->
     return gamma * ((x - mu_b) / sigma_b * r + d) + beta
 
 
-def test_every_step_of_renormalisation_is_algorithm_1_with_its_bounds_at_that_step() -> None:
+def test_every_step_equals_algorithm_1_with_the_bounds_of_that_step() -> None:
     """Warm-up of 2, r_max 3 at step 6, d_max 5 at step 4: the bounds go up a quarter, and half, a step."""
     layer = renorm(r_max=3.0, d_max=5.0, warmup=2, r_steps=6, d_steps=4)
     bounds = [(1, 0), (1, 0), (1, 0), (1.5, 2.5), (2, 5), (2.5, 5), (3, 5), (3, 5)]
@@ -105,7 +105,7 @@ def test_renormalisation_with_r_one_and_d_zero_is_batch_norm(options: dict[str, 
     assert layer(x).equal(plain(x))
 
 
-def test_training_within_the_bounds_gives_what_evaluation_gave_before_the_batch() -> None:
+def test_training_within_the_bounds_equals_evaluation() -> None:
     layer = renorm(**OPEN)
     layer.running_mean.copy_(torch.tensor([1.0, -1, 2, 0]))
     layer.running_var.copy_(torch.tensor([4.0, 1, 0.1, 2]))
@@ -116,21 +116,23 @@ def test_training_within_the_bounds_gives_what_evaluation_gave_before_the_batch(
 
 
 def test_the_bounds_open_as_the_paper_says_by_default() -> None:
-    layer = BatchRenorm(1)
-    found = [
-        (float(layer._opened(torch.tensor(n), 40_000)), float(layer._opened(torch.tensor(n), 25_000)))
-        for n in (0, 5_000, 15_000, 22_500, 25_000, 40_000, 90_000)
-    ]
-    assert found == [
-        (0, 0),
-        (0, 0),
-        (pytest.approx(2 / 7), 0.5),
-        (0.5, 0.875),
-        (pytest.approx(4 / 7), 1),
-        (1, 1),
-        (1, 1),
-    ]
-    assert (layer.r_max, layer.d_max) == (3, 5)
+    """From step 5,000 on, r_max goes from 1 to 3 at step 40,000, and d_max from 0 to 5 at step 25,000."""
+    opened = {  # the shares of the ways of r_max and d_max
+        0: (0, 0),
+        5_000: (0, 0),
+        15_000: (2 / 7, 1 / 2),
+        22_500: (1 / 2, 7 / 8),
+        25_000: (4 / 7, 1),
+        40_000: (1, 1),
+        90_000: (1, 1),
+    }
+    x = 100 * images()  # so far from the running statistics that both bounds apply to every channel
+    for steps, (r, d) in opened.items():
+        layer = renorm()
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.fill_(steps)
+        expected = by_algorithm_1(layer, x, 1 + 2 * r, 5 * d)
+        close(layer.train()(x), expected)
 
 
 def test_renormalisation_has_batch_norm_s_state_and_roles() -> None:
@@ -191,7 +193,7 @@ def test_a_client_counts_the_steps_of_its_own_warm_up_over_rounds() -> None:
         arrays = sent
 
 
-def test_a_layer_wise_step_refuses_batch_norms_whose_arithmetic_it_would_lose() -> None:
+def test_a_layer_wise_step_refuses_other_kinds_of_batch_norm() -> None:
     step = LayerwiseStep(lambda contribution: Agreement(contribution.tensors, contribution.images))
     x, y = torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3
     with pytest.raises(MessageError, match="'1' is a BatchRenorm, whose own arithmetic would be lost"):
@@ -200,7 +202,7 @@ def test_a_layer_wise_step_refuses_batch_norms_whose_arithmetic_it_would_lose() 
     net[1] = BatchNormAct2d(4).double()
     with pytest.raises(MessageError, match="'1' is a BatchNormAct2d, whose own arithmetic would be lost"):
         step(net, x, y, F.cross_entropy)
-    with frozen_norm(net, frozenset({Role.STATISTICS})):  # then it is left to itself
+    with frozen_norm(net, frozenset({Role.STATISTICS})):  # a frozen norm is no part of the exchange
         step(net, x, y, F.cross_entropy)
 
 

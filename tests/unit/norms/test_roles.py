@@ -106,7 +106,7 @@ def test_names_do_not_decide() -> None:
 
 
 def test_a_parameter_of_a_model_that_holds_batch_norms_is_a_weight() -> None:
-    """Only what the batch norm itself owns has its roles."""
+    """Only the batch norm's own tensors have its roles."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -32,7 +32,7 @@ def test_reestimated_statistics_are_the_mean_of_the_batches_own(norm: str) -> No
 
 
 def test_in_a_deep_network_they_equal_torch_s_cumulative_mean() -> None:
-    """Each layer sees what the layers before it make of the batch's own statistics, as in training."""
+    """Earlier layers normalise with the batch's own statistics, as in training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build_model("resnet20", 3, in_channels=2).double()
@@ -65,7 +65,7 @@ class Twice(nn.Module):
         return y
 
 
-def test_a_layer_that_is_passed_twice_has_the_mean_over_its_passes_under_both_names() -> None:
+def test_a_layer_used_twice_has_the_mean_over_both_uses() -> None:
     batches = some_batches()
     found, _ = reestimate(Twice(), batches, CPU)
     assert set(found) == {f"{name}.running_{what}" for name in ("first", "again") for what in ("mean", "var")}
@@ -93,6 +93,6 @@ def test_reestimating_leaves_the_model_as_it_was(norm: str, training: bool) -> N
     assert snapshot(model) == before, "also where a batch does not fit"
 
 
-def test_there_is_nothing_to_estimate_from_no_batch() -> None:
+def test_no_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="no examples"):
         reestimate(net(), [], CPU)

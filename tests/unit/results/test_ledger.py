@@ -1,8 +1,8 @@
-"""The ledger: bytes of arrays as they travel, with figures from the FedTAN paper.
+"""The ledger: bytes of the arrays that are sent, with figures from the FedTAN paper.
 
-../shared/reference/paper_results.yaml, resnet20_cifar10_wire (FedTAN, Table 3 and Appendix G): float32, five
-clients, 269,722 elements with group norm, 1,376 statistics more with batch norm, and 6.1734 and 6.2049 MiB per
-iteration for one broadcast and five uploads.
+ResNet-20 on CIFAR-10 (FedTAN, Table 3 and Appendix G): float32, five clients, 269,722
+elements with group norm, 1,376 statistics more with batch norm, and 6.1734 and 6.2049 MiB per iteration for one
+broadcast and five uploads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_evaluation_is_counted_apart(federation: Federations) -> None:
     assert (traffic.messages_down, traffic.messages_up, traffic.communication_rounds) == (6, 6, 2)
     assert traffic.bytes_down == traffic.bytes_up == 6 * size
     assert traffic.other_messages == 12, "three questions and three answers in each of two rounds"
-    assert traffic.other_bytes == 6 * size, "the model goes down, metrics alone come back"
+    assert traffic.other_bytes == 6 * size, "the model goes down, only metrics come back"
 
 
 def test_questions_for_partitions_are_counted_apart(federation: Federations) -> None:
@@ -72,7 +72,7 @@ def test_questions_for_partitions_are_counted_apart(federation: Federations) -> 
     assert (traffic.messages_down, traffic.messages_up, traffic.other_messages) == (2, 2, 6)
 
 
-def test_taking_begins_a_new_page(federation: Federations) -> None:
+def test_taking_the_traffic_resets_it(federation: Federations) -> None:
     fed = federation((4, 4))
     grid = MeteredGrid(fed.grid())
     FedAvg(fraction_evaluate=0.0).start(grid, fed.arrays(), num_rounds=1)
@@ -113,7 +113,7 @@ def test_bytes_are_elements_times_their_size() -> None:
     assert elements(content) == 6 + 1 + 5
 
 
-def test_pages_add_up() -> None:
+def test_traffic_adds_up() -> None:
     total = Traffic(communication_rounds=1, bytes_down=10, elements_down_per_client=7)
     total.add(Traffic(communication_rounds=2, bytes_down=5, elements_down_per_client=3, other_messages=1))
     expected = Traffic(communication_rounds=3, bytes_down=15, elements_down_per_client=7, other_messages=1)

@@ -1,4 +1,4 @@
-"""Who holds what: the counts, the table, the picture, and the command that shows them."""
+"""The images of each client: their counts, the table, the picture, and the command that shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.partition import count_partitions
-from fedbn_flwr.results.partition import PartitionCounts, _colours, partition_table, plot_partitions
+from fedbn_flwr.results.partition import PartitionCounts, class_colours, partition_table, plot_partitions
 
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
 
@@ -35,17 +35,17 @@ def test_many_classes_and_clients_are_summed_up() -> None:
 
 @pytest.mark.parametrize("classes", [3, 10, 24, 25, 100])
 def test_each_class_has_a_colour_of_its_own(classes: int) -> None:
-    colours = np.array([colour[:3] for colour in _colours(classes)])
+    colours = np.array([colour[:3] for colour in class_colours(classes)])
     assert len(colours) == classes
     apart = np.abs(colours[:, None] - colours[None]).sum(2) + np.eye(classes)
     assert apart.min() > (0.1 if classes <= 24 else 0.005)
 
 
 def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
-    """Read from the picture: the second client's bar, of the second class alone, has three times the pixels."""
+    """Read from the picture: the second client's bar, all of the second class, is three times the first's."""
     plot_partitions([SMALL], tmp_path / "held.png")
     picture = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).astype(int)
-    colours = [np.rint(np.array(colour) * 255) for colour in _colours(3)]
+    colours = [np.rint(np.array(colour) * 255) for colour in class_colours(3)]
     # Columns of pixels that are bars: the legend's patches are far lower.
     heights = [np.sort((np.abs(picture - colour).sum(2) < 6).sum(0))[-20] for colour in colours]
     assert heights[1] == pytest.approx(4 * heights[0], rel=0.05)

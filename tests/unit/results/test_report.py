@@ -1,4 +1,4 @@
-"""What a report shows where runs have an accuracy for each domain, or mean IoU."""
+"""Reports of runs with an accuracy for each domain, or with mean IoU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_runs(folder: Path, domains: tuple[str, ...], labels: tuple[str, ...], 
 def test_each_domain_is_a_column_of_a_table_of_its_own(tmp_path: Path) -> None:
     write_runs(tmp_path, DOMAINS[:4], ("FedAvg", "Standalone"), seeds=2)
     rows = group(find_runs([tmp_path]))
-    assert not set(DOMAINS) & set(table(rows)[0]), "the first table stays as narrow as it was"
+    assert not set(DOMAINS) & set(table(rows)[0]), "the first table does not get wider"
     shared, own = by_domain(rows)
     assert shared.table(rows)[0] == own.table(rows)[0] == ("run", *DOMAINS[:4], "average")
     assert [line[0] for line in shared.table(rows)[1:]] == ["FedAvg"], "Standalone has no global model"
@@ -78,7 +78,7 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
     own = text.split("accuracy of clients on test images of their own, by domain\n")[1].splitlines()
     assert own[0].split() == ["run", *DOMAINS[:count], "average"]
     assert len(own) == 2 + len(labels)
-    assert max(map(len, text.splitlines())) <= 120, "a line of a terminal"
+    assert max(map(len, text.splitlines())) <= 120, "the width of a terminal"
     assert f"| run | {' | '.join(DOMAINS[:count])} | average |" in page.read_text()
     plain = tmp_path / "plain"
     write_run(plain / "run", "FedAvg")

@@ -1,4 +1,4 @@
-"""A summary adds up a history as one does by hand, and comes back from its file."""
+"""A summary adds up a history as by hand, and is read back from its file."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Net(nn.Module):
 @lru_cache(maxsize=1)
 def all_digits():
     images, labels = load_digits(return_X_y=True)
-    order = labels.argsort(kind="stable")  # by class: each client will know a few classes only
+    order = labels.argsort(kind="stable")  # by class: each client gets only a few classes
     images = torch.tensor(images[order] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
     return TensorDataset(images, torch.tensor(labels[order], dtype=torch.long))
 

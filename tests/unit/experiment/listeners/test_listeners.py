@@ -1,4 +1,4 @@
-"""What each listener makes of a round: figures, files, lines on the screen."""
+"""The output of each listener for a round: figures, files, lines on the screen."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def checkpoints(state: RunState, folder: Path, stop: int = 0) -> list[int]:
     return rounds
 
 
-def test_checkpoints_are_written_as_often_as_asked_and_where_a_run_stops(state: RunState, tmp_path: Path) -> None:
+def test_checkpoints_are_written_every_n_rounds_and_at_a_stop(state: RunState, tmp_path: Path) -> None:
     assert checkpoints(state, tmp_path, stop=3) == [0, 2, 3, 4, 4]
     assert state.kept_round == 4
     clients = RunFolder(tmp_path).checkpoint.clients()
