@@ -6,15 +6,16 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.folder import flat_settings
 
-from .settings import Experiment, check_settings
+from .settings import Experiment, Settings, check_settings
 
 
 def experiments_folder() -> Path:
@@ -75,15 +76,61 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     if seeds is not None and (not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds)):
         raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
     base.setdefault("name", name)
+    only = changes.pop("only", None)
+    for chosen in [] if only is None else only if isinstance(only, list) else [only]:
+        if chosen not in variants:
+            raise SettingsError(f"only={chosen!r} is not a label of {name}; {did_you_mean(str(chosen), variants)}")
+    compared = {key for variant in variants.values() for key in flat_settings(variant or {})}
     runs = []
     for label, variant in variants.items():
-        settings = merge(merge(base, variant or {}), changes)
+        if only is not None and label not in (only if isinstance(only, list) else [only]):
+            continue
+        planned = merge(base, variant or {})
+        settings = merge(planned, changes)
+        where = f"{name}, run {label!r}" if label else name
         settings["label"] = str(label) or str(settings.get("label") or _strategy_name(settings))
+        settings["label"] += _changed_by_overrides(
+            flat_settings(variant or {}), flat_settings(planned), flat_settings(settings), compared, where
+        )
         for seed in seeds or [settings.get("seed", 0)]:
-            runs.append(check_settings({**settings, "seed": seed}, where=f"{name}, run {label!r}" if label else name))
+            runs.append(check_settings({**settings, "seed": seed}, where=where))
+    if changes:
+        _check_different(runs, name)
     # Nodes on other machines cannot read the file: they receive its content.
     run_config = {"experiment": json.dumps({"name": name, **content}, default=str), "set": shlex.join(overrides)}
     return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs), run_config=run_config)
+
+
+def _changed_by_overrides(
+    variant: Mapping[str, Any],
+    planned: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    compared: Collection[str],
+    where: str,
+) -> str:
+    """An addition to the label of a run: what the overrides change of the keys that the runs compare.
+
+    A run that is named after its strategy or partition cannot get another one.
+    """
+    changed = [key for key in sorted(compared) if settings.get(key) != planned.get(key)]
+    for key in changed:
+        if key in variant and key.rpartition(".")[2] in _WHOLE.values():
+            raise SettingsError(
+                f"{where}: {key} is {variant[key]!r} in this run, which its label says; an override must not replace "
+                f"it by {settings.get(key)!r}. Leave the override out, select other runs with only=LABEL, or copy the "
+                "experiment and change its runs"
+            )
+    return "".join(f", {key}={settings[key]}" for key in changed if key in settings)
+
+
+def _check_different(runs: Sequence[Settings], name: str) -> None:
+    seen: dict[str, str] = {}
+    for run in runs:
+        content = run.model_copy(update={"label": ""}).model_dump_json()
+        if (other := seen.setdefault(content, run.label)) != run.label:
+            raise SettingsError(
+                f"{name}: the overrides make the runs {other!r} and {run.label!r} equal; select one with only=LABEL"
+            )
 
 
 def _strategy_name(settings: Mapping[str, Any]) -> str:

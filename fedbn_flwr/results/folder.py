@@ -142,6 +142,15 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "engine": engine}
 
 
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"train": {"lr": 0.1}}` as `{"train.lr": 0.1}`."""
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        values |= flat_settings(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return values
+
+
 def mark_interrupted(out: Path) -> None:
     """Mark unfinished runs below `out` as interrupted, after their process has ended."""
     for file in out.rglob("summary.json"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError
 
-from .folder import RunFolder, deciding
+from .folder import RunFolder, deciding, flat_settings
 from .summary import BY_DOMAIN, Summary
 
 MIB = 1024**2
@@ -39,14 +39,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The settings that affect results, without the seed and names, by dotted key."""
         config = deciding(RunFolder(self.path).config())
-        return _flat({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
+        return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:

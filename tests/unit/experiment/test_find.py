@@ -190,3 +190,43 @@ def test_names_of_runs_are_names_of_folders() -> None:
 def test_the_same_seed_twice_is_refused() -> None:
     with pytest.raises(SettingsError, match="two runs are both called"):
         run_names(read_experiment(parse_yaml("seeds: [1, 1]")))
+
+
+# --- overrides of what the runs compare ---
+
+COMPARISON = """
+train: {lr: 0.1}
+runs:
+  BN: {}
+  GN: {model: {norm: gn}}
+  FixBN: {strategy: {name: FixBN, freeze_round: 0.5}}
+"""
+
+
+def labels(*overrides: str) -> list[str]:
+    return [run.label for run in read_experiment(parse_yaml(COMPARISON), overrides).runs]
+
+
+def test_an_override_of_a_key_that_no_run_sets_leaves_the_labels() -> None:
+    assert labels("train.lr=0.2", "rounds=3") == ["BN", "GN", "FixBN"]
+
+
+def test_a_label_names_an_override_of_a_compared_key() -> None:
+    assert labels("strategy.freeze_round=3", "only=FixBN") == ["FixBN, strategy.freeze_round=3"]
+    assert labels("model.norm=ln", "only=[BN, FixBN]") == ["BN, model.norm=ln", "FixBN, model.norm=ln"]
+
+
+def test_a_run_keeps_the_strategy_that_it_is_named_after() -> None:
+    text = fault(COMPARISON, "strategy.name=FedTAN")
+    assert "run 'FixBN': strategy.name is 'FixBN' in this run" in text
+    assert "only=LABEL" in text
+    assert labels("strategy.name=FedTAN", "only=BN") == ["BN, strategy.name=FedTAN"]
+
+
+def test_overrides_that_make_two_runs_equal_are_refused() -> None:
+    assert "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal" in fault(COMPARISON, "model.norm=ln")
+
+
+def test_only_takes_a_label() -> None:
+    assert labels("only=GN") == ["GN"]
+    assert "only='GNN' is not a label of experiment; did you mean 'GN'" in fault(COMPARISON, "only=GNN")
