@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from logging import WARNING
 from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ArrayRecord
+from flwr.common import log
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE
@@ -112,6 +114,13 @@ class FixBN(Wrapper):
         else:
             last_free = int(self.freeze_round)
         self.memory.last_free = last_free
+        if self.freeze_round and last_free == 0:
+            log(
+                WARNING,
+                "%s=%s of %d rounds is round 0: the statistics are frozen at their initial values. Train for more "
+                "rounds, or set %s to 0 for a model that has statistics already",
+                self.argument, self.freeze_round, num_rounds, self.argument,
+            )  # fmt: skip
         freezes = self.freeze_round == "auto" or last_free < num_rounds
         if freezes and not split_by_role(arrays, roles(arrays), self.freeze)[0]:
             raise SettingsError(

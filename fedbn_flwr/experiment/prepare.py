@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm
 from fedbn_flwr.strategies import Rule, as_rule, build_strategy
 
@@ -53,6 +55,12 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     model = make_model(run, shape).to(device)
     _check_norm(run, model, rule)
     try_model(run, model, shape, device)
+    try:
+        rule.begin(
+            run.rounds, pack(initial_arrays(model))
+        )  # refuses a model that does not suit it; each run calls it again
+    except SettingsError as error:
+        raise SettingsError(f"run {run.label!r}: {error}") from None
     return Prepared(run, name, dataset, model, rule, device)
 
 

@@ -152,6 +152,16 @@ def test_round_zero_freezes_what_the_model_came_with(federation: Federations) ->
     assert models[-1]["1.running_var"].tolist() == [1] * 4
 
 
+def test_a_fraction_that_is_round_zero_is_reported(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    strategy = FixBN(FedAvg(), freeze_round=0.5)
+    strategy.begin(1, federation((8, 8)).arrays())
+    assert (
+        "freeze_round=0.5 of 1 rounds is round 0: the statistics are frozen at their initial values" in flower_log.text
+    )
+
+
 def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation: Federations) -> None:
     """Equal clients, one step each: the mean of their gradients is that of the union of their batches.
 

@@ -155,3 +155,9 @@ def test_what_cannot_be_built_is_refused_before_training(text: str, words: list[
     found = refused(text)
     for word in words:
         assert word in found
+
+
+def test_a_model_that_does_not_suit_the_strategy_is_refused_before_training() -> None:
+    experiment = read_experiment({"strategy": {"name": "FixBN"}, "model": {"norm": "gn"}})
+    with pytest.raises(SettingsError, match="run 'FixBN': FixBN freezes batch norm, and the model has none"):
+        prepare(experiment)
