@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, build_model
+from fedbn_flwr import BNClient, LocalGrid, build_model
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
@@ -121,15 +122,16 @@ def test_clients_of_rules_that_personalise_are_evaluated_and_no_others(runs: dic
 
 def test_a_client_without_own_test_images_is_left_out_of_their_mean() -> None:
     """Flower's mean has only what all clients sent; sizes of 100 and 300 do not weigh: (0.5 + 0.7) / 2."""
-    replies: list[dict[str, float | int]] = [
+    sent: list[dict[str, float | int]] = [
         {"own-accuracy": 0.5, "num-examples": 100},
         {"own-accuracy": 0.7, "num-examples": 300},
         {"num-examples": 9},
     ]
+    LocalGrid(ClientApp(), 1)  # sets the identity without which Flower makes no message
     question = Message(RecordDict(), 1, "evaluate")
     replies = [
         Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)
-        for each in replies
+        for each in sent
     ]
     assert own_figures(replies) == {"own-accuracy": pytest.approx(0.6, rel=1e-15)}
 
