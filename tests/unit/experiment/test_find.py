@@ -46,12 +46,12 @@ def test_a_file_that_is_not_a_mapping_is_refused() -> None:
     assert "expected a mapping of keys, found list" in fault("[1, 2]")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the experiment .*absent\.yaml.*No such file"):
         load_experiment(str(tmp_path / "absent.yaml"))
 
 
-# --- YAML as a person reads it -----------------------------------------------
+# --- YAML as users read it ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_mapping_that_names_another_thing_replaces() -> None:
     assert run.data.partition.kind == "iid"
 
 
-def test_another_data_set_or_model_keeps_what_stands_beside_its_name() -> None:
+def test_another_data_set_or_model_keeps_the_keys_beside_its_name() -> None:
     text = "data: {partition: {kind: dirichlet, alpha: 0.3}, augment: [flip]}\nmodel: {name: cnn, norm: gn}"
     run = read(text, "data.name=./elsewhere", "model.name=resnet20", "engine.name=ray")
     assert (run.data.name, run.data.partition.kind, run.data.augment) == ("./elsewhere", "dirichlet", ("flip",))
@@ -192,7 +192,7 @@ def test_the_same_seed_twice_is_refused() -> None:
         run_names(read_experiment(parse_yaml("seeds: [1, 1]")))
 
 
-# --- overrides of what the runs compare ---
+# --- overrides of the compared keys ------------------------------------------
 
 COMPARISON = """
 train: {lr: 0.1}

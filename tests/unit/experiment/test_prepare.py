@@ -157,7 +157,7 @@ def test_what_cannot_be_built_is_refused_before_training(text: str, words: list[
         assert word in found
 
 
-def test_a_model_that_does_not_suit_the_strategy_is_refused_before_training() -> None:
+def test_a_model_unsuited_to_the_strategy_is_refused_before_training() -> None:
     experiment = read_experiment({"strategy": {"name": "FixBN"}, "model": {"norm": "gn"}})
     with pytest.raises(SettingsError, match="run 'FixBN': FixBN freezes batch norm, and the model has none"):
         prepare(experiment)
