@@ -129,8 +129,8 @@ def test_supernodes_continue_from_their_state_folders(deployment: Deployment, tm
     out = tmp_path / "out"
     folders = [deployment.mounts(f"superexec-clientapp-{site}")["/state"] for site in range(3)]
     session("short FedBN", out / "FedBN", 2, grid=Elsewhere("short FedBN", folders))
-    (out / "FedBN" / "config.yaml").rename(out / "FedBN" / "kept.yaml")  # run_app expects a new config.yaml
     words = " ".join(f"'{word}'" for word in overrides("short FedBN"))
-    folder = deployment.run_app({"experiment": BASE, "set": words, "out": str(out), "resume": True})
+    run_id = deployment.submit({"experiment": BASE, "set": words, "out": str(out), "resume": True})
+    assert deployment.wait_for_end(run_id) == "finished:completed", deployment.log(run_id)
     session("short FedBN", tmp_path / "straight")
-    assert outcome(folder)[0] == outcome(tmp_path / "straight")[0]
+    assert outcome(out / "FedBN")[0] == outcome(tmp_path / "straight")[0]

@@ -446,7 +446,8 @@ def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> Non
     with one_client_stopped(deployment) as (run, pids):
         (server,) = deployment.running["superexec-serverapp"].apps()
         os.kill(server, signal.SIGKILL)
-        wait_for("the end of clients 1 and 2", lambda: not services[1].apps() + services[2].apps(), 60)
+        # A client whose stream was not accepted yet tries again for CONNECT_SECONDS.
+        wait_for("the end of clients 1 and 2", lambda: not services[1].apps() + services[2].apps(), 120)
         os.kill(pids[0], signal.SIGCONT)  # it finds no server, retries for a while, and gives up as well
         wait_for("the end of client 0", lambda: not services[0].apps(), 120)
         with pytest.raises(AssertionError, match="finished:failed"):

@@ -329,7 +329,7 @@ def test_two_rounds_of_fedavg_with_deeplab(root: Path, tmp_path: Path, norm: str
     """The shipped experiment, small: by city, crops, mean IoU in the history and the summary."""
     pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
     words = [f"data.root={root}", "clients=2", "rounds=2", "data.crop=32", "train.batch_size=2", "evaluate.every=1"]
-    words += ["strategy={name: FedAvg}", f"model.norm={norm}", "data.stream=true", "evaluate.clients=true", "label=one"]
+    words += [f"only=FedAvg+{norm.upper()}", "data.stream=true", "evaluate.clients=true", "label=one"]
     experiment = load_experiment("cityscapes", words)
     assert {run.data.partition.kind for run in experiment.runs} == {"natural"}
     file = tmp_path / "one.yaml"
