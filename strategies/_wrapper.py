@@ -27,7 +27,24 @@ def as_rule(strategy: Strategy) -> Rule:
     return strategy if isinstance(strategy, Rule) else Foreign(strategy)
 
 
-class Wrapper(Rule):
+class _Around(Rule):
+    """Evaluation and the summary are those of `strategy`, the one inside."""
+
+    strategy: Strategy
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        self.strategy.summary()
+
+
+class Wrapper(_Around):
     """A rule around another strategy, which it extends.
 
     Its instructions and records are added to the messages of the wrapped strategy. A reply in which it finds a problem
@@ -119,17 +136,6 @@ class Wrapper(Rule):
         self.after_round(round, found, weights)
         return model, self._metrics
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return self.rule.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.rule.aggregate_evaluate(server_round, replies)
-
-    def summary(self) -> None:
-        self.rule.summary()
-
     # --- the run ---
 
     def state(self) -> RecordDict:
@@ -140,7 +146,7 @@ class Wrapper(Rule):
         self.rule.restore(inside("base", records))
 
 
-class Foreign(Rule):
+class Foreign(_Around):
     """A strategy that is not a `Rule`: calls are forwarded to it, and its attributes are its state.
 
     Functions and classes are not saved, since a new instance receives them as arguments. A strategy that it wraps is
@@ -160,17 +166,6 @@ class Foreign(Rule):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         return self.strategy.aggregate_train(server_round, replies)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.strategy.aggregate_evaluate(server_round, replies)
-
-    def summary(self) -> None:
-        self.strategy.summary()
 
     def state(self) -> RecordDict:
         values = {name: value for name, value in vars(self.strategy).items() if not isinstance(value, _FUNCTIONS)}

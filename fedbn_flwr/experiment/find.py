@@ -76,15 +76,11 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     if seeds is not None and (not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds)):
         raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
     base.setdefault("name", name)
-    only = changes.pop("only", None)
-    for chosen in [] if only is None else only if isinstance(only, list) else [only]:
-        if chosen not in variants:
-            raise SettingsError(f"only={chosen!r} is not a label of {name}; {did_you_mean(str(chosen), variants)}")
     compared = {key for variant in variants.values() for key in flat_settings(variant or {})}
+    if "only" in changes:
+        variants = _select(variants, changes.pop("only"), name)
     runs = []
     for label, variant in variants.items():
-        if only is not None and label not in (only if isinstance(only, list) else [only]):
-            continue
         planned = merge(base, variant or {})
         settings = merge(planned, changes)
         where = f"{name}, run {label!r}" if label else name
@@ -99,6 +95,18 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     # Nodes on other machines cannot read the file: they receive its content.
     run_config = {"experiment": json.dumps({"name": name, **content}, default=str), "set": shlex.join(overrides)}
     return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs), run_config=run_config)
+
+
+def _select(variants: Mapping[Any, Any], only: Any, name: str) -> dict[str, Any]:
+    """The runs that `only` names, which is a label or a list of labels, in the order of the file."""
+    known = {str(label): variant for label, variant in variants.items()}
+    labels = [str(label) for label in (only if isinstance(only, list) else [only])]
+    if not labels:
+        raise SettingsError(f"only=[] selects no run of {name}; expected one or more of {', '.join(known)}")
+    for label in labels:
+        if label not in known:
+            raise SettingsError(f"only={label!r} is not a label of {name}; {did_you_mean(label, known)}")
+    return {label: variant for label, variant in known.items() if label in labels}
 
 
 def _changed_by_overrides(

@@ -16,19 +16,7 @@ from fedbn_flwr.experiment.find import (
     read_experiment,
     run_names,
 )
-from fedbn_flwr.experiment.settings import Settings
-
-
-def read(text: str, *overrides: str) -> Settings:
-    (run,) = read_experiment(parse_yaml(text), overrides).runs
-    return run
-
-
-def fault(text: str, *overrides: str) -> str:
-    with pytest.raises(SettingsError) as caught:
-        read_experiment(parse_yaml(text), overrides)
-    return str(caught.value)
-
+from tests.support.experiments import fault, read
 
 # --- finding ---
 
@@ -230,3 +218,4 @@ def test_overrides_that_make_two_runs_equal_are_refused() -> None:
 def test_only_takes_a_label() -> None:
     assert labels("only=GN") == ["GN"]
     assert "only='GNN' is not a label of experiment; did you mean 'GN'" in fault(COMPARISON, "only=GNN")
+    assert "only=[] selects no run of experiment; expected one or more of BN, GN, FixBN" in fault(COMPARISON, "only=[]")

@@ -4,24 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import (
-    parse_yaml,
-    read_experiment,
-)
-from fedbn_flwr.experiment.settings import Settings
-
-
-def read(text: str, *overrides: str) -> Settings:
-    (run,) = read_experiment(parse_yaml(text), overrides).runs
-    return run
-
-
-def fault(text: str, *overrides: str) -> str:
-    with pytest.raises(SettingsError) as caught:
-        read_experiment(parse_yaml(text), overrides)
-    return str(caught.value)
-
+from tests.support.experiments import fault, read
 
 # --- unknown keys ------------------------------------------------------------
 
