@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr import __version__
+from fedbn_flwr import __version__, named
 from fedbn_flwr.errors import RunFailed, SettingsError
 
 _START_TIMEOUT = 60  # seconds until the SuperLink answers
@@ -179,6 +179,7 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     }
+    environment.setdefault(named.FOLDER, os.getcwd())
     environment.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns

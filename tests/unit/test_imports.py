@@ -26,6 +26,7 @@ FOLDERS = (
     "fedbn_flwr.norms",
     "fedbn_flwr.storage",
     "fedbn_flwr.seeding",
+    "fedbn_flwr.named",
     "fedbn_flwr.errors",
 )
 

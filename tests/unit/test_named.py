@@ -1,0 +1,84 @@
+"""Parts of the user by the name `module:name`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import named
+from fedbn_flwr.errors import SettingsError
+
+Write = Callable[[str, str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Writes a module into the current folder; its name must not be that of another test's module."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    written = []
+
+    def write(name: str, code: str) -> str:
+        (tmp_path / f"{name}.py").write_text(code)
+        written.append(name)
+        return name
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def test_a_module_of_the_current_folder_is_found_though_the_folder_is_not_on_the_path(write: Write) -> None:
+    assert "" not in sys.path
+    write("parts_beside", "NAME = 'beside'")
+    write(
+        "parts_here",
+        "import parts_beside\nclass Nets:\n    @staticmethod\n    def one():\n        return parts_beside.NAME",
+    )
+    assert named.load("model.name", "parts_here:Nets.one")() == "beside"
+
+
+def test_the_folder_of_the_command_holds_in_processes_that_run_elsewhere(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("parts_of_the_command", "def one():\n    return 1")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = "from fedbn_flwr import named; print(named.load('model.name', 'parts_of_the_command:one')())"
+    monkeypatch.setenv(named.FOLDER, str(tmp_path))
+    found = subprocess.run([sys.executable, "-P", "-c", code], cwd=elsewhere, capture_output=True, text=True)
+    assert found.stdout == "1\n", found.stderr
+
+
+def test_a_file_of_the_folder_does_not_replace_a_module_that_is_not_asked_for(write: Write) -> None:
+    write("parts_asked_for", "def one():\n    return 1")
+    named.load("model.name", "json:dumps")
+    assert str(Path.cwd()) not in sys.path
+    named.load("model.name", "parts_asked_for:one")
+    assert str(Path.cwd()) in sys.path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("parts_wrong", r"train\.loss='parts_wrong': expected module:callable, for instance my_parts:loss"),
+        (":one", "expected module:callable"),
+        ("parts_wrong:", "expected module:callable"),
+        ("no_parts:one", r"cannot import 'no_parts' .*; expected a module in '.*', in a folder of PYTHONPATH"),
+        ("parts_broken:one", r"cannot import 'parts_broken' \(ModuleNotFoundError: No module named 'a_package'\)$"),
+        ("parts_wrong:on", r"'parts_wrong' has no 'on'; did you mean 'one'\? known: one, two"),
+        ("parts_wrong:FIVE", "is a int; expected a function or a class"),
+        ("parts_wrong:two", r"'parts_wrong:two' cannot be called with int, scale: missing a required argument: 'b'"),
+        ("parts_wrong:one", "'parts_wrong:one' failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_wrong_is_one_message_with_the_key(write: Write, name: str, message: str) -> None:
+    write("parts_wrong", "FIVE = 5\ndef one(a, scale):\n    return a / 0\ndef two(a, b, scale):\n    return a")
+    write("parts_broken", "import a_package")
+    with pytest.raises(SettingsError, match=message) as caught:
+        named.call("train.loss", name, 1, scale=2)
+    assert str(caught.value).startswith("train.loss=")
