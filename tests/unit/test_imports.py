@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
     "apps",
     "fedbn_flwr.cli",
+    "fedbn_flwr.commands",
     "fedbn_flwr.bench",
     "fedbn_flwr.experiment",
     "fedbn_flwr.results",
@@ -78,7 +79,7 @@ def folder(name: str) -> int:
 def test_imports_are_found() -> None:
     assert {"fedbn_flwr.seeding", "fedbn_flwr.messages.protocol"} <= imports("fedbn_flwr.client.client")
     assert "fedbn_flwr.errors" in imports("fedbn_flwr.norms.convert")
-    assert "fedbn_flwr.experiment.run" in imports("fedbn_flwr.cli")
+    assert "fedbn_flwr.experiment.run" in imports("fedbn_flwr.commands.run")
     assert "fedbn_flwr.messages.aggregate" in imports("strategies.fedavg")
 
 

@@ -1,0 +1,49 @@
+"""`fedbn flwr run`: `flwr run` on a SuperLink of its own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedbn_flwr.errors import SettingsError, did_you_mean
+
+from .common import Commands, add_command, stopped_by_hand
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "flwr",
+        flwr,
+        summary="`flwr run` on a temporary SuperLink: fedbn flwr run .",
+        description=(
+            "Run a Flower app like `flwr run`, on a SuperLink that is started for this run and stopped afterwards. "
+            "The app uses the current environment, there is one node per client, logs are streamed, and the exit code "
+            "is 0 only if the run succeeded. Options of `flwr run` are passed on."
+        ),
+        epilog="Example: fedbn flwr run . --run-config \"set='rounds=10'\"",
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="run [APP] [OPTION ...]")
+
+
+def flwr(arguments: argparse.Namespace) -> int:
+    from fedbn_flwr.engines.simulation import FlwrRun, federation_config, run_app
+
+    request = FlwrRun.parse(arguments.arguments)
+    run_config, federation = request.run_config, request.federation_config
+    if request.project["project"]["name"] == "fedbn-flwr":
+        from fedbn_flwr.experiment.find import from_run_config
+        from fedbn_flwr.experiment.prepare import prepare
+        from fedbn_flwr.results.folder import default_out
+
+        defaults = request.project["tool"]["flwr"]["app"]["config"]
+        for key in run_config:
+            if key not in defaults:
+                raise SettingsError(f"--run-config has no key {key!r}; {did_you_mean(key, defaults)}")
+        experiment = from_run_config({**defaults, **run_config})
+        prepare(experiment)
+        if not run_config.get("out") and not run_config.get("resume"):  # resuming without `out` is an error
+            run_config["out"] = str(default_out(experiment.name).resolve())
+        federation = federation or federation_config(experiment.runs[0].clients)
+    with stopped_by_hand(Path(run_config["out"]) if "out" in run_config else None):
+        return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)

@@ -1,0 +1,32 @@
+"""`fedbn partition`: the images of each client."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .common import Commands, add_command, add_experiment
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "partition",
+        partition,
+        summary="the images of each client, as a table and a plot",
+        description="Show how an experiment's data is partitioned: the images of each class that each client has.",
+        epilog="Example: fedbn partition demo clients=10 data.partition='{kind: dirichlet, alpha: 0.1}'",
+    )
+    add_experiment(parser, "clients=10")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="file for the plot (partition.png)")
+
+
+def partition(arguments: argparse.Namespace) -> None:
+    from fedbn_flwr.experiment.find import load_experiment
+    from fedbn_flwr.experiment.partition import count_partitions
+    from fedbn_flwr.results.partition import partition_table, plot_partitions
+
+    counts = count_partitions(load_experiment(arguments.experiment, arguments.overrides))
+    out = arguments.out or Path("partition.png")
+    plot_partitions(counts, out)
+    print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")

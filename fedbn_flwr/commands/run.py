@@ -1,0 +1,60 @@
+"""`fedbn run`: carries out an experiment."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedbn_flwr.errors import SettingsError
+
+from .common import Commands, add_command, add_experiment, stopped_by_hand
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "run",
+        run,
+        summary="carry out an experiment",
+        description="Carry out an experiment: a shipped one by name (see `fedbn list experiments`) or a YAML file.",
+        epilog="Example: fedbn run demo rounds=10 train.lr=0.05 --out runs/try",
+    )
+    add_experiment(parser, "rounds=10 train.lr=0.05")
+    parser.add_argument("--engine", choices=("local", "ray"), help="local: this library's; ray: Flower's simulation")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="device for training (auto: a GPU if there is one)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the run folders (runs/NAME-TIME)")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted runs in --out")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from fedbn_flwr.experiment.find import load_experiment
+    from fedbn_flwr.experiment.prepare import prepare
+    from fedbn_flwr.experiment.run import open_folders, run_locally
+    from fedbn_flwr.results.folder import default_out
+
+    if arguments.resume and arguments.out is None:
+        raise SettingsError("--resume needs --out: the folder of the runs to continue")
+    overrides = list(arguments.overrides)
+    if arguments.engine:
+        overrides.append(f"engine.name={arguments.engine}")
+    if arguments.device:
+        overrides.append(f"engine.device={arguments.device}")
+    experiment = load_experiment(arguments.experiment, overrides)
+    out = arguments.out or default_out(experiment.name)
+    if experiment.runs[0].engine.name == "ray":
+        from fedbn_flwr.engines.simulation import run_installed
+
+        open_folders(prepare(experiment), out, resume=arguments.resume)
+        with stopped_by_hand(out):
+            run_config = {**experiment.run_config, "out": str(out.resolve()), "resume": arguments.resume}
+            return run_installed(experiment.runs[0].clients, run_config)
+    import logging
+
+    from fedbn_flwr.engines.context_cache import keep_freed_memory
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    keep_freed_memory()
+    run_locally(experiment, out, resume=arguments.resume).announce()
+    return 0
