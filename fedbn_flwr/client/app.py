@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from logging import ERROR
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.common import log
 
 from fedbn_flwr.errors import FedbnError, MessageError
 from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
@@ -54,7 +57,10 @@ def client_app(make_client: MakeClient) -> ClientApp:
                 return Message(handle(make, message, context), reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             who = context.node_config.get("partition-id", f"node {context.node_id}")
-            raise ClientFailed(f"client {who} could not {task}: {type(error).__name__}: {error}") from error
+            problem = f"{type(error).__name__}: {error}"
+            if protocol.RUN not in _config(message):  # in experiments the server reports it
+                _log_once(task, problem)
+            raise ClientFailed(f"client {who} could not {task}: {problem}") from error
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -82,6 +88,16 @@ def client_app(make_client: MakeClient) -> ClientApp:
         return answer("report its partition", _partition, message, context)
 
     return app
+
+
+@functools.lru_cache(maxsize=64)
+def _log_once(task: str, problem: str) -> None:
+    log(
+        ERROR,
+        "a client could not %s: %s. The server receives an error reply; Flower's strategies only log it and continue, "
+        "even if no client succeeds",
+        task, problem,
+    )  # fmt: skip
 
 
 # --- one handler per kind of message -----------------------------------------

@@ -31,6 +31,7 @@ from fedbn_flwr.norms.statistics import reestimate
 from .evaluation import evaluate
 from .model_tensors import ModelTensors
 from .node_state import NodeState, run_of
+from .pairs import Split, split_batch
 from .rules import ClientRule, LocalRound, Update, known_keys, rules_by_key
 from .rules.globalmomentum import GlobalMomentum
 from .training import SGD, Batch, Epochs, Loss, cross_entropy, local_batches, train
@@ -52,9 +53,13 @@ class BNClient(NumPyClient):
         Any module; its batch norms are found by type. Several clients may share a model as ModelTensors, whose
         tensors must then not be replaced.
     train_data, eval_data
-        Iterables of (inputs, targets), such as a DataLoader, or, for data whose order is a function of the round, an
-        object with `num_examples` and `epoch(server_round, epoch)`. `eval_data` may also be a dict of several sets by
-        name, or a function that returns the data and is called when the client is evaluated.
+        Iterables of batches, such as a DataLoader, or, for data whose order is a function of the round, an object with
+        `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets) or a dict with common
+        names such as "img" and "label"; see `batch`. `eval_data` may also be a dict of several sets by name, or a
+        function that returns the data and is called when the client is evaluated.
+    batch
+        How to read batches of another form: the keys of inputs and targets, for instance ("photo", "species") or
+        (0, 1), or a function that returns inputs and targets of a batch.
     lr
         The learning rate, or a function of the round.
     epochs, steps
@@ -86,6 +91,7 @@ class BNClient(NumPyClient):
         train_data: Epochs | Iterable[Batch],
         eval_data: TestSets | Callable[[], TestSets] | None = None,
         *,
+        batch: Split | None = None,
         lr: float | Callable[[int], float] = 0.1,
         epochs: int | None = None,
         steps: int | None = None,
@@ -103,6 +109,7 @@ class BNClient(NumPyClient):
             raise ValueError(f"give epochs ({epochs}) or steps ({steps}), not both")
         self.train_data = train_data
         self.eval_data = eval_data
+        self.batch = batch
         self.lr = lr
         self.epochs = 1 if epochs is None and steps is None else epochs
         self.steps = steps
@@ -197,7 +204,7 @@ class BNClient(NumPyClient):
             local.optimizer = SGD(trained, lr, self.momentum, self.weight_decay)
             loss, _, first_batch = train(
                 self.model,
-                local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
+                self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps)),
                 local.optimizer,
                 self.loss,
                 device=self.device,
@@ -234,7 +241,7 @@ class BNClient(NumPyClient):
         sets = data if isinstance(data, Mapping) else {"": data}
         metrics: Metrics = {}
         for name, data in sets.items():
-            measured = evaluate(self.model, data, self.loss, self.device)
+            measured = evaluate(self.model, self._pairs(data), self.loss, self.device)
             if not metrics:
                 metrics = dict(measured)
             else:
@@ -246,7 +253,7 @@ class BNClient(NumPyClient):
         rules_for(config)
         self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
-        statistics, batches = reestimate(self.model, epoch, self.device)
+        statistics, batches = reestimate(self.model, self._pairs(epoch), self.device)
         values = {key: value.cpu().numpy() for key, value in statistics.items()}
         return Update(values, {protocol.NUM_EXAMPLES: batches} | self.identity, {})
 
@@ -280,11 +287,17 @@ class BNClient(NumPyClient):
         if isinstance(dataset, Sized):
             return len(dataset)
         if isinstance(data, Sequence):  # batches in a list
-            return sum(len(targets) for _, targets in data)
+            return sum(len(targets) for _, targets in self._pairs(data))
         raise TypeError(
             f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
             "data set with a length, a list of batches, or an object with num_examples and epoch(server_round, epoch)"
         )
+
+    def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
+        for batch in batches:
+            # This test is also in split_batch: a module that rounds of our own experiments do not need to execute.
+            is_pair = type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
+            yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
 
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]

@@ -120,6 +120,20 @@ def test_mean_statistics_averages_only_the_statistics(federation: Federations, n
     assert differs, "the bare strategy does not average statistics"
 
 
+def test_an_error_of_all_clients_is_logged_once_with_its_reason(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """Flower's FedAvg ends such a run without an error and without a model."""
+    fed = federation((8, 12))
+    for data in fed.data:
+        data.batches = [{"photo": images, "label": labels} for images, labels in data.batches]
+    result = flower.FedAvg(fraction_evaluate=0.0).start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert len(result.arrays) == 0
+    (logged,) = [record.getMessage() for record in flower_log.records if record.levelname == "ERROR"]
+    assert "a client could not train: TypeError: a batch is a dict with the keys 'photo', 'label'" in logged
+    assert "batch=(KEY_OF_INPUTS, KEY_OF_TARGETS)" in logged
+
+
 def narrow(fed: Any) -> Any:
     """Batches of little variance: running variances fall from their first value, 1, towards zero."""
     for data in fed.data:
@@ -297,9 +311,9 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
     task = (
         "\n\ndef train_batches(model, loader, lr):\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=lr)\n"
-        "    for images, labels in loader:\n"
+        "    for batch in loader:\n"
         "        optimizer.zero_grad()\n"
-        "        nn.functional.cross_entropy(model(images), labels).backward()\n"
+        "        nn.functional.cross_entropy(model(batch['img']), batch['label']).backward()\n"
         "        optimizer.step()\n"
     )
     source = (PROJECT / PACKAGE / "task.py").read_text()

@@ -31,7 +31,7 @@ SERVER = {
     "FixBN": {
         "from flwr.serverapp.strategy import FedAvg": "from fedbn_flwr.strategies import FedAvg, FixBN",
         'FedAvg(fraction_evaluate=context.run_config["fraction-evaluate"])': (
-            'FixBN(FedAvg(fraction_evaluate=context.run_config["fraction-evaluate"]), freeze_round=1)'
+            'FixBN(FedAvg(fraction_evaluate=context.run_config["fraction-evaluate"]), freeze_round=2)'
         ),
     },
 }
@@ -128,7 +128,7 @@ def test_fedbn_keeps_batch_norm_on_the_client(tmp_path: Path, monkeypatch: pytes
     assert set(sent) == {key for key in model if not key.startswith(NORMS)}
     assert others == [sent] * (CLIENTS - 1)
     accuracies = [r.content["metrics"]["accuracy"] for r in grid.replies if r.metadata.message_type == "evaluate"]
-    assert min(accuracies[-2:]) > 0.8, "each client has a few digits, and evaluates with its own norms"
+    assert min(accuracies[-2:]) > 0.6, "each client has three or four digits, and evaluates with its own norms"
 
 
 def test_fixbn_freezes_the_statistics(
@@ -139,9 +139,9 @@ def test_fixbn_freezes_the_statistics(
     statistics = [key for key in model if "running" in key]
     assert len(statistics) == 2 * len(NORMS)
     for key in statistics:
-        assert first[key] != second[key]
-        assert second[key] == third[key] == model[key].numpy().tobytes()
-    assert third["after_conv.weight"] != second["after_conv.weight"], "gamma still trains"
+        assert first[key] != second[key] != third[key]
+        assert third[key] == model[key].numpy().tobytes()
+    assert third["after_conv.weight"] != model["after_conv.weight"].numpy().tobytes(), "gamma still trains"
     before, *_, after = losses(capsys.readouterr().out)
     assert after < before
 
@@ -158,7 +158,7 @@ def test_fedtan_draws_the_same_in_any_process(
     with imported(changed(tmp_path / "project", "FedTAN")) as project:
         project.serve()
         expected = scores(capsys.readouterr().out)
-        for seed in range(5):
+        for seed in range(3):
             random, caches = Random(seed), (ParkedRounds(), ParkedRounds())
 
             def work(message: Message, context: Context, random: Random = random, caches: Any = caches) -> Message:

@@ -1,11 +1,14 @@
 """The model, the data, and plain PyTorch loops over them."""
 
-from functools import lru_cache
-
+import numpy as np
 import torch
+from datasets import ClassLabel, Dataset, Features, Image
+from flwr_datasets.partitioner import IidPartitioner
+from PIL.Image import fromarray
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from torchvision.transforms import Compose, Normalize, ToTensor
 
 
 class Net(nn.Module):
@@ -31,29 +34,42 @@ class Net(nn.Module):
         return self.head(self.drop(x.flatten(1)))
 
 
-@lru_cache(maxsize=1)
+partitioner = None  # Cache of the data set
+transforms = Compose([ToTensor(), Normalize((0.0,), (240 / 255,))])
+
+
+def apply_transforms(batch):
+    """Turn the images of a batch into tensors."""
+    batch["img"] = [transforms(img) for img in batch["img"]]
+    return batch
+
+
 def all_digits():
+    """The digits as a data set of the hub would have them: a column of images, a column of labels."""
     images, labels = load_digits(return_X_y=True)
     order = labels.argsort(kind="stable")  # by class: each client gets only a few classes
-    images = torch.tensor(images[order] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
-    return TensorDataset(images, torch.tensor(labels[order], dtype=torch.long))
+    images = [fromarray(image) for image in np.uint8(images[order] * 15).reshape(-1, 8, 8)]
+    features = Features({"img": Image(), "label": ClassLabel(num_classes=10)})
+    return Dataset.from_dict({"img": images, "label": labels[order]}, features=features)
 
 
 def load_data(partition_id, num_partitions, batch_size):
     """One client's images: four fifths to train on, the others to test."""
-    digits = all_digits()
-    mine = range(len(digits) * partition_id // num_partitions, len(digits) * (partition_id + 1) // num_partitions)
-    test = [i for i in mine if i % 5 == 0]
-    train = [i for i in mine if i % 5 != 0]
-    trainloader = DataLoader(torch.utils.data.Subset(digits, train), batch_size=batch_size, shuffle=True)
-    testloader = DataLoader(torch.utils.data.Subset(digits, test), batch_size=batch_size)
+    global partitioner
+    if partitioner is None:
+        partitioner = IidPartitioner(num_partitions)
+        partitioner.dataset = all_digits()
+    partition = partitioner.load_partition(partition_id)
+    partition = partition.train_test_split(test_size=0.2, seed=42).with_transform(apply_transforms)
+    trainloader = DataLoader(partition["train"], batch_size=batch_size, shuffle=True)
+    testloader = DataLoader(partition["test"], batch_size=batch_size)
     return trainloader, testloader
 
 
 def load_test_data():
     """Every fifth image, for the server."""
     digits = all_digits()
-    return DataLoader(torch.utils.data.Subset(digits, range(0, len(digits), 5)), batch_size=128)
+    return DataLoader(digits.select(range(0, len(digits), 5)).with_transform(apply_transforms), batch_size=128)
 
 
 def train(net, trainloader, epochs, lr, device):
@@ -64,9 +80,10 @@ def train(net, trainloader, epochs, lr, device):
     net.train()
     running_loss = 0.0
     for _ in range(epochs):
-        for images, labels in trainloader:
+        for batch in trainloader:
+            images, labels = batch["img"].to(device), batch["label"].to(device)
             optimizer.zero_grad()
-            loss = criterion(net(images.to(device)), labels.to(device))
+            loss = criterion(net(images), labels)
             loss.backward()
             optimizer.step()
             running_loss += loss.item()
@@ -80,8 +97,9 @@ def test(net, testloader, device):
     criterion = nn.CrossEntropyLoss(reduction="sum")
     correct, loss = 0, 0.0
     with torch.no_grad():
-        for images, labels in testloader:
-            outputs = net(images.to(device))
-            loss += criterion(outputs, labels.to(device)).item()
-            correct += (outputs.argmax(1).cpu() == labels).sum().item()
+        for batch in testloader:
+            images, labels = batch["img"].to(device), batch["label"].to(device)
+            outputs = net(images)
+            loss += criterion(outputs, labels).item()
+            correct += (outputs.argmax(1) == labels).sum().item()
     return loss / len(testloader.dataset), correct / len(testloader.dataset)
