@@ -32,6 +32,7 @@ from fedbn_flwr.results.report import write_report
 from .find import from_run_config
 from .listeners.base import Listener, RunState
 from .listeners.checkpoint import Checkpoint
+from .listeners.dynamics import Dynamics
 from .listeners.evaluate import Evaluate
 from .listeners.history import History
 from .listeners.progress import Progress
@@ -56,6 +57,8 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         arrays = arrays_in(snapshot.model)["arrays"]
         state = RunState(prepared, ledger, identity, arrays, done, dict(snapshot.trained), kept_round=done)
     listeners: list[Listener] = [Evaluate(prepared), History(folder, ledger), progress, Checkpoint(folder)]
+    if run.evaluate.dynamics:
+        listeners.insert(0, Dynamics(folder))
     for listener in listeners:
         listener.on_start(state)
     try:
@@ -69,7 +72,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         while state.round < run.rounds:
             if state.stop:
                 raise KeyboardInterrupt
-            train_round(state)
+            train_round(state, listeners)
             for listener in listeners:
                 listener.on_round(state)
     except BaseException as error:
@@ -80,7 +83,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
             listener.on_end(state)
 
 
-def train_round(state: RunState) -> None:
+def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     rule, number = state.prepared.rule, state.round + 1
     config = ConfigRecord({**state.identity, protocol.KEPT_ROUND: state.kept_round})
     messages = rule.configure_train(number, state.arrays, config, state.grid)
@@ -93,6 +96,9 @@ def train_round(state: RunState) -> None:
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
+    state.dynamics = None
+    for listener in listeners:
+        listener.on_replies(state, replies)
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,7 @@ class Evaluate(_Section):
     server: bool = True  # false: the server has no data
     statistics: Literal["model", "reestimated"] = "model"  # of the global model's batch norms, on the test images
     batch_size: Positive = 500
+    dynamics: bool = False  # record how batch norm's statistics change, in every evaluated round
 
     @model_validator(mode="after")
     def _one_of_them_does(self) -> Evaluate:

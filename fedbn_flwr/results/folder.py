@@ -3,6 +3,7 @@
 config.yaml         the resolved settings
 environment.json    commit, versions, hardware, command
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
+norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model
 checkpoint          everything needed to resume the run, see checkpoint.py
@@ -33,6 +34,7 @@ from fedbn_flwr.storage import replacing
 from .checkpoint import CheckpointFile, Snapshot
 from .summary import Summary
 
+_LINES = ("history.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them after its checkpoint
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 
 
@@ -66,8 +68,8 @@ class RunFolder:
     def begin(self, config: Mapping[str, Any]) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         done = self.checkpoint.round()
-        kept = [line for line in self.history() if line["round"] <= done]
-        if (rounds := [line["round"] for line in kept]) != list(range(1, done + 1)):
+        kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in _LINES}
+        if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
@@ -78,7 +80,11 @@ class RunFolder:
             raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
         self._write("config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
         self._write("environment.json", json.dumps(environment(), indent=2) + "\n")
-        self._write("history.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        for name, lines in kept.items():
+            if lines or name == "history.jsonl":
+                self._write(name, "".join(json.dumps(line) + "\n" for line in lines))
+            else:
+                (self.path / name).unlink(missing_ok=True)
         return done
 
     def config(self) -> dict[str, Any]:
@@ -91,12 +97,16 @@ class RunFolder:
         summary = self.summary()
         return summary is not None and summary.status == "finished"
 
-    def add_round(self, line: Mapping[str, Any]) -> None:
-        with (self.path / "history.jsonl").open("a", encoding="utf-8") as file:
+    def add_line(self, name: str, line: Mapping[str, Any]) -> None:
+        """Add the line of a round to one of the files in `_LINES`."""
+        with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(line)) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
-        file = self.path / "history.jsonl"
+        return self.lines("history.jsonl")
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.path / name
         if not file.exists():
             return []
         # A last line without a line break was cut off by a crash.
@@ -139,7 +149,8 @@ _FREE = ("workers", "timeout", "node_timeout", "state_memory", "checkpoint_every
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
-    return {**config, "engine": engine}
+    evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
+    return {**config, "engine": engine, "evaluate": evaluate}
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

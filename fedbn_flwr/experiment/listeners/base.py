@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
 
 from fedbn_flwr.engines.base import GridAround
 
@@ -26,6 +26,7 @@ class RunState:
     trained: dict[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
     kept_round: int = 0  # the round of the last checkpoint
     line: dict[str, Any] = field(default_factory=dict)  # the round's line in the history; listeners add to it
+    dynamics: dict[str, Any] | None = None  # the round's line in norms.jsonl, if it has one
     stop: bool = False  # the user asked to stop after this round
     error: BaseException | None = None  # that ended the run before its last round
 
@@ -36,12 +37,20 @@ class RunState:
     def run(self) -> Settings:
         return self.prepared.run
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the models of this round are evaluated."""
+        return self.round % self.run.evaluate.every == 0 or self.round == self.run.rounds
+
 
 class Listener:
     """Hooks that are called during a run; by default they do nothing."""
 
     def on_start(self, state: RunState) -> None:
         """Before the first round, or the first one after resuming."""
+
+    def on_replies(self, state: RunState, replies: Sequence[Message]) -> None:
+        """When the replies of a round have become `state.arrays`, before `on_round`; the replies are not kept."""
 
     def on_round(self, state: RunState) -> None:
         """After a round, in the order of the listeners."""

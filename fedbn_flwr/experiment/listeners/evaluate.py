@@ -38,7 +38,7 @@ class Evaluate(Listener):
 
     def on_round(self, state: RunState) -> None:
         run = state.run
-        if state.round % run.evaluate.every and state.round != run.rounds:
+        if not state.is_evaluated:
             return
         if self.asks_clients:
             state.line |= self._on_clients(state)

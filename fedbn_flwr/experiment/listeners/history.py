@@ -29,7 +29,7 @@ class History(Listener):
         now = time.monotonic()
         state.line |= {**vars(self.ledger.take()), "seconds": now - self.mark}
         self.mark = now
-        self.folder.add_round(state.line)
+        self.folder.add_line("history.jsonl", state.line)
         self.summary.account(state.line)
         self.summary.notes = dict(state.prepared.rule.notes())
         self.folder.write_summary(self.summary)

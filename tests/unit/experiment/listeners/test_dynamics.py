@@ -1,0 +1,87 @@
+"""What `evaluate.dynamics` records, and where it records nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.results.folder import RunFolder
+
+EXPERIMENT = """
+rounds: 4
+clients: 3
+data: {{partition: {{kind: classes, classes_per_client: 4}}}}
+train: {{lr: 0.05, batch_size: 16, steps: 2}}
+evaluate: {{every: 2, dynamics: true}}
+engine: {{workers: 0, device: cpu, checkpoint_every: 2}}
+model: {{norm: {norm}}}
+runs: {{one: {{strategy: {strategy}}}}}
+"""
+
+
+def run(folder: Path, *words: str, strategy: str = "{name: FedAvg}", norm: str = "bn") -> RunFolder:
+    file = folder / "experiment.yaml"
+    file.write_text(EXPERIMENT.format(strategy=strategy, norm=norm))
+    assert cli.main(["run", str(file), *words, "--out", str(folder / "out")]) == 0
+    return RunFolder(folder / "out" / "one")
+
+
+def test_evaluated_rounds_have_every_layer_and_client(tmp_path: Path) -> None:
+    folder = run(tmp_path)
+    lines = folder.lines("norms.jsonl")
+    assert [line["round"] for line in lines] == [2, 4]
+    for line in lines:
+        assert list(line["layers"]) == ["bn1", "bn2"]
+        assert list(line["clients"]) == ["0", "1", "2"]
+        for layer in ("bn1", "bn2"):
+            assert 0 < line["layers"][layer]["mean_drift"] < 10
+            for client in line["clients"].values():
+                assert client[layer]["mean_deviation"] > 0, "clients have other classes"
+                assert 0.1 < client[layer]["variance_ratio"] < 10
+    assert (folder.path / "norms.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_frozen_statistics_neither_drift_nor_deviate(tmp_path: Path) -> None:
+    first, last = run(tmp_path, strategy="{name: FixBN, freeze_round: 3}").lines("norms.jsonl")
+    assert first["layers"]["bn1"]["mean_drift"] > 0
+    assert set(last["layers"]["bn1"].values()) == {0}
+    assert last["clients"]["2"]["bn2"] == {"mean_deviation": 0, "variance_deviation": 0, "variance_ratio": 1}
+
+
+def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = run(tmp_path)
+    expected = (whole.path / "norms.jsonl").read_bytes()
+    summary = json.loads((whole.path / "summary.json").read_text())
+    (whole.path / "summary.json").write_text(json.dumps({**summary, "status": "interrupted"}))
+    whole.add_line("norms.jsonl", {"round": 5, "layers": {}, "clients": {}})  # after the last checkpoint
+    resumed = run(tmp_path, "--resume")
+    assert (resumed.path / "norms.jsonl").read_bytes() == expected
+
+
+def test_strategies_whose_clients_send_their_statistics_are_recorded(tmp_path: Path) -> None:
+    assert len(run(tmp_path, strategy="{name: FedBN}").lines("norms.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "norm", "says"),
+    [
+        ("{name: FedAvg}", "gn", "no batch norm with running statistics"),
+        ("{name: FedBN, global_norm: initial}", "bn", "FedBN leaves the statistics on the clients"),
+        ("{name: Standalone}", "bn", "Standalone leaves the statistics on the clients"),
+    ],
+)
+def test_where_nothing_can_be_recorded_the_log_says_why(
+    strategy: str, norm: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    try:
+        folder = run(tmp_path, strategy=strategy, norm=norm)
+    finally:
+        logging.getLogger("flwr").removeHandler(caplog.handler)
+    assert "one: evaluate.dynamics records nothing: " in caplog.text
+    assert says in caplog.text
+    assert not (folder.path / "norms.jsonl").exists()

@@ -1,0 +1,112 @@
+"""The figures of the training dynamics, beside the same figures computed channel by channel."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from torch import nn
+
+from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.norms.dynamics import EPS, NormLayers
+
+Arrays = dict[str, np.ndarray]
+
+
+def model(seed: int) -> Arrays:
+    """The arrays of two batch norms in float32, with random statistics."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)))
+    random = np.random.default_rng(seed)
+    arrays = {key: np.array(value) for key, value in initial_arrays(module).items()}
+    for key, value in arrays.items():
+        if key.endswith("running_mean"):
+            arrays[key] = random.normal(size=value.shape).astype(np.float32)
+        elif key.endswith("running_var"):
+            arrays[key] = random.uniform(0.1, 3, value.shape).astype(np.float32)
+    return arrays
+
+
+def rms(values: list[float]) -> float:
+    return math.sqrt(statistics.fmean(value**2 for value in values))
+
+
+def differences(one: Arrays, other: Arrays, scale: Arrays, layer: str) -> tuple[list[float], list[float]]:
+    """Mean differences and variance log-ratios, one for each channel, in Python's floats."""
+    mean, var = f"{layer}.running_mean", f"{layer}.running_var"
+    channels = range(len(one[mean]))
+    return (
+        [(float(one[mean][c]) - float(other[mean][c])) / math.sqrt(float(scale[var][c]) + EPS) for c in channels],
+        [math.log((float(one[var][c]) + EPS) / (float(other[var][c]) + EPS)) for c in channels],
+    )
+
+
+def test_drift_is_the_twins() -> None:
+    before, after = model(0), model(1)
+    layers = NormLayers(before)
+    one, two = layers.statistics(before), layers.statistics(after)
+    assert one is not None
+    assert two is not None
+    found = layers.drift(one, two)
+    assert list(found) == ["1", "2.1"]
+    for layer in found:
+        means, logs = differences(after, before, after, layer)
+        assert found[layer] == pytest.approx({"mean_drift": rms(means), "variance_drift": rms(logs)}, rel=1e-5)
+
+
+def test_deviation_is_the_twins() -> None:
+    client, overall = model(0), model(1)
+    layers = NormLayers(overall)
+    one, two = layers.statistics(client), layers.statistics(overall)
+    assert one is not None
+    assert two is not None
+    for layer, figures in layers.deviation(one, two).items():
+        means, logs = differences(client, overall, overall, layer)
+        expected = {
+            "mean_deviation": rms(means),
+            "variance_deviation": rms(logs),
+            "variance_ratio": math.exp(statistics.fmean(logs)),
+        }
+        assert figures == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_client_with_four_times_the_variance_has_the_ratio_four() -> None:
+    overall = model(0)
+    client = {key: 4 * value if key.endswith("running_var") else value for key, value in overall.items()}
+    layers = NormLayers(overall)
+    one, two = layers.statistics(client), layers.statistics(overall)
+    assert one is not None
+    assert two is not None
+    figures = layers.deviation(one, two)["1"]
+    assert figures["mean_deviation"] == 0
+    assert figures["variance_deviation"] == pytest.approx(math.log(4), rel=1e-3)
+    assert figures["variance_ratio"] == pytest.approx(4, rel=1e-3)
+
+
+@pytest.mark.parametrize("change", ["missing", "size", "nan"])
+def test_statistics_that_cannot_be_compared_are_none(change: str) -> None:
+    arrays = model(0)
+    layers = NormLayers(arrays)
+    if change == "missing":
+        del arrays["1.running_var"]
+    elif change == "size":
+        arrays["1.running_mean"] = np.zeros(4, np.float32)
+    else:
+        arrays["1.running_mean"][0] = np.nan
+    assert layers.statistics(arrays) is None
+
+
+def test_lengths_are_euclidean_norms_of_the_arrays() -> None:
+    arrays = model(0) | {"1.weight": np.array([3, 4, 12], np.float32)}
+    figures = NormLayers(arrays).lengths(arrays)
+    assert figures["1"]["gamma"] == 13
+    assert figures["1"]["beta"] == 0
+    assert figures["2.1"]["running_var"] == pytest.approx(
+        math.sqrt(sum(float(value) ** 2 for value in arrays["2.1.running_var"])), rel=1e-12
+    )
+
+
+def test_a_model_with_group_norm_has_no_layers() -> None:
+    arrays = initial_arrays(nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4)))
+    assert NormLayers(arrays).names == []
