@@ -32,6 +32,7 @@ from fedbn_flwr.results.report import write_report
 from .find import from_run_config
 from .listeners.base import Listener, RunState
 from .listeners.checkpoint import Checkpoint
+from .listeners.clients import values_of
 from .listeners.dynamics import Dynamics
 from .listeners.evaluate import Evaluate
 from .listeners.history import History
@@ -96,6 +97,7 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
+    state.clients = values_of(replies, "images")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, replies)

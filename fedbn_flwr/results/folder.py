@@ -3,6 +3,7 @@
 config.yaml         the resolved settings
 environment.json    commit, versions, hardware, command
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
+clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model
@@ -34,7 +35,7 @@ from fedbn_flwr.storage import replacing
 from .checkpoint import CheckpointFile, Snapshot
 from .summary import Summary
 
-_LINES = ("history.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them after its checkpoint
+_LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError
 
+from .clients import evaluated, heading, last_values, plot_boxes, spread
 from .folder import RunFolder, deciding, flat_settings
 from .summary import BY_DOMAIN, Summary
 
@@ -34,6 +35,11 @@ class Run:
     @cached_property
     def figures(self) -> dict[str, Any]:
         return self.summary.to_json()
+
+    @cached_property
+    def clients(self) -> dict[str, dict[str, float]]:
+        """The values by metric and client, of the last evaluated round."""
+        return last_values(RunFolder(self.path).lines("clients.jsonl"))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def _differs(key: str, variants: Sequence[Mapping[str, Any]]) -> bool:
     return any(variant.get(key) != variants[0].get(key) for variant in variants)
 
 
-_HEADINGS = ("run", "accuracy", "best", "rounds", "communication rounds", "MiB down", "MiB up", "seconds")
+_HEADINGS = ("run", "accuracy", "best on test", "rounds", "communication rounds", "MiB down", "MiB up", "seconds")
 
 # Columns that a table has only if one of its runs has these figures.
 _OPTIONAL = {
@@ -124,7 +130,7 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             (
                 row.label + (repeated if count > 1 else "") + status,
                 _spread(row.figures("accuracy"), 100, 2, "%"),
-                _spread(row.figures("best_accuracy"), 100, 2, "%"),
+                _spread(row.figures("best_test_accuracy"), 100, 2, "%"),
                 *(_spread(row.figures(key), 100, 2, "%") for key in present),
                 _spread(row.figures("rounds"), 1, 0),
                 _spread(row.figures("communication_rounds"), 1, 0),
@@ -173,6 +179,22 @@ def by_domain(rows: Sequence[Row]) -> list[Domains]:
         if names:
             found.append(Domains(title, prefix, tuple(names)))
     return found
+
+
+CLIENTS = "clients with equal weights, last evaluated round"
+
+
+def client_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Mean, deviation and worst tenth over clients of each metric; only headings if no client was evaluated."""
+    lines: list[tuple[str, ...]] = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
+    for row in rows:
+        for metric in dict.fromkeys(metric for run in row.runs for metric in evaluated(run.clients)):
+            seeds = [list(run.clients[metric].values()) for run in row.runs if metric in run.clients]
+            measured = [spread(values, metric) for values in seeds]
+            figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
+            shown = (_spread(values, 100, 2, "%") for values in figures)
+            lines.append((row.label, heading(metric), _spread([len(values) for values in seeds], 1, 0), *shown))
+    return lines
 
 
 def _spread(values: Sequence[float], scale: float, digits: int, unit: str = "") -> str:
@@ -288,7 +310,12 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Each run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them."""
     return [
-        {"settings": RunFolder(run.path).config(), "summary": run.figures, "curve": _curve(run.history)}
+        {
+            "settings": RunFolder(run.path).config(),
+            "summary": run.figures,
+            "curve": _curve(run.history),
+            "clients": run.clients,
+        }
         for row in rows
         for run in row.runs
     ]
@@ -312,14 +339,21 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
     """
     rows = group(find_runs(folders))
     tables = [("", table(rows)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
+    if len(individuals := client_table(rows)) > 1:
+        tables.append((CLIENTS, individuals))
     try:
         out.mkdir(parents=True, exist_ok=True)
         page, picture = out / "report.md", out / "report.png"
         plot(rows, picture)
-        parts = [(f"{title}:\n\n" if title else "") + as_markdown(lines) for title, lines in tables]
-        page.write_text("\n".join([*parts, f"![accuracy]({picture.name})\n"]), encoding="utf-8")
+        pictures = [picture.name]
+        if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
+            pictures.append("clients.png")
+        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables]
+        page.write_text(
+            "\n".join([*parts, *(f"![{Path(name).stem}]({name})\n" for name in pictures)]), encoding="utf-8"
+        )
         (out / "report.json").write_text(json.dumps(figures(rows), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the report into {str(out)!r}: {error.strerror}") from None
-    text = "\n\n".join((f"{title}\n" if title else "") + as_text(lines) for title, lines in tables)
+    text = "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables)
     return text, page, picture

@@ -27,6 +27,9 @@ _LATEST = (
     "clients_mean_iou",
 )
 
+# Endings of the keys of a spread over clients, which follow the name of the metric.
+SPREAD = ("_std", "_worst_tenth")
+
 
 @dataclass
 class Summary:
@@ -52,13 +55,14 @@ class Summary:
     rounds: int = 0
     seconds: float = 0.0  # of all rounds
     accuracy: float | None = None
-    best_accuracy: float | None = None
+    best_test_accuracy: float | None = None  # over all rounds; a choice by test images, so it is optimistic
     loss: float | None = None
     evaluated_with: str | None = None  # the source of the statistics in the global model's batch norms
     mean_iou: float | None = None
     clients_accuracy: float | None = None  # means over clients: on all test images, and on their own
     clients_own_accuracy: float | None = None
     clients_mean_iou: float | None = None
+    spread: dict[str, float] = field(default_factory=dict)  # over clients: clients_own_accuracy_std, ...
     domains: dict[str, float] = field(default_factory=dict)  # the keys begin with those of BY_DOMAIN
     traffic: Traffic = field(default_factory=Traffic)
     notes: dict[str, Any] = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
@@ -72,15 +76,19 @@ class Summary:
             if line.get(key) is not None:
                 setattr(self, key, line[key])
         if line.get("accuracy") is not None:
-            self.best_accuracy = max(self.best_accuracy or 0.0, line["accuracy"])
-        self.domains |= {key: value for key, value in line.items() if key.startswith(tuple(BY_DOMAIN))}
+            self.best_test_accuracy = max(self.best_test_accuracy or 0.0, line["accuracy"])
+        spread = {key: value for key, value in line.items() if _is_spread(key)}
+        self.spread |= spread
+        self.domains |= {
+            key: value for key, value in line.items() if key.startswith(tuple(BY_DOMAIN)) and key not in spread
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """One flat mapping, in which traffic, domains and notes are not nested."""
+        """One flat mapping, in which traffic, spread, domains and notes are not nested."""
         flat = {key: value for key, value in asdict(self).items() if value is not None}
-        traffic, domains, notes = (flat.pop(key) for key in ("traffic", "domains", "notes"))
+        traffic, spread, domains, notes = (flat.pop(key) for key in ("traffic", "spread", "domains", "notes"))
         per_round = self.traffic.broadcast_bytes / self.rounds / 2**20 if self.rounds else 0.0
-        return {**flat, **traffic, "broadcast_mib_per_round": per_round, **domains, **notes}
+        return {**flat, **traffic, "broadcast_mib_per_round": per_round, **spread, **domains, **notes}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
@@ -90,5 +98,10 @@ class Summary:
         rest = {key: value for key, value in content.items() if key != "broadcast_mib_per_round"}
         traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
         own = {item.name: rest.pop(item.name) for item in fields(cls) if item.name in rest}
+        spread = {key: rest.pop(key) for key in list(rest) if _is_spread(key)}
         domains = {key: rest.pop(key) for key in list(rest) if key.startswith(tuple(BY_DOMAIN))}
-        return cls(**own, traffic=Traffic(**traffic), domains=domains, notes=rest)
+        return cls(**own, traffic=Traffic(**traffic), spread=spread, domains=domains, notes=rest)
+
+
+def _is_spread(key: str) -> bool:
+    return key.startswith("clients_") and key.endswith(SPREAD)

@@ -122,6 +122,7 @@ def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
     """The results of a run, without times."""
     run = RunFolder(out)
     lines = [{key: value for key, value in line.items() if key != "seconds"} for line in run.history()]
+    lines += run.lines("clients.jsonl")
     summary = {key: value for key, value in summary_of(out).to_json().items() if key not in ("seconds", "began")}
     return (out / "model.safetensors").read_bytes(), lines, summary
 

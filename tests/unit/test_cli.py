@@ -131,7 +131,7 @@ def test_a_run_leaves_what_the_design_promises(tmp_path: Path, capsys: pytest.Ca
     assert summary["status"] == "finished"
     assert summary["rounds"] == summary["communication_rounds"] == 3
     assert summary["accuracy"] == history[-1]["accuracy"]
-    assert summary["best_accuracy"] == max(line["accuracy"] for line in history)
+    assert summary["best_test_accuracy"] == max(line["accuracy"] for line in history)
     assert summary["bytes_down"] == sum(line["bytes_down"] for line in history)
     assert summary["freeze_round"] == 2
     assert {"bytes_up", "seconds", "seed"} <= set(summary)

@@ -26,6 +26,7 @@ class RunState:
     trained: dict[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
     kept_round: int = 0  # the round of the last checkpoint
     line: dict[str, Any] = field(default_factory=dict)  # the round's line in the history; listeners add to it
+    clients: dict[int, dict[str, float]] = field(default_factory=dict)  # the values of each client
     dynamics: dict[str, Any] | None = None  # the round's line in norms.jsonl, if it has one
     stop: bool = False  # the user asked to stop after this round
     error: BaseException | None = None  # that ended the run before its last round

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
-from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
 from ..data import moments_of, rows_by_domain
 from ..prepare import Prepared
 from .base import Listener, RunState
+from .clients import name_of, own_means, spreads, values_of
 
 
 class Evaluate(Listener):
@@ -59,8 +58,11 @@ class Evaluate(Listener):
         if not replies:
             return {}
         metrics = self.rule.aggregate_evaluate(state.round, replies)
-        shared = {key: value for key, value in (metrics or {}).items() if not key.startswith("own@")}
-        return {f"clients_{key.replace('-', '_')}": value for key, value in {**shared, **own_figures(replies)}.items()}
+        values = values_of(replies, "test_images")
+        for client, measured in values.items():
+            state.clients.setdefault(client, {}).update(measured)
+        means = {name_of(key): value for key, value in (metrics or {}).items()}
+        return {f"clients_{name}": value for name, value in {**means, **own_means(values), **spreads(values)}.items()}
 
     def _on_server(self, test: TestBatches, arrays: ArrayRecord, queried: bool) -> dict[str, Any]:
         """Figures of the global model, `accuracy_DOMAIN` included, and the statistics that its batch norms used."""
@@ -79,19 +81,3 @@ class Evaluate(Listener):
         for domain, domain_test in self.domains.items():
             figures[f"accuracy_{domain}"] = evaluate(model, domain_test, cross_entropy, device)["accuracy"]
         return {key.replace("-", "_"): value for key, value in figures.items()} | {"evaluated_with": used}
-
-
-def own_figures(replies: Sequence[Message]) -> dict[str, float]:
-    """Means of the clients' figures on their own test images, with equal weights, over the clients that have some.
-
-    "own-accuracy" covers all of a client's own test images, "own-accuracy-DOMAIN" those of one domain.
-    """
-    reported: dict[str, list[float]] = {}
-    for reply in replies:
-        for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
-            for key, value in metrics.items():
-                prefix, _, measure = key.partition("-")
-                owner, _, domain = prefix.partition("@")
-                if owner == "own" and measure in ("loss", "accuracy") and isinstance(value, float):
-                    reported.setdefault(f"own-{measure}-{domain}" if domain else key, []).append(value)
-    return {key: statistics.fmean(values) for key, values in reported.items()}

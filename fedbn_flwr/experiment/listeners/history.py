@@ -30,6 +30,7 @@ class History(Listener):
         state.line |= {**vars(self.ledger.take()), "seconds": now - self.mark}
         self.mark = now
         self.folder.add_line("history.jsonl", state.line)
+        self.folder.add_line("clients.jsonl", {"round": state.round, "clients": dict(sorted(state.clients.items()))})
         self.summary.account(state.line)
         self.summary.notes = dict(state.prepared.rule.notes())
         self.folder.write_summary(self.summary)

@@ -22,7 +22,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import share_test
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.evaluate import own_figures
+from fedbn_flwr.experiment.listeners.clients import own_means, values_of
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run import run_locally
 from fedbn_flwr.norms.statistics import reestimate
@@ -120,12 +120,43 @@ def test_clients_of_rules_that_personalise_are_evaluated_and_no_others(runs: dic
     assert last["clients_own_accuracy"] > last["clients_accuracy"]
 
 
+def values(folder: Path, server_round: int) -> dict[str, dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in found] == [1, 2]
+    clients: dict[str, dict[str, float]] = found[server_round - 1]["clients"]
+    return clients
+
+
+def test_the_history_has_the_spread_of_the_clients_values(runs: dict[str, Path]) -> None:
+    """The means are those over test images for all clients' images, and over clients for their own."""
+    clients, last = values(runs["FedBN"], 2), lines(runs["FedBN"])[1]
+    assert list(clients) == ["0", "1", "2"]
+    for metric in ("accuracy", "loss", "own_accuracy", "own_loss"):
+        each = np.array([client[metric] for client in clients.values()])
+        assert last[f"clients_{metric}"] == pytest.approx(each.mean(), rel=1e-13), "all have 360 test images"
+        assert last[f"clients_{metric}_std"] == pytest.approx(each.std(), rel=1e-12)
+        worst = each.max() if "loss" in metric else each.min()
+        assert last[f"clients_{metric}_worst_tenth"] == worst, "one of three"
+        assert summary(runs["FedBN"])[f"clients_{metric}_std"] == last[f"clients_{metric}_std"]
+    assert {client["test_images"] for client in clients.values()} == {len(load("digits").test.labels)}
+
+
+def test_every_round_has_the_clients_training_values(runs: dict[str, Path]) -> None:
+    for name in ("FedAvg", "Standalone"):
+        clients = values(runs[name], 1)
+        assert all(client.keys() == {"images", "train_loss"} for client in clients.values())
+        total = sum(client["images"] for client in clients.values())
+        assert total == len(load("digits").train.labels)
+        mean = sum(client["images"] * client["train_loss"] for client in clients.values()) / total
+        assert lines(runs[name])[0]["train_loss"] == pytest.approx(mean, rel=1e-13)
+
+
 def test_a_client_without_own_test_images_is_left_out_of_their_mean() -> None:
     """Flower's mean has only what all clients sent; sizes of 100 and 300 do not weigh: (0.5 + 0.7) / 2."""
     sent: list[dict[str, float | int]] = [
-        {"own-accuracy": 0.5, "num-examples": 100},
-        {"own-accuracy": 0.7, "num-examples": 300},
-        {"num-examples": 9},
+        {"own-accuracy": 0.5, "num-examples": 100, "partition-id": 0},
+        {"own-accuracy": 0.7, "num-examples": 300, "partition-id": 1},
+        {"num-examples": 9, "partition-id": 2},
     ]
     LocalGrid(ClientApp(), 1)  # sets the identity without which Flower makes no message
     question = Message(RecordDict(), 1, "evaluate")
@@ -133,12 +164,12 @@ def test_a_client_without_own_test_images_is_left_out_of_their_mean() -> None:
         Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)
         for each in sent
     ]
-    assert own_figures(replies) == {"own-accuracy": pytest.approx(0.6, rel=1e-15)}
+    assert own_means(values_of(replies, "test_images")) == {"own_accuracy": pytest.approx(0.6, rel=1e-15)}
 
 
 def test_standalone_s_accuracy_is_the_clients_mean(runs: dict[str, Path]) -> None:
     found = summary(runs["Standalone"])
-    assert found["accuracy"] == found["best_accuracy"] == found["clients_accuracy"]
+    assert found["accuracy"] == found["best_test_accuracy"] == found["clients_accuracy"]
     assert found["accuracy_of"] == "the clients' models, mean"
     assert found["bytes_down"] == found["bytes_up"] == 0
     assert "evaluated_with" not in found

@@ -1,0 +1,63 @@
+"""The values of each client in a round, from its replies, and their means and spread for the history."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+from flwr.app import Message
+
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import metrics_in
+from fedbn_flwr.messages.screening import number_of
+from fedbn_flwr.results.clients import spread
+
+ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
+
+_IDENTIFIERS = (protocol.PARTITION, protocol.BATCH_EXAMPLES)
+
+
+def values_of(replies: Iterable[Message], images: str) -> ByClient:
+    """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is called `images`."""
+    found: ByClient = {}
+    for reply in replies:
+        for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
+            numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+            found.setdefault(number_of(reply), {}).update(
+                (images if key == protocol.NUM_EXAMPLES else name_of(key), value)
+                for key, value in numbers.items()
+                if key not in _IDENTIFIERS
+            )
+    return found
+
+
+def name_of(key: str) -> str:
+    """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own test images of one domain, as `own_accuracy_sea`."""
+    test_set, _, measure = key.partition("-")
+    owner, at, domain = test_set.partition("@")
+    return (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
+
+
+def own_means(clients: ByClient) -> dict[str, float]:
+    """Means over the clients' own test images, with equal weights, over the clients that have some (of a domain)."""
+    return {name: statistics.fmean(each) for name, each in by_metric(clients).items() if name.startswith("own_")}
+
+
+def spreads(clients: ByClient) -> dict[str, float]:
+    """Deviation and worst tenth of each metric over the clients, with equal weights; not of single domains."""
+    metrics = by_metric(clients)
+    found: dict[str, float] = {}
+    for name, each in metrics.items():
+        # A metric of a single domain exists only on own test images.
+        if name.removeprefix("own_") in metrics and not name.endswith("images"):
+            measured = spread(each, name)
+            found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}
+    return found
+
+
+def by_metric(clients: Mapping[int, Mapping[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for metrics in clients.values():
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return found

@@ -1,0 +1,119 @@
+"""Clients as individuals: the values of each client, their spread, a table and a box plot.
+
+`clients.jsonl` has a line per round, {"round": 3, "clients": {"0": {"images": 96, "train_loss": 0.4, ...}, ...}}. All
+figures here give each client the same weight. They describe the clients that took part, so the deviation is that of
+the whole group (divisor n), not an estimate from a sample.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Values = Mapping[str, float]  # by client, of one metric
+
+_FIRST = ("accuracy", "own_accuracy")
+
+
+@dataclass(frozen=True)
+class Spread:
+    mean: float
+    deviation: float
+    worst_tenth: float  # the mean of the worst tenth of the clients, rounded up to whole clients
+
+
+def spread(values: Sequence[float], metric: str) -> Spread:
+    """The spread of a metric over clients. The worst losses are the highest, other metrics are worst if low."""
+    if not all(map(math.isfinite, values)):  # a client diverged
+        return Spread(math.nan, math.nan, math.nan)
+    mean = statistics.fmean(values)
+    worst = sorted(values, reverse=is_loss(metric))[: math.ceil(len(values) / 10)]
+    return Spread(mean, math.sqrt(statistics.fmean((value - mean) ** 2 for value in values)), statistics.fmean(worst))
+
+
+def is_loss(metric: str) -> bool:
+    return "loss" in metric.split("_")
+
+
+def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each metric's values by client, from the last round in which it was measured; some clients may lack one."""
+    found: dict[str, dict[str, float]] = {}
+    for line in lines:
+        latest: dict[str, dict[str, float]] = {}
+        for client, metrics in line["clients"].items():
+            for metric, value in metrics.items():
+                latest.setdefault(metric, {})[client] = value
+        found |= latest
+    return found
+
+
+def evaluated(values: Mapping[str, Values]) -> dict[str, Values]:
+    """The metrics without losses and numbers of images; those on the clients' own test images come first."""
+    shown = {key: each for key, each in values.items() if not (key.endswith("images") or is_loss(key))}
+    return dict(sorted(shown.items(), key=lambda item: (not item[0].startswith("own_"), item[0] not in _FIRST)))
+
+
+def heading(metric: str) -> str:
+    """The words for a metric in tables and plots: "accuracy on own test images"."""
+    owned = metric.startswith("own_")
+    name = metric.removeprefix("own_").replace("_", " ").replace(" iou", " IoU")
+    return f"{name} on {'own' if owned else 'all'} test images"
+
+
+def plot_boxes(runs: Mapping[str, Sequence[Mapping[str, Values]]], colours: Sequence[str], file: Path) -> bool:
+    """Write a plot with a panel for each metric; `runs` has each seed's values by label. False: nothing to show."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = {label: [evaluated(values) for values in seeds] for label, seeds in runs.items()}
+    metrics = list(dict.fromkeys(metric for seeds in shown.values() for values in seeds for metric in values))
+    if not metrics:
+        return False
+    figure = Figure(figsize=(max(5.0, 2.5 + 0.7 * len(shown)) * len(metrics), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, metric in enumerate(metrics):
+        panel = figure.add_subplot(1, len(metrics), number + 1)
+        pooled = {
+            label: [v for values in seeds for v in values.get(metric, {}).values()] for label, seeds in shown.items()
+        }
+        box_plot(panel, pooled, colours)
+        panel.set_title(heading(metric), fontsize="medium", loc="left")
+    figure.savefig(file, dpi=130)
+    return True
+
+
+def box_plot(panel: Any, groups: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
+    """A box for each group of clients (a run) with a point for each client; values are fractions, shown in percent.
+
+    The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
+    extremes.
+    """
+    for number, values in enumerate(groups.values()):
+        shown = [100 * value for value in values if math.isfinite(value)]
+        if not shown:
+            continue
+        colour = colours[number % len(colours)]
+        panel.boxplot(
+            [shown],
+            positions=[number],
+            widths=0.5,
+            whis=(0, 100),
+            showmeans=True,
+            medianprops={"color": colour, "lw": 1.5},
+            boxprops={"color": colour},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
+            meanprops={"marker": "D", "markerfacecolor": colour, "markeredgecolor": colour, "markersize": 4},
+        )
+        # Side by side, so that equal clients are told apart.
+        step = 0.4 / max(len(shown) - 1, 1)
+        places = [number + step * (i - (len(shown) - 1) / 2) for i in range(len(shown))]
+        panel.plot(places, shown, ".", color=colour, alpha=0.5, markersize=4)
+    panel.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right")
+    panel.set_xlim(-0.6, len(groups) - 0.4)
+    panel.set_ylabel("%")
+    panel.grid(axis="y", alpha=0.3)

@@ -1,0 +1,79 @@
+"""Mean, deviation and worst tenth of clients, and the table and plot of a report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedbn_flwr.results.clients import Spread, evaluated, last_values, spread
+from fedbn_flwr.results.report import client_table, find_runs, group, write_report
+from tests.unit.results.test_report import write_run
+
+
+@pytest.mark.parametrize(
+    ("values", "metric", "expected"),
+    [
+        ([0.5], "accuracy", Spread(0.5, 0.0, 0.5)),
+        ([0.2, 0.4, 0.9], "own_accuracy", Spread(0.5, np.std([0.2, 0.4, 0.9]).item(), 0.2)),
+        ([1.0, 3.0], "own_loss", Spread(2.0, 1.0, 3.0)),
+        ([0.1, 0.3, *[0.5] * 9], "macro_f1", Spread(4.9 / 11, np.std([0.1, 0.3, *[0.5] * 9]).item(), 0.2)),
+    ],
+    ids=["one client", "three clients", "a loss is worst if high", "eleven clients have a worst tenth of two"],
+)
+def test_spread_is_that_of_the_whole_group(values: list[float], metric: str, expected: Spread) -> None:
+    found = spread(values, metric)
+    assert vars(found) == pytest.approx(vars(expected), rel=1e-14)
+
+
+def test_a_client_that_diverged_leaves_no_spread() -> None:
+    assert all(map(math.isnan, vars(spread([1.0, math.nan], "loss")).values()))
+
+
+def test_the_last_round_in_which_a_metric_was_measured_counts() -> None:
+    lines: list[dict[str, Any]] = [
+        {"round": 1, "clients": {"0": {"train_loss": 2.0, "own_accuracy": 0.1}, "1": {"own_accuracy": 0.2}}},
+        {"round": 2, "clients": {"1": {"train_loss": 1.0}}},
+    ]
+    assert last_values(lines) == {"train_loss": {"1": 1.0}, "own_accuracy": {"0": 0.1, "1": 0.2}}
+
+
+def test_own_test_images_come_first_and_losses_are_not_shown() -> None:
+    names = ("images", "train_loss", "loss", "accuracy", "test_images", "macro_f1", "own_loss", "own_accuracy")
+    assert list(evaluated({name: {"0": 1.0} for name in names})) == ["own_accuracy", "accuracy", "macro_f1"]
+
+
+def write_clients(folder: Path, label: str, accuracies: list[float], seed: int = 0) -> None:
+    write_run(folder, label, seed)
+    clients = {str(number): {"own_accuracy": value} for number, value in enumerate(accuracies)}
+    (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": clients}) + "\n")
+
+
+def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
+    write_clients(tmp_path / "runs" / "a", "FedBN", [0.5, 0.75, 1.0], seed=0)
+    write_clients(tmp_path / "runs" / "b", "FedBN", [0.25, 0.75, 1.0], seed=1)
+    write_run(tmp_path / "runs" / "c", "FedAvg")
+    rows = group(find_runs([tmp_path / "runs"]))
+    deviations = [100 * np.std([0.5, 0.75, 1.0]), 100 * np.std([0.25, 0.75, 1.0])]
+    deviation = f"{np.mean(deviations):.2f}% ± {np.std(deviations, ddof=1):.2f}"
+    assert client_table(rows)[1:] == [
+        ("FedBN", "accuracy on own test images", "3", "70.83% ± 5.89", deviation, "37.50% ± 17.68")
+    ]
+    text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert "37.50% ± 17.68" in text
+    assert "![clients](clients.png)" in page.read_text()
+    with Image.open(tmp_path / "out" / "clients.png") as picture:
+        assert len(picture.convert("RGB").getcolors(2**20) or ()) > 50
+
+
+def test_without_values_of_clients_there_is_neither(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "c", "FedAvg")
+    text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert "worst tenth" not in text
+    assert "clients.png" not in page.read_text()
+    assert not (tmp_path / "out" / "clients.png").exists()
