@@ -3,8 +3,9 @@
 from fedbn_flwr.messages.screening import Reply as Reply
 
 from ._records import CannotSave as CannotSave
+from ._registry import Description as Description
 from ._registry import build_strategy as build_strategy
-from ._registry import describe_strategies as describe_strategies
+from ._registry import describe as describe
 from ._registry import register
 from ._rule import Round as Round
 from ._rule import Rule as Rule

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
-from ._rule import Rule
-from ._wrapper import Wrapper
+from ._rule import Rule, Traits
+from ._wrapper import Wrapper, as_rule
 
 STRATEGIES: dict[str, type[Rule]] = {}
 
@@ -98,10 +100,50 @@ def _check_type(name: str, key: str, value: Any, default: Any) -> None:
         )
 
 
-def describe_strategies() -> dict[str, str]:
-    """The first line of each strategy's module docstring, which cites the paper."""
-    lines = {}
-    for name, cls in STRATEGIES.items():
-        module = inspect.getmodule(cls)
-        lines[name] = (inspect.getdoc(module) or "").split("\n")[0]
-    return lines
+@dataclass(frozen=True)
+class Argument:
+    name: str
+    default: Any  # inspect.Parameter.empty: it has none
+    meaning: str  # the first sentence of its description
+
+
+@dataclass(frozen=True)
+class Description:
+    """A strategy in words, from its docstrings, its arguments and the traits that it has by default."""
+
+    does: str
+    source: str  # the first line of the module's docstring, which cites the paper
+    arguments: tuple[Argument, ...]  # without those of FedAvg
+    wraps: bool  # it takes the strategy that it extends from `base`
+    traits: Traits
+
+
+def describe(name: str) -> Description:
+    cls = STRATEGIES[name]
+    common = set(arguments("FedAvg"))
+    meanings = _documented(getattr(cls, "inner", None) or object) | _documented(cls)
+    own = [
+        Argument(key, parameter.default, meanings.get(key, ""))
+        for key, parameter in arguments(name).items()
+        if key not in common or cls is STRATEGIES["FedAvg"]
+    ]
+    return Description(
+        does=(inspect.getdoc(cls) or "").split("\n")[0].rstrip("."),
+        source=(inspect.getdoc(inspect.getmodule(cls)) or "").split("\n")[0].rstrip("."),
+        arguments=tuple(own),
+        wraps=issubclass(cls, Wrapper) and cls.inner is None,
+        traits=as_rule(build_strategy({"name": name})).traits,
+    )
+
+
+def _documented(cls: type) -> dict[str, str]:
+    """The parameters in the docstrings of a class and its bases, each with its first sentence."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        doc = inspect.cleandoc(vars(base).get("__doc__") or "")
+        _, _, parameters = doc.partition("Parameters\n----------\n")
+        for match in re.finditer(r"^([\w, ]+) : .*\n((?:(?:    .*)?\n?)+)", parameters, re.MULTILINE):
+            text = " ".join(match[2].split())
+            for name in match[1].split(", "):
+                found.setdefault(name, re.split(r"(?<=\.) (?=[A-Z])", text)[0])
+    return found

@@ -45,6 +45,7 @@ class Traits:
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
+    traffic: str | None = None  # what is sent besides the model's arrays, described in words
 
 
 class Rule(Strategy):

@@ -64,7 +64,9 @@ class FedAvgOptions(TypedDict, total=False):
 
 
 class FedAvg(Rule, FlowerFedAvg):
-    """Flower's FedAvg with its arguments and two more:
+    """The mean of the clients' models, weighted by their numbers of examples.
+
+    It has the arguments of Flower's FedAvg and two more:
 
     Parameters
     ----------

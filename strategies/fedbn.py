@@ -48,7 +48,7 @@ class LocalNorm(FedAvg):
 
 
 class FedBN(LocalNorm):
-    """Gamma, beta and the statistics stay on the client.
+    """Batch norm (gamma, beta and statistics) stays on the client; the rest is averaged.
 
     Accepts the arguments of LocalNorm and FedAvg too.
 

@@ -60,7 +60,8 @@ class FedTAN(FedAvg):
     """
 
     backward = True  # the backward pass exchanges gradients
-    traits = Traits(replaces_norm=True)  # clients normalise over the batches of all clients
+    # Clients normalise over the batches of all clients.
+    traits = Traits(replaces_norm=True, traffic="two exchanges per batch norm in a round; three with exchange: paper")
 
     def __init__(
         self,
@@ -166,14 +167,16 @@ class FedTAN(FedAvg):
 
 
 class FedAvgGlobalStats(FedTAN):
-    """FedTAN's forward exchange only: the papers' "FedAvg + Algorithm 2", and their substitute for FedDNA.
+    """FedAvg whose clients use the statistics of the union of their batches in the first step, forward pass only.
 
+    This is FedTAN's forward exchange: the papers' "FedAvg + Algorithm 2", and their substitute for FedDNA.
     Clients normalise batches with the cohort's statistics; in the backward pass each client uses its own gradients with
     respect to them. The papers do not specify the backward pass. Using the client's own gradients instead of their mean
     over the clients is Algorithm 3 without its communication, and exact for one client.
     """
 
     backward = False
+    traits = Traits(replaces_norm=True, traffic="one exchange per batch norm in a round; two with exchange: paper")
 
 
 class FedTANII(FixBN):

@@ -11,7 +11,7 @@ The paper's other variant, maintained local momentum, is an option of the client
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
@@ -26,7 +26,10 @@ from ._wrapper import Wrapper
 
 
 class GlobalMomentum(Wrapper):
-    """Averages the clients' momentum with the weights of the wrapped strategy, which must be a rule of this project."""
+    """Clients send their momentum with the model, and begin each round with its mean.
+
+    The weights are those of the wrapped strategy, which must be a rule of this project.
+    """
 
     @dataclass
     class Memory(Wrapper.Memory):
@@ -36,6 +39,9 @@ class GlobalMomentum(Wrapper):
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
+        momentum = "momentum, as large as the parameters: up in each round, down from round 2 on"
+        of_base = self.traits.traffic
+        self.traits = replace(self.traits, traffic=f"{of_base}; {momentum}" if of_base else momentum)
         if self.shares is None:
             raise SettingsError(
                 f"GlobalMomentum averages with the weights of its base, and {type(strategy).__name__} does not report "

@@ -27,9 +27,15 @@ from .fedavg import FedAvg
 
 
 class Scaffold(FedAvg):
-    """FedAvg whose clients correct their gradients by control variates; the arguments are FedAvg's."""
+    """FedAvg whose clients correct their gradients by control variates.
 
-    traits = Traits(client_memory="their control variates")
+    The arguments are FedAvg's.
+    """
+
+    traits = Traits(
+        client_memory="their control variates",
+        traffic="control variates, as large as the parameters: up in each round, down from round 2 on",
+    )
 
     @dataclass
     class Memory(FedAvg.Memory):

@@ -13,6 +13,9 @@ from .fedbn import LocalNorm
 
 
 class SiloBN(LocalNorm):
-    """FedAvg of all arrays except the statistics of batch norm; the arguments are those of LocalNorm and FedAvg."""
+    """Statistics of batch norm stay on the client; weights, gamma and beta are averaged.
+
+    The arguments are those of LocalNorm and FedAvg.
+    """
 
     kept = frozenset({Role.STATISTICS, Role.COUNTER})

@@ -15,6 +15,9 @@ from .fedavg import FedAvg
 
 
 class Standalone(FedAvg):
-    """FedAvg that sends no arrays; the arguments are FedAvg's."""
+    """Each client trains by itself, and no arrays are sent.
+
+    The arguments are FedAvg's.
+    """
 
     traits = Traits(personal=True, has_global_model=False, client_memory="their models", kept=frozenset(Role))

@@ -25,8 +25,7 @@ from fedbn_flwr.experiment import settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
-from fedbn_flwr.strategies import STRATEGIES, FedAvg
-from strategies._registry import arguments
+from fedbn_flwr.strategies import STRATEGIES, describe
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -103,32 +102,16 @@ def partitions() -> Table:
     return ("kind", "keys (defaults)", "what a client has"), rows
 
 
-def documented(cls: type) -> dict[str, str]:
-    """The parameters in the docstrings of a class and its bases, each with its first sentence."""
-    found: dict[str, str] = {}
-    for base in cls.__mro__:
-        doc = inspect.cleandoc(vars(base).get("__doc__") or "")
-        _, _, parameters = doc.partition("Parameters\n----------\n")
-        for match in re.finditer(r"^([\w, ]+) : .*\n((?:(?:    .*)?\n?)+)", parameters, re.MULTILINE):
-            text = " ".join(match[2].split())
-            for name in match[1].split(", "):
-                found.setdefault(name, re.split(r"(?<=\.) (?=[A-Z])", text)[0])
-    return found
-
-
 def strategies() -> Table:
-    common = set(arguments("FedAvg"))
     rows: list[Row] = []
-    for name, cls in STRATEGIES.items():
-        meanings = documented(getattr(cls, "inner", None) or object) | documented(cls)
-        own = [key for key in arguments(name) if key not in common or cls is FedAvg]
+    for name in STRATEGIES:
         shown_name = f"`{name}`"
-        for key in own:
-            default = arguments(name)[key].default
+        for argument in describe(name).arguments:
+            default = argument.default
             shown = "required" if default is inspect.Parameter.empty else "" if default is None else literal(default)
-            rows.append((shown_name, f"`{key}`", shown, meanings.get(key, "")))
+            rows.append((shown_name, f"`{argument.name}`", shown, argument.meaning))
             shown_name = ""
-        if not own:
+        if shown_name:
             rows.append((shown_name, "", "", ""))
     return ("strategy", "argument", "default", "meaning"), rows
 

@@ -31,8 +31,14 @@ def shipped_experiments() -> dict[str, Path]:
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read an experiment (name of a shipped one, file ending in .yaml, or YAML text) and apply the overrides."""
+    content, name = read_content(source)
+    return read_experiment(content, overrides, name=name)
+
+
+def read_content(source: str) -> tuple[Any, str]:
+    """The parsed content of an experiment, and its name."""
     if "\n" in source or source.lstrip().startswith("{"):
-        return read_experiment(parse_yaml(source), overrides)
+        return parse_yaml(source), "experiment"
     path = Path(source).expanduser()
     if path.suffix not in (".yaml", ".yml"):
         shipped = shipped_experiments()
@@ -46,7 +52,7 @@ def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
-    return read_experiment(parse_yaml(text), overrides, name=path.stem)
+    return parse_yaml(text), path.stem
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> Experiment:

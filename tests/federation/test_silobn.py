@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, SiloBN, describe_strategies
+from fedbn_flwr.strategies import FedAvg, SiloBN, describe
 
 Federations = Callable[..., Any]
 
@@ -22,4 +22,4 @@ def test_gamma_and_beta_are_averaged_with_the_weights(federation: Federations) -
 
 
 def test_its_line_cites_its_own_paper() -> None:
-    assert describe_strategies()["SiloBN"].startswith("SiloBN (Andreux et al. 2020")
+    assert describe("SiloBN").source.startswith("SiloBN (Andreux et al. 2020")

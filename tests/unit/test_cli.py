@@ -213,14 +213,37 @@ def test_runs_that_flower_ended_are_marked_as_interrupted(tmp_path: Path) -> Non
     assert [(each.status, each.rounds) for each in found if each] == [("interrupted", 3), ("finished", 3)]
 
 
-@pytest.mark.parametrize("what", ["strategies", "models", "datasets", "experiments"])
+@pytest.mark.parametrize("what", ["strategies", "models", "norms", "datasets", "partitions", "experiments"])
 def test_list_prints_names_and_what_they_are(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", what, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert listed
-    assert all(len(line) > 10 for line in listed.values())
     assert cli.main(["list", what]) == 0
-    assert capsys.readouterr().out.count("\n") == len(listed)
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == list(listed)
+    assert len(set(lines.values())) == len(lines), "two names have the same description"
+    assert all(len(line) > 10 for line in lines.values())
+    first, *_ = listed
+    assert cli.main(["list", what, first]) == 0
+    assert first in capsys.readouterr().out
+    assert cli.main(["list", what, "nosuch"]) == 2
+    assert "known: " in capsys.readouterr().err
+
+
+def test_a_strategy_is_listed_with_its_arguments_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "strategies", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {each["name"]: each["default"] for each in listed["FixBN"]["arguments"]} == {
+        "freeze_round": 0.5, "freeze": ["statistics"], "window": 10, "threshold": 1e-4
+    }  # fmt: skip
+    assert listed["FixBN"]["wraps"]
+    assert listed["FedBN"]["traits"]["kept"] == ["affine", "counter", "statistics"]
+    assert listed["Scaffold"]["traits"]["client_memory"] == "their control variates"
+    assert cli.main(["list", "strategies", "FedTAN", "FedBN", "Standalone"]) == 0
+    fedtan, fedbn, standalone = capsys.readouterr().out.split("\n\n")
+    assert 'exchange ("fused")' in fedtan
+    assert "two exchanges per batch norm" in " ".join(fedtan.split())
+    assert "without gamma and beta, statistics down; with gamma and beta, statistics up" in " ".join(fedbn.split())
+    assert "no arrays" in standalone
 
 
 def test_help_imports_neither_torch_nor_flower() -> None:
