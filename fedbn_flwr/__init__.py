@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from .client.app import client_app
     from .client.client import BNClient
     from .engines.local import LocalGrid
+    from .experiment.api import run, run_all
+    from .experiment.settings import Settings
     from .models.build import build_model
     from .norms.convert import convert_norm
     from .norms.roles import Role, roles
+    from .results.result import Result, Results
 
 
 def _version() -> str:
@@ -28,9 +31,27 @@ def _version() -> str:
 
 
 __version__ = _version()
-__all__ = ["BNClient", "LocalGrid", "Role", "build_model", "client_app", "convert_norm", "roles"]
+__all__ = [
+    "run",
+    "run_all",
+    "Result",
+    "Results",
+    "Settings",
+    "BNClient",
+    "client_app",
+    "LocalGrid",
+    "build_model",
+    "convert_norm",
+    "roles",
+    "Role",
+]
 
 _MODULES = {
+    "run": ".experiment.api",
+    "run_all": ".experiment.api",
+    "Result": ".results.result",
+    "Results": ".results.result",
+    "Settings": ".experiment.settings",
     "BNClient": ".client.client",
     "client_app": ".client.app",
     "LocalGrid": ".engines.local",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 # Each command adds its parser to these.
@@ -30,16 +28,3 @@ def add_command(
 def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"changes to it, such as {changes}")
-
-
-@contextmanager
-def stopped_by_hand(out: Path | None) -> Iterator[None]:
-    """Mark runs as interrupted: Ctrl-C ends Flower's processes before they can do that."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if out is not None:
-            from fedbn_flwr.results.folder import mark_interrupted
-
-            mark_interrupted(out)
-        raise

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
-from .common import Commands, add_command, stopped_by_hand
+from .common import Commands, add_command
 
 
 def add(commands: Commands) -> None:
@@ -45,5 +45,7 @@ def flwr(arguments: argparse.Namespace) -> int:
         if not run_config.get("out") and not run_config.get("resume"):  # resuming without `out` is an error
             run_config["out"] = str(default_out(experiment.name).resolve())
         federation = federation or federation_config(experiment.runs[0].clients)
+    from fedbn_flwr.results.folder import stopped_by_hand
+
     with stopped_by_hand(Path(run_config["out"]) if "out" in run_config else None):
         return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command, add_experiment, stopped_by_hand
+from .common import Commands, add_command, add_experiment
 
 
 def add(commands: Commands) -> None:
@@ -30,8 +30,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from fedbn_flwr.experiment.find import load_experiment
-    from fedbn_flwr.experiment.prepare import prepare
-    from fedbn_flwr.experiment.run import open_folders, run_locally
+    from fedbn_flwr.experiment.run import run_in_simulation, run_locally
     from fedbn_flwr.results.folder import default_out
 
     if arguments.resume and arguments.out is None:
@@ -44,12 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     experiment = load_experiment(arguments.experiment, overrides)
     out = arguments.out or default_out(experiment.name)
     if experiment.runs[0].engine.name == "ray":
-        from fedbn_flwr.engines.simulation import run_installed
-
-        open_folders(prepare(experiment), out, resume=arguments.resume)
-        with stopped_by_hand(out):
-            run_config = {**experiment.run_config, "out": str(out.resolve()), "resume": arguments.resume}
-            return run_installed(experiment.runs[0].clients, run_config)
+        run_in_simulation(experiment, out, resume=arguments.resume)
+        return 0
     import logging
 
     from fedbn_flwr.engines.context_cache import keep_freed_memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,17 +29,22 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
     classes = run.model.classes or dataset.classes
     if classes != dataset.classes:
         raise SettingsError(f"model.classes is {classes}, but {run.data.name!r} has {dataset.classes} classes")
-    options = {"groups": run.model.groups, **run.model.brn.model_dump()}  # each norm uses those that it has
     with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
-        return build_model(
-            run.model.name,
-            classes,
-            run.model.norm,
-            in_channels=dataset.channels,
-            image_size=run.model.image_size or dataset.size,
-            stem=run.model.stem,
-            **options,
-        )
+        return build_model(**model_arguments(run, dataset))
+
+
+def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
+    """The arguments with which `build_model` builds the run's model."""
+    return {
+        "name": run.model.name,
+        "num_classes": dataset.classes,
+        "norm": run.model.norm,
+        "in_channels": dataset.channels,
+        "image_size": run.model.image_size or dataset.size,
+        "stem": run.model.stem,
+        "groups": run.model.groups,  # each norm uses the options that it has
+        **run.model.brn.model_dump(),
+    }
 
 
 def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:

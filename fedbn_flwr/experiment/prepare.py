@@ -19,7 +19,7 @@ from fedbn_flwr.strategies import Rule, as_rule, build_strategy
 
 from .data import check_labels, load_data, moments_of, partition_of, resolve, shape_without_data
 from .find import run_names
-from .model import choose_device, make_model, try_model
+from .model import choose_device, make_model, model_arguments, try_model
 from .settings import Experiment, Settings
 
 
@@ -33,6 +33,7 @@ class Prepared:
     model: nn.Module
     rule: Rule
     device: torch.device
+    model_description: Mapping[str, Any]  # the content of model.json
 
 
 def prepare(experiment: Experiment) -> list[Prepared]:
@@ -61,7 +62,13 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
         )  # refuses a model that does not suit it; each run calls it again
     except SettingsError as error:
         raise SettingsError(f"run {run.label!r}: {error}") from None
-    return Prepared(run, name, dataset, model, rule, device)
+    description = {
+        "build": model_arguments(run, shape),
+        "normalise": None if dataset is None else dict(zip(("mean", "std"), moments_of(run, dataset), strict=True)),
+        "classes": None if dataset is None else dataset.class_names,
+        "global": rule.traits.has_global_model,
+    }
+    return Prepared(run, name, dataset, model, rule, device, description)
 
 
 def make_rule(run: Settings) -> Rule:

@@ -21,11 +21,12 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.network import poll_often
+from fedbn_flwr.engines.simulation import run_installed
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.screening import number_of
-from fedbn_flwr.results.folder import RunFolder, default_out
+from fedbn_flwr.results.folder import RunFolder, default_out, stopped_by_hand
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.report import write_report
 
@@ -133,13 +134,19 @@ def open_folders(prepared: Sequence[Prepared], out: Path, *, resume: bool) -> li
 
 
 def run_experiment(
-    experiment: Experiment, make_grid: Any, out: Path, *, resume: bool = False, plain: bool | None = None
+    experiment: Experiment,
+    make_grid: Any,
+    out: Path,
+    *,
+    resume: bool = False,
+    plain: bool | None = None,
+    quiet: bool = False,
 ) -> Outcome:
     """Carry out all runs one after the other, each on the grid of the context manager `make_grid(run)`."""
     prepared = prepare(experiment)
     folders = open_folders(prepared, out, resume=resume)
     failures: list[str] = []
-    with Progress([run.rounds for run in experiment.runs], plain=plain) as progress:
+    with Progress([run.rounds for run in experiment.runs], plain=plain, quiet=quiet) as progress:
         progress.message(f"run folders: {out.resolve()}")
         for item, folder in zip(prepared, folders, strict=True):
             progress.next_run(item.run.label)
@@ -160,7 +167,15 @@ def run_experiment(
     return Outcome(out, table, page, picture, tuple(failures))
 
 
-def run_locally(experiment: Experiment, out: Path, *, resume: bool) -> Outcome:
+def run_in_simulation(experiment: Experiment, out: Path, *, resume: bool) -> None:
+    """Carry out all runs in Flower's simulation."""
+    open_folders(prepare(experiment), out, resume=resume)
+    with stopped_by_hand(out):
+        run_config = {**experiment.run_config, "out": str(out.resolve()), "resume": resume}
+        run_installed(experiment.runs[0].clients, run_config)
+
+
+def run_locally(experiment: Experiment, out: Path, *, resume: bool, quiet: bool = False) -> Outcome:
     """Carry out all runs on the local engine."""
     app = client_app(functools.partial(client_of, experiment))
 
@@ -181,7 +196,7 @@ def run_locally(experiment: Experiment, out: Path, *, resume: bool) -> Outcome:
         ) as grid:
             yield grid
 
-    return run_experiment(experiment, make_grid, out, resume=resume)
+    return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:

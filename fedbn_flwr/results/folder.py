@@ -7,17 +7,20 @@ clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model
+model.json          how to build the network and to normalise its images
 checkpoint          everything needed to resume the run, see checkpoint.py
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +31,7 @@ import yaml
 from flwr.app import RecordDict
 
 from fedbn_flwr import __version__
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.storage import replacing
 
@@ -42,7 +45,9 @@ _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 def default_out(name: str) -> Path:
     """A new folder for output, NAME-TIME in `runs` or in $FEDBN_OUT."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path(os.environ.get("FEDBN_OUT") or "runs") / f"{name}-{stamp}"
+    folder = Path(os.environ.get("FEDBN_OUT") or "runs") / f"{name}-{stamp}"
+    repeats = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder], repeats) if not path.exists())
 
 
 class RunFolder:
@@ -128,6 +133,16 @@ class RunFolder:
         with replacing(self.path / "model.safetensors", durable=False) as file:
             save_file({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}, file)
 
+    def write_model_description(self, description: Mapping[str, Any]) -> None:
+        self._write("model.json", json.dumps(dict(description), indent=2) + "\n")
+
+    def model_description(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self.path / "model.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{str(self.path)!r} has no readable model.json: {error}") from None
+        return found
+
     @property
     def checkpoint(self) -> CheckpointFile:
         return CheckpointFile(self.path / "checkpoint")
@@ -170,6 +185,17 @@ def mark_interrupted(out: Path) -> None:
         if (summary := folder.summary()) is not None and summary.status == "running":
             summary.status = "interrupted"
             folder.write_summary(summary)
+
+
+@contextmanager
+def stopped_by_hand(out: Path | None) -> Iterator[None]:
+    """Mark runs as interrupted: Ctrl-C ends Flower's processes before they can do that."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if out is not None:
+            mark_interrupted(out)
+        raise
 
 
 def environment() -> dict[str, Any]:

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import UserError
 
 from .clients import evaluated, heading, last_values, plot_boxes, spread
 from .folder import RunFolder, deciding, flat_settings
 from .summary import BY_DOMAIN, Summary
+
+if TYPE_CHECKING:
+    from .figure import Plot  # imports matplotlib
 
 MIB = 1024**2
 
@@ -225,14 +228,12 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def plot(rows: Sequence[Row], file: Path) -> None:
+def plot(rows: Sequence[Row]) -> Plot:
     """Plot accuracy against rounds, communication rounds and bytes; seeds as their mean, with a band for the range."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from .figure import Plot
 
     kinds = by_domain(rows)
-    figure = Figure(figsize=(15, 4.2 + 2.8 * len(kinds)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Plot(figsize=(15, 4.2 + 2.8 * len(kinds)), layout="constrained")
     grid = figure.add_gridspec(1 + len(kinds), 3, height_ratios=[4.2] + [2.8] * len(kinds))
     panels = [figure.add_subplot(grid[0, 0])]
     panels += [figure.add_subplot(grid[0, i], sharey=panels[0]) for i in (1, 2)]
@@ -275,7 +276,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-    figure.savefig(file, dpi=130)
+    return figure
 
 
 def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
@@ -332,28 +333,36 @@ def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
+def tables(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The tables of a report, each with its title; the first one has none."""
+    found = [("", table(rows)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
+    if len(individuals := client_table(rows)) > 1:
+        found.append((CLIENTS, individuals))
+    return found
+
+
+def tables_as_text(rows: Sequence[Row]) -> str:
+    return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables(rows))
+
+
 def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
     """Write report.md (the table), report.png (the plot) and report.json (the figures of both) into `out`.
 
     Returns the table as text, and the paths of the first two files.
     """
     rows = group(find_runs(folders))
-    tables = [("", table(rows)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
-    if len(individuals := client_table(rows)) > 1:
-        tables.append((CLIENTS, individuals))
     try:
         out.mkdir(parents=True, exist_ok=True)
         page, picture = out / "report.md", out / "report.png"
-        plot(rows, picture)
+        plot(rows).savefig(picture, dpi=130)
         pictures = [picture.name]
         if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
             pictures.append("clients.png")
-        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables]
+        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables(rows)]
         page.write_text(
             "\n".join([*parts, *(f"![{Path(name).stem}]({name})\n" for name in pictures)]), encoding="utf-8"
         )
         (out / "report.json").write_text(json.dumps(figures(rows), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the report into {str(out)!r}: {error.strerror}") from None
-    text = "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables)
-    return text, page, picture
+    return tables_as_text(rows), page, picture

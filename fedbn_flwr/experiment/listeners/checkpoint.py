@@ -18,6 +18,9 @@ class Checkpoint(Listener):
         self.folder = folder
         self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
 
+    def on_start(self, state: RunState) -> None:
+        self.folder.write_model_description(state.prepared.model_description)
+
     def on_round(self, state: RunState) -> None:
         run = state.run
         self.latest = _snapshot(state), state.model

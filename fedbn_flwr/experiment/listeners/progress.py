@@ -24,15 +24,18 @@ from .base import Listener, RunState
 class Progress(Listener):
     """The progress of an experiment's runs, which follow one another; `rounds` has the number of rounds of each."""
 
-    def __init__(self, rounds: Sequence[int], *, plain: bool | None = None) -> None:
+    def __init__(self, rounds: Sequence[int], *, plain: bool | None = None, quiet: bool = False) -> None:
         self.console = Console(highlight=False)
         self.label = ""  # the run's, with its number
-        self._plain = plain if plain is not None else not self.console.is_terminal
+        shows_bars = self.console.is_terminal or self.console.is_jupyter
+        self._plain = quiet or (plain if plain is not None else not shows_bars)
+        self._quiet = quiet
         self._rounds = rounds
         self._number = 0  # of the run, from 1
         self._done_rounds = self._counted = 0  # of all runs, and without those of earlier sessions
         self._began = self._printed = time.monotonic()
         self._bar: Bar | None = None
+        self._cell: Any = None  # in a notebook: the display of the bar
         self._task: TaskID | None = None
         self._stop_asked = False
         self._handlers: dict[signal.Signals, Any] = {}  # the previous ones
@@ -54,7 +57,13 @@ class Progress(Listener):
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._bar.start()
+            if self.console.is_jupyter:
+                from IPython.display import display
+
+                # Not rich's own display, which needs ipywidgets and is lost when a notebook is saved.
+                self._cell = display(self._bar, display_id=True)  # type: ignore[no-untyped-call]
+            else:
+                self._bar.start()
         return self
 
     def __exit__(
@@ -62,6 +71,7 @@ class Progress(Listener):
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+            self._show()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -91,6 +101,7 @@ class Progress(Listener):
         self._done_rounds += done
         if self._bar is not None:
             self._task = self._bar.add_task(self.label, total=rounds, completed=done, figures="")
+            self._show()
         else:
             self._say(f"{self.label}: {rounds} rounds" + (f", continuing after round {done}" if done else ""))
 
@@ -98,6 +109,7 @@ class Progress(Listener):
         state.stop = self._stop_asked
         self._done_rounds += 1
         self._counted += 1
+        now = time.monotonic()
         figures = "  ".join(
             f"{name} {state.line[key]:.4f}"
             for key, name in (("accuracy", "accuracy"), ("loss", "loss"), ("train_loss", "train loss"))
@@ -105,8 +117,10 @@ class Progress(Listener):
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=1, figures=figures)
+            if now - self._printed >= 0.2:
+                self._printed = now
+                self._show()
             return
-        now = time.monotonic()
         last = state.round == state.run.rounds
         if last or now - self._printed >= 2:
             self._printed = now
@@ -114,15 +128,21 @@ class Progress(Listener):
             ending = "" if last else f"  about {_duration(left)} left"
             self._say(f"{self.label}: round {state.round}/{state.run.rounds}  {figures}{ending}")
 
+    def _show(self) -> None:
+        """Draw the bar in a notebook; on a terminal rich does that itself."""
+        if self._cell is not None:
+            self._cell.update(self._bar)
+
     def message(self, text: str) -> None:
-        if self._bar is not None:
+        if self._bar is not None and self._cell is None:
             self.console.print(text, markup=False)
         else:
             self._say(text)
 
     def _say(self, text: str) -> None:
         # Not with rich, which wraps lines at 80 columns if there is no terminal.
-        print(text, file=sys.stdout, flush=True)
+        if not self._quiet:
+            print(text, file=sys.stdout, flush=True)
 
 
 def _duration(seconds: float) -> str:

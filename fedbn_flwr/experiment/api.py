@@ -1,0 +1,199 @@
+"""Carries out experiments from Python: `run` for one run, `run_all` for several."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+import numpy as np
+from pydantic import BaseModel
+
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.results.folder import RunFolder, default_out
+from fedbn_flwr.results.result import Result, Results
+
+from .find import read_content, read_experiment, run_names
+from .run import run_in_simulation, run_locally
+from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
+
+Source = str | Path | Mapping[str, Any] | Settings
+
+
+class Changes(TypedDict, total=False):
+    """Changes to an experiment, by the keys of docs/experiments.md.
+
+    A section is a dict with the keys to change, an object of its class, such as `Train(lr=0.05)`, or where it has a
+    name, that name: `strategy="FedTAN"`.
+    """
+
+    name: str
+    label: str
+    rounds: int
+    clients: int
+    seed: int
+    seeds: Sequence[int]
+    data: str | Mapping[str, Any] | Data
+    model: str | Callable[..., Any] | Mapping[str, Any] | Model
+    train: Mapping[str, Any] | Train
+    strategy: str | Callable[..., Any] | Mapping[str, Any]
+    evaluate: Mapping[str, Any] | Evaluate
+    engine: Literal["local", "ray"] | Mapping[str, Any] | Engine
+    runs: Mapping[str, Mapping[str, Any]]
+
+
+def run(
+    experiment: Source,
+    *,
+    only: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    **changes: Unpack[Changes],
+) -> Result:
+    """Carry out an experiment that consists of one run.
+
+    Parameters
+    ----------
+    experiment
+        The name of a shipped experiment, the path of a YAML file, its content as text or as a dict, or `Settings`.
+    only
+        The label of a run, to carry out only this one of the experiment's `runs`.
+    out
+        The folder for the run folder; by default a new one, `runs/NAME-TIME` (`$FEDBN_OUT` replaces `runs`).
+    resume
+        Continue the run in `out` if it was interrupted, read it if it is finished, begin it if there is none.
+    progress
+        Whether to show the progress.
+    **changes
+        Changes to the settings, see `Changes`: `rounds=5, train={"lr": 0.05}`.
+
+    Returns
+    -------
+    Result
+        The finished run.
+
+    Raises
+    ------
+    SettingsError
+        The settings are wrong, or have several runs; nothing was trained.
+    RunFailed
+        The run could not continue. Its folder has the rounds up to then.
+    """
+    planned = _planned(experiment, [only] if only is not None else None, changes)
+    if len(planned.runs) > 1:
+        labels, seeds = ({getattr(each, key): None for each in planned.runs} for key in ("label", "seed"))
+        raise SettingsError(
+            f"{planned.name} has {len(planned.runs)} runs (labels: {', '.join(labels)}; seeds: "
+            f"{', '.join(map(str, seeds))}); run_all() carries out all of them, only=LABEL and seed=NUMBER select one"
+        )
+    return _carry_out(planned, out, resume, progress)[0]
+
+
+def run_all(
+    experiment: Source,
+    *,
+    only: str | Sequence[str] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    **changes: Unpack[Changes],
+) -> Results:
+    """Carry out all runs of an experiment, one after the other; the arguments are those of `run`.
+
+    If one of several runs fails, the others are still carried out; the failed one has `summary.status` "failed".
+
+    Parameters
+    ----------
+    only
+        A label, or several, to carry out only these of the experiment's `runs`.
+
+    Returns
+    -------
+    Results
+        All runs, in the order of the experiment.
+    """
+    return _carry_out(_planned(experiment, only, changes), out, resume, progress)
+
+
+def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes) -> Experiment:
+    if isinstance(source, Settings):
+        source = source.model_dump(mode="json")
+    content, name = (_plain("", source), "experiment") if isinstance(source, Mapping) else read_content(str(source))
+    plain: dict[str, Any] = {key: _plain(key, value) for key, value in changes.items()}
+    if "runs" in plain and isinstance(content, Mapping):
+        content = {**content, "runs": plain.pop("runs")}
+    for section in ("data", "model", "strategy", "engine"):
+        if isinstance(plain.get(section), str):
+            plain[section] = {"name": plain[section]}
+    if only is not None:
+        plain["only"] = _plain("only", only)
+    # As on a command line: Flower's processes get the experiment and its changes as text.
+    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in plain.items()]
+    return read_experiment(content, words, name=name)
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A value of the settings as JSON has it."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, BaseModel):  # a section: what it sets; the kind of a partition is a default of its class
+        given = [name for name in type(value).model_fields if name in value.model_fields_set or name == "kind"]
+        return {name: _plain(f"{key}.{name}", getattr(value, name)) for name in given}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(f"{key}.{name}" if key else str(name), each) for name, each in value.items()}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple | range):
+        return [_plain(key, each) for each in value]
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str) and "<" not in name:
+        return f"{value.__module__}:{name}"
+    if name is not None:
+        raise SettingsError(
+            f"{key} is {name}, a function that other processes cannot import by name; define it at the top of a module "
+            "or a notebook cell"
+        )
+    raise SettingsError(
+        f"{key} is a {type(value).__name__}; expected a number, a text, a list, a dict, a function or a class"
+    )
+
+
+def _carry_out(planned: Experiment, out: str | Path | None, resume: bool, progress: bool) -> Results:
+    if resume and out is None:
+        raise SettingsError("resume is True, but out is missing; set it to the folder of the runs to continue")
+    folder = default_out(planned.name) if out is None else Path(out).expanduser()
+    folder = folder.resolve()  # the caller may change the working directory
+    run_folders = [folder / name for name in run_names(planned)]
+    resume = resume and any(RunFolder(each).config() for each in run_folders)
+    with _settings_of_the_process():
+        try:
+            if planned.runs[0].engine.name == "ray":
+                run_in_simulation(planned, folder, resume=resume)
+            else:
+                run_locally(planned, folder, resume=resume, quiet=not progress)
+        except KeyboardInterrupt:
+            print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
+            raise
+    return Results([Result.read(each) for each in run_folders])
+
+
+@contextmanager
+def _settings_of_the_process() -> Iterator[None]:
+    """Restore what a run changes in the process of its caller."""
+    import torch
+
+    logger, threads = logging.getLogger("flwr"), torch.get_num_threads()
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # in every round Flower logs figures that the progress contains
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        torch.set_num_threads(threads)

@@ -1,0 +1,206 @@
+"""Runs as Python objects, read from their folders: `Result` is one run, `Results` several."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from fedbn_flwr.errors import UserError, did_you_mean
+
+from .folder import RunFolder
+from .report import Row, Run, find_runs, group, plot, tables, tables_as_text
+from .summary import Summary
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+    from .figure import Plot
+
+
+class Result:
+    """One run: its settings, its figures by round, and its model.
+
+    It has the figures of the moment when it was read; `Result.read(result.folder)` reads them again.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Result:
+        """The run in a folder, or in the only run folder below it."""
+        results = Results.read(folder)
+        if len(results) > 1:
+            raise UserError(
+                f"{str(folder)!r} holds {len(results)} runs: {', '.join(run.folder.name for run in results)}; give the "
+                "folder of one, or use Results.read"
+            )
+        return results[0]
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._run.path
+
+    @property
+    def label(self) -> str:
+        """The run's name in tables and plots."""
+        return self._run.label
+
+    @property
+    def summary(self) -> Summary:
+        """The content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict."""
+        return self._run.summary
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """All settings; `run(result.config, rounds=20)` repeats the run with a change."""
+        return RunFolder(self.folder).config()
+
+    @cached_property
+    def history(self) -> pd.DataFrame:
+        """A row per round, with the columns of history.jsonl; without pandas a list of dicts."""
+        return _frame(self._run.history, index="round")
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the model's outputs; empty if the server had no data."""
+        return tuple(RunFolder(self.folder).model_description()["classes"] or ())
+
+    def model(self, client: int | None = None, *, file: str = "model.safetensors") -> nn.Module:
+        """The network with its trained weights, in evaluation mode, on the CPU.
+
+        Parameters
+        ----------
+        client
+            The number of a client, for its personal model (`FedBN`, `SiloBN`, `Standalone`); only for runs on the local
+            engine. By default the global model.
+        file
+            The file of the run folder with the global model.
+        """
+        from .trained import global_model, personal_model
+
+        run_folder = RunFolder(self.folder)
+        return global_model(run_folder, file) if client is None else personal_model(run_folder, client)
+
+    def normalise(self) -> nn.Module:
+        """The normalisation of the model's inputs: a function of images with pixel values from 0 to 1."""
+        from .trained import normalisation
+
+        return normalisation(RunFolder(self.folder))
+
+    def plot(self) -> Plot:
+        """Accuracy against rounds, communication rounds and bytes, as a matplotlib figure; a notebook shows it."""
+        return plot(group([self._run]))
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        accuracy = "" if summary.accuracy is None else f", accuracy {summary.accuracy:.4f}"
+        rounds = f"{summary.rounds} of {self.config.get('rounds', '?')} rounds"
+        return f"<Result {self.label!r}: {summary.status}, {rounds}{accuracy}, in {str(self.folder)!r}>"
+
+    def _repr_html_(self) -> str:
+        return _as_html(tables(group([self._run]))) + f"<p>{html.escape(str(self.folder))}</p>"
+
+
+class Results(Sequence[Result]):
+    """Several runs in the order in which they began, for instance `Results([run("quick"), run("quick", seed=1)])`.
+
+    `results[0]` is a run by its number and `results["FixBN"]` by its label, or by the name of its folder.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._results = tuple(results)
+
+    @classmethod
+    def read(cls, *folders: str | Path) -> Results:
+        """The runs in the folders and their subfolders."""
+        if not folders:
+            raise UserError("Results.read() needs a folder, for instance Results.read('runs')")
+        return cls([Result(run) for run in find_runs([Path(folder) for folder in folders])])
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @overload
+    def __getitem__(self, key: int | str) -> Result: ...
+    @overload
+    def __getitem__(self, key: slice) -> Results: ...
+    def __getitem__(self, key: int | str | slice) -> Result | Results:
+        if isinstance(key, slice):
+            return Results(self._results[key])
+        if isinstance(key, int):
+            return self._results[key]
+        found = [result for result in self._results if key in (result.label, result.folder.name)]
+        if not found:
+            raise KeyError(f"there is no run {key!r}; {did_you_mean(key, self.labels)}")
+        if len(found) > 1:
+            folders = ", ".join(repr(result.folder.name) for result in found)
+            raise KeyError(f"{len(found)} runs are called {key!r}; use one of {folders}")
+        return found[0]
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self._results)
+
+    @property
+    def labels(self) -> list[str]:
+        """The different labels; runs that differ only in their seed have the same one."""
+        return list(dict.fromkeys(result.label for result in self))
+
+    @property
+    def summaries(self) -> pd.DataFrame:
+        """A row per run, with the columns of summary.json; without pandas a list of dicts."""
+        return _frame([result.summary.to_json() for result in self])
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """A row per run and round: label, seed, and the columns of history.jsonl; without pandas a list of dicts."""
+        return _frame(
+            [
+                {"label": result.label, "seed": result.summary.seed, **line}
+                for result in self
+                for line in result._run.history
+            ]
+        )
+
+    def table(self) -> str:
+        """The table of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
+        return tables_as_text(self._rows)
+
+    def plot(self) -> Plot:
+        """The plot of `fedbn report`: accuracy against rounds, communication rounds and bytes; a notebook shows it."""
+        return plot(self._rows)
+
+    @property
+    def _rows(self) -> list[Row]:
+        return group([result._run for result in self])
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return _as_html(tables(self._rows))
+
+
+def _frame(lines: Sequence[Mapping[str, Any]], index: str | None = None) -> pd.DataFrame:
+    try:
+        import pandas as pd
+    except ImportError:
+        return list(lines)
+    frame = pd.DataFrame(lines)
+    return frame if index is None or frame.empty else frame.set_index(index)
+
+
+def _as_html(titled: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
+    parts = []
+    for title, lines in titled:
+        head, *body = [[html.escape(cell) for cell in line] for line in lines]
+        rows = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in body)
+        heading = f"<tr><th>{'</th><th>'.join(head)}</th></tr>"
+        caption = f"<caption>{html.escape(title)}</caption>" if title else ""
+        parts.append(f"<table>{caption}<thead>{heading}</thead><tbody>{rows}</tbody></table>")
+    return "".join(parts)

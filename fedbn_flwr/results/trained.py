@@ -1,0 +1,76 @@
+"""Builds the networks of a run folder with their trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr import seeding
+from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.errors import UserError
+from fedbn_flwr.messages.arrays import arrays_in, unpack
+from fedbn_flwr.models.build import build_model
+
+from .folder import RunFolder
+
+
+def global_model(folder: RunFolder, file: str) -> nn.Module:
+    from safetensors.torch import load_file
+
+    description = folder.model_description()
+    if not description["global"]:
+        raise UserError(
+            f"{str(folder.path)!r} has no global model, but each client has one, for instance model(client=0)"
+        )
+    path = folder.path / file
+    if not path.is_file():
+        files = ", ".join(sorted(each.name for each in folder.path.glob("*.safetensors"))) or "none yet"
+        raise UserError(f"{str(folder.path)!r} has no {file!r}; files with models: {files}")
+    return _build(description, load_file(path))
+
+
+def personal_model(folder: RunFolder, client: int) -> nn.Module:
+    """The model of a client: the global arrays of the last checkpoint, and the arrays that the client keeps."""
+    description = folder.model_description()
+    if not folder.checkpoint.path.exists():
+        raise UserError(f"{str(folder.path)!r} has no checkpoint, which contains the clients' models")
+    states = dict(folder.checkpoint.clients() or ())
+    if not states:
+        raise UserError(
+            f"the checkpoint in {str(folder.path)!r} has no clients' models: the nodes of this engine store them"
+        )
+    nodes = sorted(states)  # the local engine numbers its nodes by their partitions
+    if not 0 <= client < len(nodes):
+        raise UserError(f"there is no client {client}; the run has the clients 0 to {len(nodes) - 1}")
+    own = NodeState(states[nodes[client]]).load("local")
+    if not own:
+        raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
+    arrays = {**unpack(arrays_in(folder.checkpoint.read().model)["arrays"]), **own}
+    return _build(description, {key: torch.from_numpy(value.copy()) for key, value in arrays.items()})
+
+
+def normalisation(folder: RunFolder) -> nn.Module:
+    from torchvision.transforms import Normalize
+
+    moments = folder.model_description()["normalise"]
+    if moments is None:
+        raise UserError(
+            f"{str(folder.path)!r} has no mean and standard deviation of the images: its server had no data"
+        )
+    normalise: nn.Module = Normalize(moments["mean"], moments["std"])
+    return normalise
+
+
+def _build(description: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+    arguments = dict(description["build"])
+    if isinstance(arguments["image_size"], list):
+        arguments["image_size"] = tuple(arguments["image_size"])
+    with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
+        model = build_model(**arguments)
+    # Batch counters are not in the file: PyTorch sets counters to 0 if a state dict without version lacks them.
+    model.load_state_dict(dict(state))
+    model.eval()
+    return model

@@ -1,0 +1,157 @@
+"""`fedbn_flwr.run` and `run_all`: what they accept, what they return, and what they leave as it was."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedbn_flwr
+from fedbn_flwr import Results, Settings, cli, run, run_all
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.settings import Data, Engine, Model, Train
+
+TINY: dict[str, Any] = {"rounds": 1, "clients": 2, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}}
+
+
+class Net(nn.Sequential):
+    """A network of the user, which an experiment names as module:name."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes), nn.BatchNorm1d(num_classes))
+
+
+def test_run_does_what_the_command_does(tmp_path: Path) -> None:
+    words = ["rounds=2", "clients=2", "train={steps: 2, epochs: null}", "engine.workers=0"]
+    assert cli.main(["run", "quick", *words, "--out", str(tmp_path / "command")]) == 0
+    changes: Any = {"rounds": 2, "clients": 2, "train": {"steps": 2, "epochs": None}, "engine": {"workers": 0}}
+    result = run("quick", **changes, out=tmp_path / "python", progress=False)
+    there = tmp_path / "command" / "FixBN"
+    assert result.folder == tmp_path / "python" / "FixBN"
+    assert result.summary.status == "finished"
+    for file in ("config.yaml", "model.safetensors"):
+        assert (result.folder / file).read_bytes() == (there / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": {"partition": {"kind": "dirichlet", "alpha": 0.5}}, "model": {"norm": "gn"}, "strategy": "FedBN"},
+        {
+            "data": Data.model_validate({"partition": {"kind": "dirichlet", "alpha": 0.5}}),
+            "model": Model(norm="gn"),
+            "strategy": {"name": "FedBN"},
+        },
+        {
+            "data": {"partition": {"kind": "dirichlet", "alpha": np.float32(0.5)}},
+            "model": {"norm": "gn"},
+            "strategy": "FedBN",
+            "train": {"steps": np.int64(1)},
+        },
+    ],
+)
+def test_changes_are_dicts_section_objects_or_names(changes: Any, tmp_path: Path) -> None:
+    result = run(TINY, **changes, out=tmp_path, progress=False)
+    config = result.config
+    assert config["data"]["partition"] == {"kind": "dirichlet", "alpha": 0.5, "min_size": 1, "by": "class"}
+    assert config["data"]["name"] == "digits"
+    assert config["model"]["norm"] == "gn"
+    assert config["model"]["name"] == "cnn"
+    assert config["strategy"] == {"name": "FedBN"}
+    assert config["train"]["steps"] == 1
+    assert config["engine"]["workers"] == 0
+
+
+def test_settings_are_an_experiment_and_so_is_a_result_s_config(tmp_path: Path) -> None:
+    settings = Settings(rounds=1, clients=2, train=Train(steps=1), engine=Engine(workers=0, device="cpu"), label="mine")
+    first = run(settings, out=tmp_path / "a", progress=False)
+    again = run(first.config, out=tmp_path / "b", progress=False)
+    other = run(first.config, seed=1, out=tmp_path / "c", progress=False)
+    assert first.label == again.label == "mine"
+    model, same, different = ((each.folder / "model.safetensors").read_bytes() for each in (first, again, other))
+    assert model == same != different
+
+
+def test_a_class_stands_for_its_name(tmp_path: Path) -> None:
+    result = run(TINY, model=Net, out=tmp_path, progress=False)
+    assert result.config["model"]["name"] == f"{__name__}:Net"
+    assert isinstance(result.model(), Net)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rouns": 3}, "unknown key 'rouns'"),
+        ({"train": {"lrr": 3}}, "unknown key 'train.lrr'"),
+        ({"train": {"lr": "0.1"}}, "train.lr is '0.1': expected a valid number"),
+        ({"model": lambda num_classes: Net(num_classes)}, "model is .*<lambda>, a function that other processes"),
+        ({"model": {"name": object()}}, "model.name is a object; expected a number"),
+        ({"seeds": [0, 1]}, r"has 2 runs \(labels: FedAvg; seeds: 0, 1\); run_all\(\) carries out all"),
+        ({"resume": True}, "resume is True, but out is missing"),
+        ({"only": "FixBN"}, "only='FixBN' is not a label"),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(
+    changes: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=says):
+        run(TINY, **changes, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_run_has_a_folder_of_its_own_and_is_not_repeated_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDBN_OUT", raising=False)
+    first, second = run(TINY, progress=False), run(TINY, progress=False)
+    assert first.folder != second.folder
+    assert first.folder.is_relative_to(tmp_path / "runs")
+    kept = run(TINY, out="cell", resume=True, progress=False)
+    written = (kept.folder / "model.safetensors").stat()
+    again = run(TINY, out="cell", resume=True, progress=False)
+    assert again.summary == kept.summary
+    assert (again.folder / "model.safetensors").stat() == written
+    with pytest.raises(SettingsError, match="rounds was 1 and is 2"):
+        run(TINY, rounds=2, out="cell", resume=True, progress=False)
+
+
+def test_runs_are_compared_and_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    runs = {"diverges": {"train": {"lr": 1e30, "steps": 3}}, "trains": {}}
+    results = run_all(TINY, runs=runs, out=tmp_path, progress=False)
+    assert isinstance(results, Results)
+    assert [result.label for result in results] == ["diverges", "trains"]
+    assert [result.summary.status for result in results] == ["failed", "finished"]
+    assert "not finite" in str(results["diverges"].summary.error)
+    some = run_all(TINY, runs=runs, only=["trains"], seeds=range(2), out=tmp_path / "some", progress=False)
+    assert [(result.label, result.summary.seed) for result in some] == [("trains", 0), ("trains", 1)]
+
+
+def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    logging.getLogger("flwr").setLevel(logging.INFO)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run(TINY, out=tmp_path, progress=False).model()
+    assert torch.get_num_threads() == 2
+    assert logging.getLogger("flwr").level == logging.INFO
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_progress_is_shown_unless_it_is_turned_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(TINY, out=tmp_path / "quiet", progress=False)
+    assert capsys.readouterr() == ("", "")
+    run(TINY, out=tmp_path / "shown")
+    assert "round 1/1" in capsys.readouterr().out
+
+
+def test_every_setting_can_be_changed() -> None:
+    known = set(fedbn_flwr.experiment.api.Changes.__annotations__)
+    assert known == {*Settings.model_fields, "seeds", "runs"}
