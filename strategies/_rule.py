@@ -42,6 +42,9 @@ class Traits:
     personal: bool = False  # each client trains its own model, which is evaluated on that client
     has_global_model: bool = True  # the server's arrays are a trained model
     replaces_norm: bool = False  # clients replace the arithmetic of batch norm
+    # The mean of the clients' first steps must be the step along the mean of their gradients: SGD without clipping.
+    linear_steps: bool = False
+    averages_momentum: bool = False  # clients must train by SGD with momentum
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server

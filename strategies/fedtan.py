@@ -60,8 +60,11 @@ class FedTAN(FedAvg):
     """
 
     backward = True  # the backward pass exchanges gradients
-    # Clients normalise over the batches of all clients.
-    traits = Traits(replaces_norm=True, traffic="two exchanges per batch norm in a round; three with exchange: paper")
+    traits = Traits(
+        replaces_norm=True,  # clients normalise over the batches of all clients
+        linear_steps=True,
+        traffic="two exchanges per batch norm in a round; three with exchange: paper",
+    )
 
     def __init__(
         self,

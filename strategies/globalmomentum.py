@@ -41,7 +41,8 @@ class GlobalMomentum(Wrapper):
         super().__init__(strategy)
         momentum = "momentum, as large as the parameters: up in each round, down from round 2 on"
         of_base = self.traits.traffic
-        self.traits = replace(self.traits, traffic=f"{of_base}; {momentum}" if of_base else momentum)
+        traffic = f"{of_base}; {momentum}" if of_base else momentum
+        self.traits = replace(self.traits, traffic=traffic, averages_momentum=True)
         if self.shares is None:
             raise SettingsError(
                 f"GlobalMomentum averages with the weights of its base, and {type(strategy).__name__} does not report "

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,18 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
-from fedbn_flwr.messages.arrays import FlatArrays
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
 
 from .evaluation import evaluate
-from .model_tensors import ModelTensors
+from .metrics import Metric, name_of
+from .model_tensors import ModelTensors, exclusive
 from .node_state import NodeState, run_of
+from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
 from .rules import ClientRule, LocalRound, Update, known_keys, rules_by_key
 from .rules.globalmomentum import GlobalMomentum
-from .training import SGD, Batch, Epochs, Loss, cross_entropy, local_batches, train
+from .training import SGD, Batch, Epochs, LocalOptimizer, Loss, cross_entropy, local_batches, train
 
 Config = Mapping[str, Any]
 Metrics = dict[str, Any]  # numbers
@@ -42,7 +43,7 @@ TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
 
 class BNClient(NumPyClient):
-    """Trains `model` on `train_data` by SGD and evaluates it on `eval_data`.
+    """Trains `model` on `train_data` and evaluates it on `eval_data`.
 
     The server decides which arrays are sent: the client loads the arrays that it receives and sends the same ones
     back. It keeps all other arrays, for instance the counters of batch norm, in its state.
@@ -64,13 +65,29 @@ class BNClient(NumPyClient):
         The learning rate, or a function of the round.
     epochs, steps
         The length of a round: passes over `train_data`, or optimiser steps. The default is one epoch.
+    optimizer
+        "sgd", "adam", "adamw" or the name of another class of torch.optim; with options a mapping, for instance
+        {"name": "adamw", "betas": (0.9, 0.95)}; or a function of (parameters, lr=...) that makes a
+        torch.optim.Optimizer. Its state is reset in each round.
     momentum, weight_decay
-        Arguments of SGD; the momentum buffers are reset in each round.
+        Arguments of the optimiser. Without `weight_decay` it has the default of torch.optim, which is 0.01 for AdamW
+        and zero for most others.
+    norm_weight_decay, bias_weight_decay
+        Another weight decay for the parameters of normalisers, and for the biases of other layers.
     keep_momentum
-        Keep the momentum buffers from round to round, in the client's state.
+        Keep the optimiser's state (momentum, Adam's moments) from round to round, in the client's state.
+    clip
+        Scale the gradients of a step so that their norm over all parameters is at most this, after all other changes
+        of the gradients (Scaffold's correction, FedProx's term, FedWon's clipping).
     loss
-        A function of (logits, targets). The default is cross entropy; for a segmentation model it is the mean over
-        the pixels whose label is not 255.
+        A function of (logits, targets) that returns the mean loss over the examples of a batch. The default is cross
+        entropy; for a segmentation model it is the mean over the pixels whose label is not 255. `fedbn_flwr.client
+        .losses.CrossEntropy` has label smoothing and class weights.
+    eval_loss
+        The loss that evaluation reports; by default `loss`.
+    metrics
+        What evaluation reports beside loss and accuracy: names ("balanced_accuracy", "macro_f1", "auc", "dice",
+        "mean_iou"), or functions of the logits and labels of all examples.
     channels_last
         Train with images and filters in this memory format. Convolutions are faster; results differ in the last bits.
     precision
@@ -95,10 +112,16 @@ class BNClient(NumPyClient):
         lr: float | Callable[[int], float] = 0.1,
         epochs: int | None = None,
         steps: int | None = None,
+        optimizer: OptimizerSpec = "sgd",
         momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
+        norm_weight_decay: float | None = None,
+        bias_weight_decay: float | None = None,
         keep_momentum: bool = False,
+        clip: float | None = None,
         loss: Loss = cross_entropy,
+        eval_loss: Loss | None = None,
+        metrics: Sequence[Metric] = (),
         channels_last: bool = False,
         precision: torch.dtype | None = None,
         seed: int = 0,
@@ -113,10 +136,20 @@ class BNClient(NumPyClient):
         self.lr = lr
         self.epochs = 1 if epochs is None and steps is None else epochs
         self.steps = steps
+        self.optimizer = optimizer
         self.momentum = momentum
         self.weight_decay = weight_decay
+        self.norm_weight_decay = norm_weight_decay
+        self.bias_weight_decay = bias_weight_decay
         self.keep_momentum = keep_momentum
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
+        self.clip = clip
         self.loss = loss
+        self.eval_loss = loss if eval_loss is None else eval_loss
+        for metric in metrics:
+            name_of(metric)  # refuses unknown ones
+        self.metrics = metrics
         self.seed = seed
         self.channels_last = channels_last
         self.precision = precision
@@ -167,7 +200,7 @@ class BNClient(NumPyClient):
         wanted = rules_for(config)
         if self.keep_momentum:
             wanted.add(GlobalMomentum)
-        with _exclusive(self.model):
+        with exclusive(self.model):
             return self._train_round(arrays, config, {} if extras is None else extras, exchange, wanted)
 
     def _train_round(
@@ -194,14 +227,16 @@ class BNClient(NumPyClient):
             while not_begun:
                 not_begun.pop(0).begin()
 
-        adjust = [begin, *(rule.adjust for rule in rules)] if rules else []
+        adjust: list[Callable[[], Any]] = [begin, *(rule.adjust for rule in rules)] if rules else []
 
         with ExitStack() as stack:
             stack.enter_context(seeding.streams(seed, self.device))
             for rule in rules:
                 stack.enter_context(rule.around())
             trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
-            local.optimizer = SGD(trained, lr, self.momentum, self.weight_decay)
+            local.optimizer = self._make_optimizer(trained, lr)
+            if self.clip is not None:
+                adjust.append(functools.partial(nn.utils.clip_grad_norm_, list(trained.values()), self.clip))
             loss, _, first_batch = train(
                 self.model,
                 self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps)),
@@ -241,7 +276,7 @@ class BNClient(NumPyClient):
         sets = data if isinstance(data, Mapping) else {"": data}
         metrics: Metrics = {}
         for name, data in sets.items():
-            measured = evaluate(self.model, self._pairs(data), self.loss, self.device)
+            measured = evaluate(self.model, self._pairs(data), self.eval_loss, self.device, self.metrics)
             if not metrics:
                 metrics = dict(measured)
             else:
@@ -299,6 +334,21 @@ class BNClient(NumPyClient):
             is_pair = type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
             yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
 
+    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter], lr: float) -> LocalOptimizer:
+        other_decay: Mapping[str, float] = {}
+        if (self.norm_weight_decay, self.bias_weight_decay) != (None, None):
+            other_decay = decay_of(self.model, norm=self.norm_weight_decay, bias=self.bias_weight_decay)
+        if self.optimizer == "sgd":
+            return SGD(parameters, lr, self.momentum, self.weight_decay or 0.0, other_decay=other_decay)
+        return make_optimizer(
+            self.optimizer,
+            parameters,
+            lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            other_decay=other_decay,
+        )
+
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
 
@@ -317,7 +367,7 @@ class BNClient(NumPyClient):
         self._state = NodeState(self.records, run_of(config))
         own = self._state.load("local")
         if not self._parts.fits(arrays, own):
-            self._check(arrays, own)
+            self._parts.check(arrays, own)
             own = {key: value for key, value in own.items() if key not in arrays}
         if negative := negative_variance(arrays):
             raise MessageError(
@@ -326,27 +376,6 @@ class BNClient(NumPyClient):
             )
         self._parts.load(own)
         self._parts.load(arrays)
-
-    def _check(self, arrays: Arrays, own: Arrays) -> None:
-        """Raise MessageError unless the received arrays and the client's own ones are those of its model."""
-        expected, received = self._parts.shapes, set(arrays)
-        if unknown := [key for key in arrays if key not in expected]:
-            raise MessageError(
-                f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
-                f"{list(expected)[:3]}. Server and clients must build the same model"
-            )
-        absent = [key for key in expected if key not in received and key not in own]
-        # Standalone sends no arrays at all; a message that lacks only some weights is for another model.
-        if arrays and (lacking := [key for key in absent if self.roles[key] is Role.WEIGHTS]):
-            raise MessageError(
-                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of weights are missing), and the "
-                "client's state does not have it. Server and clients must build the same model"
-            )
-        shapes = arrays.layout.shapes if isinstance(arrays, FlatArrays) else {key: arrays[key].shape for key in arrays}
-        for key, shape in {**{key: value.shape for key, value in own.items()}, **shapes}.items():
-            if shape != expected[key]:
-                where = "the message" if key in received else "the client's state"
-                raise MessageError(f"{key!r} has shape {shape} in {where} and {expected[key]} in this client's model")
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:
@@ -358,21 +387,3 @@ def rules_for(config: Config) -> set[type[ClientRule]]:
         elif key.startswith(protocol.PREFIX) and key not in protocol.RUN_KEYS:
             protocol.check_known(config, known_keys())
     return wanted
-
-
-_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models whose round has not ended
-
-
-@contextmanager
-def _exclusive(model: nn.Module) -> Iterator[None]:
-    """Refuses a second client with the same model: the layer-wise rounds of several clients run concurrently."""
-    if model in _TRAINED:
-        raise MessageError(
-            "another client is in the middle of a round with this very model; the clients of a layer-wise round train "
-            "concurrently, so make_client must return clients with separate models"
-        )
-    _TRAINED.add(model)
-    try:
-        yield
-    finally:
-        _TRAINED.discard(model)

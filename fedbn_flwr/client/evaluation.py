@@ -1,23 +1,26 @@
-"""Loss and accuracy of a model on batches, and the mean IoU of a segmentation model."""
+"""Loss, accuracy and other metrics of a model on batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from fedbn_flwr.data import IGNORED
 
+from .metrics import Measurement, Metric, confusion, mean_iou
 from .training import Batch, Loss
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: torch.device) -> dict[str, float | int]:
-    """`loss` and `accuracy` (a fraction) in evaluation mode, means over `num-examples` examples.
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: torch.device, metrics: Sequence[Metric] = ()
+) -> dict[str, float | int]:
+    """`loss` and `accuracy` (a fraction) in evaluation mode, means over `num-examples` examples, and the `metrics`.
 
     For a segmentation model, whose logits are [N, C, H, W], they are means over the pixels whose label is not 255, and
-    the result includes `mean-iou`.
+    the result includes `mean-iou`. A metric that the examples do not define is left out.
     """
     was_training = model.training
     model.eval()
@@ -25,9 +28,11 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: 
     correct = torch.zeros((), device=device, dtype=torch.int64)
     examples = 0
     pixels: torch.Tensor | None = None  # the confusion matrix of a segmentation model
+    others = Measurement(metrics)
     for inputs, targets in batches:
         inputs, targets = inputs.to(device), targets.to(device)
         logits = model(inputs)
+        matrix: torch.Tensor | None = None
         if logits.ndim > 2:
             matrix = confusion(logits, targets)
             pixels = matrix if pixels is None else pixels + matrix
@@ -35,44 +40,20 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: 
         else:
             loss += loss_fn(logits, targets).double() * len(targets)
             correct += (logits.argmax(1) == targets).sum()
+        others.add(logits, targets, matrix)
         examples += len(targets)
     model.train(was_training)
     if not examples:
         raise ValueError("there are no examples to evaluate on")
     if pixels is None:
-        return {"loss": float(loss) / examples, "accuracy": int(correct) / examples, "num-examples": examples}
+        figures = {"loss": float(loss) / examples, "accuracy": int(correct) / examples, "num-examples": examples}
+        return figures | others.values()
     if not (counted := int(pixels.sum())):
         raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
-    return {
+    figures = {
         "loss": float(loss) / counted,
         "accuracy": int(pixels.trace()) / counted,
         "num-examples": examples,
         "mean-iou": mean_iou(pixels),
     }
-
-
-def confusion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The number of pixels by label (row) and predicted class (column), without pixels whose label is 255.
-
-    logits [N, C, ...], targets [N, ...]; the result is [C, C], and the sum over batches is the matrix of all.
-    """
-    classes = logits.shape[1]
-    counts = targets != IGNORED
-    labels, predictions = targets[counts].long(), logits.argmax(1)[counts]
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError(
-            f"labels of pixels run from {int(labels.min())} to {int(labels.max())}, the model has {classes} classes; "
-            f"expected 0 to {classes - 1}, or {IGNORED} for pixels to leave out"
-        )
-    return torch.bincount(labels * classes + predictions, minlength=classes**2).view(classes, classes)
-
-
-def mean_iou(matrix: torch.Tensor) -> float:
-    """The mean over classes of intersection over union, from a confusion matrix.
-
-    A class that appears neither in the labels nor in the predictions is left out.
-    """
-    intersection = matrix.diag()
-    union = matrix.sum(0) + matrix.sum(1) - intersection
-    present = union > 0
-    return float((intersection[present].double() / union[present]).mean())
+    return figures | others.values()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, Layout, layout_of
 from fedbn_flwr.norms.roles import Role, roles
@@ -76,6 +79,27 @@ class ModelTensors:
             known = all(self.shapes.get(key) == shape for key, shape in shapes)
             self._fits[layouts] = known and len(keys) == len(shapes) and weights <= keys
         return self._fits[layouts]
+
+    def check(self, arrays: Arrays, own: Arrays) -> None:
+        """Raise MessageError unless the received arrays and the client's own ones are those of its model."""
+        expected, received = self.shapes, set(arrays)
+        if unknown := [key for key in arrays if key not in expected]:
+            raise MessageError(
+                f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
+                f"{list(expected)[:3]}. Server and clients must build the same model"
+            )
+        absent = [key for key in expected if key not in received and key not in own]
+        # Standalone sends no arrays at all; a message that lacks only some weights is for another model.
+        if arrays and (lacking := [key for key in absent if self.roles[key] is Role.WEIGHTS]):
+            raise MessageError(
+                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of weights are missing), and the "
+                "client's state does not have it. Server and clients must build the same model"
+            )
+        shapes = arrays.layout.shapes if isinstance(arrays, FlatArrays) else {key: arrays[key].shape for key in arrays}
+        for key, shape in {**{key: value.shape for key, value in own.items()}, **shapes}.items():
+            if shape != expected[key]:
+                where = "the message" if key in received else "the client's state"
+                raise MessageError(f"{key!r} has shape {shape} in {where} and {expected[key]} in this client's model")
 
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
@@ -189,3 +213,21 @@ def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:
     if value is None:
         return torch.zeros_like(parameter)
     return torch.from_numpy(np.array(value)).to(device=parameter.device, dtype=parameter.dtype)
+
+
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models whose round has not ended
+
+
+@contextmanager
+def exclusive(model: nn.Module) -> Iterator[None]:
+    """Refuses a second client with the same model: the layer-wise rounds of several clients run concurrently."""
+    if model in _TRAINED:
+        raise MessageError(
+            "another client is in the middle of a round with this very model; the clients of a layer-wise round train "
+            "concurrently, so make_client must return clients with separate models"
+        )
+    _TRAINED.add(model)
+    try:
+        yield
+    finally:
+        _TRAINED.discard(model)

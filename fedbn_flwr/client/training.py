@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from fedbn_flwr.data import IGNORED
+from fedbn_flwr.messages.aggregate import Array
+
+from .model_tensors import tensor_like
 
 Batch = Any  # what the loader yields: (inputs, targets)
 Loss = Callable[[Tensor, Tensor], Tensor]
 # (model, inputs, targets, loss_fn): sets the gradients of the parameters and returns the detached loss.
 Gradient = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
-Adjust = Callable[[], None]
+Adjust = Callable[[], Any]
 
 
 @runtime_checkable
@@ -31,11 +34,35 @@ class Epochs(Protocol):
 
 
 class Optimizer(Protocol):
-    """SGD below, or an optimizer of torch.optim."""
+    """SGD below, those of `optimizers.py`, or an optimizer of torch.optim."""
 
     def zero_grad(self) -> None: ...
 
     def step(self) -> Any: ...
+
+
+class LocalOptimizer(Optimizer, Protocol):
+    """The optimiser of a client's round, as client rules use it."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that train, by name."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """What the optimiser remembers, for instance momentum, by a name that does not change between rounds."""
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Begin with a state that `state` returned in an earlier round; other entries are ignored."""
+
+
+def by_decay(
+    parameters: Mapping[str, nn.Parameter], weight_decay: float, other_decay: Mapping[str, float]
+) -> dict[float, dict[str, nn.Parameter]]:
+    """The parameters in groups of one weight decay; `other_decay` is that of some parameters, by name."""
+    groups: dict[float, dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault(other_decay.get(name, weight_decay), {})[name] = parameter
+    return groups
 
 
 class SGD:
@@ -46,13 +73,27 @@ class SGD:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], lr: float, momentum: float = 0.0, weight_decay: float = 0.0
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        other_decay: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        if nesterov and (not momentum or dampening):
+            raise ValueError(f"nesterov needs a momentum (found {momentum}) and no dampening (found {dampening})")
+        if not 0 <= dampening <= 1:
+            raise ValueError(f"dampening is {dampening}; expected 0 to 1")
         self.parameters = dict(parameters)
         self.lr = lr
         self.momentum = momentum
-        self.weight_decay = weight_decay
+        self.dampening = dampening
+        self.nesterov = nesterov
         self.buffers: dict[str, Tensor] = {}
+        self._groups = by_decay(self.parameters, weight_decay, other_decay)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -60,46 +101,28 @@ class SGD:
 
     @torch.no_grad()
     def step(self) -> None:
-        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.grad is not None}
-        buffers = [self.buffers.get(name) for name in trained]
-        sgd(
-            list(trained.values()),
-            [parameter.grad for parameter in trained.values() if parameter.grad is not None],
-            buffers,  # None entries are replaced by new buffers
-            foreach=True,
-            lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-        self.buffers |= {name: buffer for name, buffer in zip(trained, buffers, strict=True) if buffer is not None}
+        for weight_decay, group in self._groups.items():
+            trained = {name: parameter for name, parameter in group.items() if parameter.grad is not None}
+            buffers = [self.buffers.get(name) for name in trained]
+            sgd(
+                list(trained.values()),
+                [parameter.grad for parameter in trained.values() if parameter.grad is not None],
+                buffers,  # None entries are replaced by new buffers
+                foreach=True,
+                lr=self.lr,
+                momentum=self.momentum,
+                weight_decay=weight_decay,
+                dampening=self.dampening,
+                nesterov=self.nesterov,
+                maximize=False,
+            )
+            self.buffers |= {name: buffer for name, buffer in zip(trained, buffers, strict=True) if buffer is not None}
 
+    def state(self) -> Mapping[str, Tensor]:
+        return self.buffers
 
-@dataclass(frozen=True)
-class StepSchedule:
-    """`lr`, multiplied by `gamma` after each milestone, which is a round or a fraction of all rounds."""
-
-    lr: float
-    milestones: Sequence[float] = ()
-    gamma: float = 0.1
-
-    def __call__(self, server_round: int, rounds: int) -> float:
-        # 0.29 * 100 is 28.999999999999996; without the correction round 29 would come after the milestone.
-        ends = [milestone * rounds + 1e-9 if milestone <= 1 else milestone for milestone in self.milestones]
-        passed = sum(server_round > end for end in ends)
-        return self.lr * self.gamma**passed
-
-
-@dataclass(frozen=True)
-class CosineSchedule:
-    """Half a cosine from `lr` in the first round to zero in the round after the last."""
-
-    lr: float
-
-    def __call__(self, server_round: int, rounds: int) -> float:
-        return self.lr * 0.5 * (1 + math.cos(math.pi * (server_round - 1) / rounds))
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        self.buffers |= {name: tensor_like(state[name], p) for name, p in self.parameters.items() if name in state}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

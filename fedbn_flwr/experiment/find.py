@@ -15,7 +15,8 @@ import yaml
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 
-from .settings import Experiment, Settings, check_settings
+from .check import check_settings
+from .settings import Experiment, Settings
 
 
 def experiments_folder() -> Path:
@@ -213,7 +214,10 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 # Mappings whose keys depend on their name or kind: two strategies have different arguments.
-_WHOLE = {"strategy": "name", "base": "name", "partition": "kind"}
+_WHOLE = {"strategy": "name", "base": "name", "partition": "kind", "optimizer": "name", "loss": "name"}
+
+# Sections for which a file may give only the value of this key.
+_SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,6 +225,8 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     result = dict(base)
     for key, value in changes.items():
         old = result.get(key)
+        if isinstance(value, Mapping) and isinstance(old, str) and key in _SHORT:
+            old = {_SHORT[key]: old}
         if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
             result[key] = merge(old, value)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
-from fedbn_flwr.client.training import CosineSchedule, StepSchedule
+from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.kinds import KINDS
@@ -26,6 +26,7 @@ from .data import check_labels, load_data, moments_of, own_test, partition_of, r
 from .find import from_run_config, run_names
 from .model import choose_device, make_model
 from .settings import Experiment, Settings
+from .training import learning_rate, loss_of, metrics_of, own_loss
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state")
 
@@ -66,9 +67,16 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         lr=functools.partial(learning_rate, run),
         epochs=run.train.epochs,
         steps=run.train.steps,
+        optimizer=run.train.optimizer,
         momentum=run.train.momentum,
-        keep_momentum=run.train.keep_momentum,
         weight_decay=run.train.weight_decay,
+        norm_weight_decay=run.train.norm_weight_decay,
+        bias_weight_decay=run.train.bias_weight_decay,
+        keep_momentum=run.train.keep_momentum,
+        clip=run.train.clip,
+        loss=loss_of(run, dataset, indices),
+        eval_loss=own_loss(run) or cross_entropy,
+        metrics=metrics_of(run),
         channels_last=run.train.channels_last,
         precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
         seed=run.seed,
@@ -180,11 +188,3 @@ class ModelPool:
 @functools.lru_cache(maxsize=4)
 def _pool(kind: Hashable, device: str) -> ModelPool:
     return ModelPool()
-
-
-def learning_rate(run: Settings, server_round: int) -> float:
-    schedule = run.train.schedule
-    if schedule.kind == "cosine":
-        return CosineSchedule(run.train.lr)(server_round, run.rounds)
-    milestones = schedule.milestones if schedule.kind == "step" else ()
-    return StepSchedule(run.train.lr, milestones, schedule.gamma)(server_round, run.rounds)

@@ -20,7 +20,8 @@ from fedbn_flwr.strategies import Rule, as_rule, build_strategy
 from .data import check_labels, load_data, moments_of, partition_of, resolve, shape_without_data
 from .find import run_names
 from .model import choose_device, make_model, model_arguments, try_model
-from .settings import Experiment, Settings
+from .settings import Experiment, Settings, strategy_name
+from .training import check_training
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     _check_norm(run, model, rule)
     try_model(run, model, shape, device)
     try:
+        check_training(run, rule, model, shape)
         rule.begin(
             run.rounds, pack(initial_arrays(model))
         )  # refuses a model that does not suit it; each run calls it again
@@ -101,11 +103,6 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
             raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
     if isinstance(base := spec.get("base"), Mapping):
         _check_demands(base, clients)
-
-
-def strategy_name(spec: Mapping[str, Any]) -> str:
-    base = spec.get("base")
-    return f"{spec['name']}({strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])
 
 
 def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:

@@ -12,7 +12,8 @@ from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.results.checkpoint import Snapshot
 from fedbn_flwr.results.folder import RunFolder
 
-from .prepare import Prepared, strategy_name
+from .prepare import Prepared
+from .settings import strategy_name
 
 
 def read_snapshot(folder: RunFolder) -> Snapshot:

@@ -1,22 +1,21 @@
-"""The settings of an experiment, checked and frozen.
+"""The settings of an experiment, frozen; `check.py` makes them from a file.
 
-Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library. All faults in
-a file are reported together, each with its key, the value found and the value expected. docs/experiments.md explains
-the keys.
+Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library.
+docs/experiments.md explains the keys.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from fedbn_flwr.data.partition.kinds import KINDS, Options
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import did_you_mean
+from fedbn_flwr.messages.protocol import METRICS
 
 
 class _Section(BaseModel):
@@ -107,22 +106,71 @@ class Model(_Section):
     stem: Literal["auto", "small", "large"] = "auto"
 
 
+def _named(value: Any) -> str | Mapping[str, Any]:
+    if isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("name"), str)):
+        return value
+    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
+
+
+# A part by its name, or by a mapping of its name and options.
+Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
+
+
+def name_in(part: str | Mapping[str, Any]) -> str:
+    return part if isinstance(part, str) else str(part["name"])
+
+
+def _weights(value: Any) -> Literal["balanced"] | tuple[float, ...]:
+    if value == "balanced":
+        return "balanced"
+    weights = value if isinstance(value, list | tuple) else ()
+    if any(weights) and all(type(weight) in (int, float) and weight >= 0 for weight in weights):
+        return tuple(map(float, weights))
+    raise ValueError(f"found {value!r}; expected balanced, or a list with a weight for each class, zero or more")
+
+
+Weights = Annotated[
+    Literal["balanced"] | tuple[float, ...], PlainValidator(_weights), PlainSerializer(lambda value: value)
+]
+
+
 class Schedule(_Section):
-    kind: Literal["constant", "step", "cosine"] = "constant"
+    kind: str = "constant"  # constant, step, cosine, exponential, or module:function
+    warmup: int = Field(default=0, ge=0)  # rounds in which the rate rises to `lr`
     # step: multiply by gamma at each milestone, given as a fraction of the rounds or as a round
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = (0.5, 0.75)
-    gamma: float = Field(default=0.1, gt=0)
+    gamma: float | None = Field(default=None, gt=0)  # step: 0.1; exponential: required
+
+    @model_validator(mode="after")
+    def _kind_is_known(self) -> Schedule:
+        kinds = ("constant", "step", "cosine", "exponential")
+        if self.kind not in kinds and ":" not in self.kind:
+            raise ValueError(f"kind is {self.kind!r}; {did_you_mean(self.kind, kinds)}, or module:function")
+        if self.kind == "exponential" and self.gamma is None:
+            raise ValueError("kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99")
+        return self
+
+
+def _of_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
 
 
 class Train(_Section):
     lr: float = Field(default=0.1, gt=0)
+    optimizer: Named = "sgd"  # of torch.optim, or module:callable
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    keep_momentum: bool = False  # each client keeps its buffers from round to round
-    weight_decay: float = Field(default=0.0, ge=0)
+    keep_momentum: bool = False  # each client keeps the optimiser's state from round to round
+    weight_decay: float | None = Field(default=None, ge=0)  # None: the optimiser's default
+    norm_weight_decay: float | None = Field(default=None, ge=0)  # of the parameters of normalisers
+    bias_weight_decay: float | None = Field(default=None, ge=0)  # of the biases of other layers
+    clip: float | None = Field(default=None, gt=0)  # largest norm of the gradients of a step
+    loss: Named = "cross_entropy"  # or module:callable
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    class_weights: Weights | None = None
     batch_size: Positive = 32
     epochs: Positive | None = None  # passes over the client's data per round; excludes steps
     steps: Positive | None = None
-    schedule: Schedule = Schedule()
+    schedule: Annotated[Schedule, BeforeValidator(_of_kind)] = Schedule()
     channels_last: bool = False  # memory format [N, H, W, C]: faster convolutions, different last bits
     precision: Literal["float32", "bfloat16"] = "float32"  # of training passes, by autocast
 
@@ -134,8 +182,25 @@ class Train(_Section):
 
     @model_validator(mode="after")
     def _there_is_momentum_to_keep(self) -> Train:
-        if self.keep_momentum and not self.momentum:
+        if self.keep_momentum and not self.momentum and name_in(self.optimizer).lower() == "sgd":
             raise ValueError("keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9")
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_cross_entropy(self) -> Train:
+        loss = name_in(self.loss)
+        if loss == "cross_entropy":
+            if isinstance(self.loss, Mapping) and len(self.loss) > 1:
+                raise ValueError(
+                    f"loss is {self.loss!r}; the options of cross_entropy are keys of their own, label_smoothing and "
+                    "class_weights"
+                )
+            return self
+        if ":" not in loss:
+            raise ValueError(f"loss is {loss!r}; expected cross_entropy, or module:function for your own")
+        for key in ("label_smoothing", "class_weights"):
+            if getattr(self, key):
+                raise ValueError(f"{key} ({getattr(self, key)}) is an option of cross_entropy, but loss is {loss!r}")
         return self
 
 
@@ -147,6 +212,14 @@ class Evaluate(_Section):
     statistics: Literal["model", "reestimated"] = "model"  # of the global model's batch norms, on the test images
     batch_size: Positive = 500
     dynamics: bool = False  # record how batch norm's statistics change, in every evaluated round
+    metrics: Names = ()  # beside loss and accuracy: names, or module:function
+
+    @model_validator(mode="after")
+    def _metrics_are_known(self) -> Evaluate:
+        for name in self.metrics:
+            if name not in METRICS and ":" not in name:
+                raise ValueError(f"metrics has {name!r}; {did_you_mean(name, METRICS)}, or module:function")
+        return self
 
     @model_validator(mode="after")
     def _one_of_them_does(self) -> Evaluate:
@@ -197,6 +270,12 @@ class Settings(_Section):
             raise ValueError("strategy needs a name, for instance {name: FedAvg}")
         return self
 
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> Settings:
+        if (warmup := self.train.schedule.warmup) >= self.rounds:
+            raise ValueError(f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer")
+        return self
+
 
 class Experiment(_Section):
     """One run, or several that differ in their settings under `runs` and in their seeds."""
@@ -207,46 +286,6 @@ class Experiment(_Section):
     run_config: Mapping[str, str]  # `experiment` and `set` of a Flower run that carries it out
 
 
-# --- checking ----------------------------------------------------------------
-
-
-def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
-    try:
-        return Settings.model_validate(dict(settings))
-    except ValidationError as error:
-        faults = [_explain(details) for details in error.errors()]
-        raise SettingsError(f"{where}: " + "; ".join(faults)) from None
-
-
-def _explain(details: ErrorDetails) -> str:
-    # Pydantic adds the kind of a partition to the path, but the file does not have it there.
-    parts = [str(part) for part in details["loc"]]
-    key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
-    found = details["input"]
-    match details["type"]:
-        case "extra_forbidden":
-            section = _section(parts[:-1])
-            return f"unknown key {key!r} (= {found!r}); {did_you_mean(parts[-1], section)}"
-        case "missing":
-            return f"{key!r} is missing"
-        case "union_tag_invalid" | "union_tag_not_found":
-            return f"{key}.kind is not one of {', '.join(KINDS)}: {found!r}"
-        case "value_error":
-            return f"{key + ': ' if key else ''}{details['ctx']['error']}"
-        case _:
-            expected = details["msg"].replace("Input should be", "expected")
-            return f"{key} is {found!r}: {expected}"
-
-
-def _section(path: Sequence[str]) -> Iterator[str]:
-    """The known keys of the section at `path`."""
-    model: type[BaseModel] = Settings
-    for part in path:
-        if part in KINDS:
-            model = KINDS[part].options
-        elif part in model.model_fields:
-            annotation = model.model_fields[part].annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                model = annotation
-    extra = ("runs", "seeds", "description") if model is Settings else ()
-    return iter([*(name for name in model.model_fields if name != "label"), *extra])
+def strategy_name(spec: Mapping[str, Any]) -> str:
+    base = spec.get("base")
+    return f"{spec['name']}({strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])

@@ -61,6 +61,9 @@ STATE_ROUND = "state-round"  # the round of the latest state in the state folder
 BATCH_EXAMPLES = "batch-examples"  # images in the first batch of the round
 EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
 
+# Metrics beside loss and accuracy that evaluations can report, by their names in the history.
+METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
+
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id and, with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import UserError
+from fedbn_flwr.messages.protocol import METRICS
 
 from .clients import evaluated, heading, last_values, plot_boxes, spread
 from .folder import RunFolder, deciding, flat_settings
-from .summary import BY_DOMAIN, Summary
+from .summary import BY_DOMAIN, Summary, keys_of
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
@@ -120,7 +121,9 @@ _OPTIONAL = {
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
-    present = {key: name for key, name in _OPTIONAL.items() if any(row.figures(key) for row in rows)}
+    metrics = dict.fromkeys(name for row in rows for run in row.runs for name in run.summary.metrics)
+    columns = _OPTIONAL | {key: _title(key) for key in keys_of(metrics)}
+    present = {key: name for key, name in columns.items() if any(row.figures(key) for row in rows)}
     lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
     for row in rows:
         count, seeds = len(row.runs), len({run.summary.seed for run in row.runs})
@@ -134,7 +137,7 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
                 row.label + (repeated if count > 1 else "") + status,
                 _spread(row.figures("accuracy"), 100, 2, "%"),
                 _spread(row.figures("best_test_accuracy"), 100, 2, "%"),
-                *(_spread(row.figures(key), 100, 2, "%") for key in present),
+                *(_spread(row.figures(key), *_unit(key)) for key in present),
                 _spread(row.figures("rounds"), 1, 0),
                 _spread(row.figures("communication_rounds"), 1, 0),
                 _spread(row.figures("bytes_down"), 1 / MIB, 2),
@@ -143,6 +146,20 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             )
         )
     return lines
+
+
+def _title(key: str) -> str:
+    """The heading of a metric of `evaluate.metrics`."""
+    name = key.removeprefix("clients_")
+    own = name.startswith("own_") and name != key
+    words = name.removeprefix("own_").replace("_", " ") if own else name.replace("_", " ")
+    return words if name == key else f"clients' {words}" + (" on own data" if own else "")
+
+
+def _unit(key: str) -> tuple[float, int, str]:
+    """Scale, digits and unit of a column: metrics of the user need not be fractions."""
+    known = key in _OPTIONAL or key.endswith(METRICS)
+    return (100, 2, "%") if known else (1, 4, "")
 
 
 @dataclass(frozen=True)

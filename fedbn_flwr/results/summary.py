@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -63,6 +63,8 @@ class Summary:
     clients_own_accuracy: float | None = None
     clients_mean_iou: float | None = None
     spread: dict[str, float] = field(default_factory=dict)  # over clients: clients_own_accuracy_std, ...
+    metrics: tuple[str, ...] = ()  # the names of evaluate.metrics
+    measured: dict[str, float] = field(default_factory=dict)  # their last values, also of clients: clients_own_auc, ...
     domains: dict[str, float] = field(default_factory=dict)  # the keys begin with those of BY_DOMAIN
     traffic: Traffic = field(default_factory=Traffic)
     notes: dict[str, Any] = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
@@ -77,6 +79,7 @@ class Summary:
                 setattr(self, key, line[key])
         if line.get("accuracy") is not None:
             self.best_test_accuracy = max(self.best_test_accuracy or 0.0, line["accuracy"])
+        self.measured |= {key: line[key] for key in keys_of(self.metrics) if line.get(key) is not None}
         spread = {key: value for key, value in line.items() if _is_spread(key)}
         self.spread |= spread
         self.domains |= {
@@ -84,11 +87,12 @@ class Summary:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """One flat mapping, in which traffic, spread, domains and notes are not nested."""
-        flat = {key: value for key, value in asdict(self).items() if value is not None}
-        traffic, spread, domains, notes = (flat.pop(key) for key in ("traffic", "spread", "domains", "notes"))
+        """One flat mapping, in which traffic, metrics, spread, domains and notes are not nested."""
+        flat = {key: value for key, value in asdict(self).items() if value not in (None, ())}
+        nested = ("traffic", "measured", "spread", "domains", "notes")
+        traffic, measured, spread, domains, notes = (flat.pop(key) for key in nested)
         per_round = self.traffic.broadcast_bytes / self.rounds / 2**20 if self.rounds else 0.0
-        return {**flat, **traffic, "broadcast_mib_per_round": per_round, **spread, **domains, **notes}
+        return {**flat, **traffic, "broadcast_mib_per_round": per_round, **measured, **spread, **domains, **notes}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
@@ -98,9 +102,20 @@ class Summary:
         rest = {key: value for key, value in content.items() if key != "broadcast_mib_per_round"}
         traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
         own = {item.name: rest.pop(item.name) for item in fields(cls) if item.name in rest}
+        own["metrics"] = tuple(own.get("metrics", ()))
+        measured = {key: rest.pop(key) for key in keys_of(own["metrics"]) if key in rest}
         spread = {key: rest.pop(key) for key in list(rest) if _is_spread(key)}
         domains = {key: rest.pop(key) for key in list(rest) if key.startswith(tuple(BY_DOMAIN))}
-        return cls(**own, traffic=Traffic(**traffic), spread=spread, domains=domains, notes=rest)
+        return cls(**own, traffic=Traffic(**traffic), measured=measured, spread=spread, domains=domains, notes=rest)
+
+
+def keys_of(metrics: Iterable[str]) -> list[str]:
+    """The keys of metrics in history and summary: of the global model, and of clients on all and on own test images.
+
+    Without those that every summary has.
+    """
+    keys = [prefix + name for name in metrics for prefix in ("", "clients_", "clients_own_")]
+    return [key for key in keys if key not in _LATEST]
 
 
 def _is_spread(key: str) -> bool:

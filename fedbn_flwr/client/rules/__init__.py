@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fedbn_flwr.client.node_state import NodeState
-from fedbn_flwr.client.training import SGD, Gradient
+from fedbn_flwr.client.training import Gradient, LocalOptimizer
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -49,7 +49,7 @@ class LocalRound:
     num_examples: int  # in the client's training data
     partition: int | None
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
-    optimizer: SGD = field(init=False)  # set after `around`; has the trainable parameters by name
+    optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

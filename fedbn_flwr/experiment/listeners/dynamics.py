@@ -20,7 +20,7 @@ from fedbn_flwr.norms.dynamics import NormLayers, Statistics
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.results.folder import RunFolder
 
-from ..prepare import strategy_name
+from ..settings import strategy_name
 from .base import Listener, RunState
 
 

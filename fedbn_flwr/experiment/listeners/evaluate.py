@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.metrics import key_of
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.messages.arrays import unpack
@@ -18,6 +19,7 @@ from fedbn_flwr.strategies import Round
 
 from ..data import moments_of, rows_by_domain
 from ..prepare import Prepared
+from ..training import metrics_of, own_loss
 from .base import Listener, RunState
 from .clients import name_of, own_means, spreads, values_of
 
@@ -29,6 +31,9 @@ class Evaluate(Listener):
         self.rule = prepared.rule
         only_by_clients = self.rule.traits.personal or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
+        self.loss = own_loss(run) or cross_entropy
+        self.metrics = metrics_of(run)
+        self.names = [name_of(key_of(metric)) for metric in self.metrics]
         self.test: TestBatches | None = None
         if dataset is not None and self.rule.traits.has_global_model:
             test_of = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
@@ -48,7 +53,7 @@ class Evaluate(Listener):
         if self.test is not None:
             state.line |= self._on_server(self.test, state.model, queried=bool(set(state.model) - set(state.arrays)))
         else:
-            means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy")}
+            means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy", *self.names)}
             state.line |= {key: value for key, value in means.items() if value is not None}
 
     def _on_clients(self, state: RunState) -> dict[str, Any]:
@@ -76,8 +81,10 @@ class Evaluate(Listener):
         if norms and self.prepared.run.evaluate.statistics == "reestimated":
             model.load_state_dict(reestimate(model, test, device)[0], strict=False)
             used = "reestimated"
-        figures = evaluate(model, test, cross_entropy, device)
+        figures = evaluate(model, test, self.loss, device, self.metrics)
         figures.pop("num-examples")
         for domain, domain_test in self.domains.items():
-            figures[f"accuracy_{domain}"] = evaluate(model, domain_test, cross_entropy, device)["accuracy"]
+            of_domain = evaluate(model, domain_test, self.loss, device, self.metrics)
+            names = ("accuracy", *map(key_of, self.metrics))
+            figures |= {f"{name}_{domain}": of_domain[name] for name in names if name in of_domain}
         return {key.replace("-", "_"): value for key, value in figures.items()} | {"evaluated_with": used}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 
+from fedbn_flwr.client.metrics import name_of
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import Summary
 
-from ..prepare import Prepared, strategy_name
+from ..prepare import Prepared
+from ..settings import strategy_name
+from ..training import metrics_of
 from .base import Listener, RunState
 
 
@@ -65,6 +68,7 @@ def begin_summary(prepared: Prepared) -> Summary:
         device=str(prepared.device),
         began=datetime.now(UTC).isoformat(timespec="seconds"),
         accuracy_of=accuracy_of,
+        metrics=tuple(name_of(metric) for metric in metrics_of(run)),
         memory_format="channels_last" if run.train.channels_last else None,
         precision=run.train.precision if run.train.precision != "float32" else None,
     )

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.rules.fedprox import add_proximal, copies
-from fedbn_flwr.client.training import SGD, CosineSchedule, Epochs, StepSchedule, local_batches, train
+from fedbn_flwr.client.schedules import CosineSchedule, StepSchedule
+from fedbn_flwr.client.training import SGD, Epochs, local_batches, train
 
 CPU = torch.device("cpu")
 Data = list[tuple[Tensor, Tensor]]

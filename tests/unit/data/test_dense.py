@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.evaluation import confusion, evaluate, mean_iou
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.metrics import confusion, mean_iou
 from fedbn_flwr.client.training import cross_entropy
 
 CPU = torch.device("cpu")

@@ -17,8 +17,7 @@ def test_an_unknown_key_is_named_with_its_value_and_a_suggestion() -> None:
 def test_an_unknown_nested_key_is_answered_by_its_section() -> None:
     found = fault("train: {learning_rat: 1}")
     assert "unknown key 'train.learning_rat' (= 1)" in found
-    names = "batch_size, channels_last, epochs, keep_momentum, lr, momentum, precision, schedule, steps, weight_decay"
-    assert f"known: {names}" in found
+    assert "known: batch_size, bias_weight_decay, channels_last, class_weights, clip, epochs, keep_momentum," in found
     assert "did you mean 'momentum'?" in fault("train: {momentun: 0.9}")
 
 
@@ -64,6 +63,22 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("strategy: {freeze_round: 1}", ["strategy needs a name"]),
         ("train: {epochs: 1, steps: 2}", ["train: epochs (1) and steps (2) exclude each other"]),
         ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
+        ("train: {optimizer: 3}", ["train.optimizer: found 3; expected a name, or a mapping with a name and options"]),
+        ("train: {optimizer: {nesterov: true}}", ["train.optimizer: found {'nesterov': True}; expected a name"]),
+        ("train: {loss: focal}", ["train: loss is 'focal'; expected cross_entropy, or module:function"]),
+        (
+            "train: {loss: 'a:b', label_smoothing: 0.1}",
+            ["label_smoothing (0.1) is an option of cross_entropy", "'a:b'"],
+        ),
+        ("train: {loss: 'a:b', class_weights: [1, 2]}", ["class_weights ((1.0, 2.0)) is an option of cross_entropy"]),
+        ("train: {loss: {name: cross_entropy, weight: 1}}", ["the options of cross_entropy are keys of their own"]),
+        ("train: {class_weights: [1, -2]}", ["train.class_weights: found [1, -2]; expected balanced, or a list"]),
+        ("train: {class_weights: even}", ["train.class_weights: found 'even'; expected balanced, or a list"]),
+        ("train: {schedule: cosinus}", ["train.schedule: kind is 'cosinus'; did you mean 'cosine'?"]),
+        ("train: {schedule: exponential}", ["train.schedule: kind is 'exponential', which needs gamma"]),
+        ("{rounds: 5, train: {schedule: {warmup: 5}}}", ["train.schedule.warmup is 5, but there are 5 rounds"]),
+        ("train: {clip: 0}", ["train.clip is 0", "greater than 0"]),
+        ("evaluate: {metrics: [macro-f1]}", ["evaluate: metrics has 'macro-f1'; did you mean 'macro_f1'?"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_expected(text: str, words: list[str]) -> None:
@@ -92,3 +107,21 @@ def test_settings_are_frozen() -> None:
     run = read("rounds: 3")
     with pytest.raises(ValueError, match="frozen"):
         run.rounds = 4  # type: ignore[misc]
+
+
+# --- short forms -------------------------------------------------------------
+
+
+def test_a_name_stands_for_a_section_with_only_a_name() -> None:
+    text = "{train: {schedule: cosine, optimizer: adamw}}"
+    assert read(text).train.schedule.kind == "cosine"
+    run = read(text, "rounds=9", "train.schedule.warmup=3", "train.optimizer.eps=0.1")
+    assert (run.train.schedule.kind, run.train.schedule.warmup) == ("cosine", 3)
+    assert run.train.optimizer == {"name": "adamw", "eps": 0.1}
+
+
+def test_another_optimizer_does_not_inherit_the_options_of_the_first() -> None:
+    text = "{train: {optimizer: {name: adamw, betas: [0.9, 0.95]}}}"
+    assert read(text, "train.lr=1.0").train.optimizer == {"name": "adamw", "betas": [0.9, 0.95]}
+    assert read(text, "train.optimizer={name: sgd}").train.optimizer == {"name": "sgd"}
+    assert read(text, "train.optimizer=adam").train.optimizer == "adam"

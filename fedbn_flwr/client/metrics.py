@@ -1,0 +1,137 @@
+"""Metrics beside loss and accuracy, from a confusion matrix or from the logits of all examples.
+
+A metric that a set of examples does not define, such as the AUC of images of one class, is left out of the results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data import IGNORED
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.messages import protocol
+
+# A function of the logits [N, C, ...] and labels [N, ...] of all examples, on the CPU.
+MetricFunction = Callable[[Tensor, Tensor], float]
+Metric = str | MetricFunction
+
+
+def confusion(logits: Tensor, targets: Tensor, *, ignored: int | None = IGNORED) -> Tensor:
+    """The number of pixels by label (row) and predicted class (column), without those whose label is `ignored`.
+
+    logits [N, C, ...], targets [N, ...]; the result is [C, C], and the sum over batches is the matrix of all.
+    """
+    classes = logits.shape[1]
+    labels, predictions = targets.long().reshape(-1), logits.argmax(1).reshape(-1)
+    if ignored is not None:
+        counts = labels != ignored
+        labels, predictions = labels[counts], predictions[counts]
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ValueError(
+            f"labels of pixels run from {int(labels.min())} to {int(labels.max())}, the model has {classes} classes; "
+            f"expected 0 to {classes - 1}, or {IGNORED} for pixels to leave out"
+        )
+    return torch.bincount(labels * classes + predictions, minlength=classes**2).view(classes, classes)
+
+
+def balanced_accuracy(matrix: Tensor) -> float:
+    """The mean over classes of recall; a class without labels is left out."""
+    return _mean(matrix.diag(), matrix.sum(1))
+
+
+def macro_f1(matrix: Tensor) -> float:
+    """The mean over classes of F1, 2 TP / (labels + predictions), which is also the Dice coefficient.
+
+    A class that appears neither in the labels nor in the predictions is left out.
+    """
+    return _mean(2 * matrix.diag(), matrix.sum(0) + matrix.sum(1))
+
+
+def mean_iou(matrix: Tensor) -> float:
+    """The mean over classes of intersection over union.
+
+    A class that appears neither in the labels nor in the predictions is left out.
+    """
+    return _mean(matrix.diag(), matrix.sum(0) + matrix.sum(1) - matrix.diag())
+
+
+def _mean(parts: Tensor, wholes: Tensor) -> float:
+    present = wholes > 0
+    return float((parts[present].double() / wholes[present]).mean())
+
+
+def auc(logits: Tensor, targets: Tensor) -> float:
+    """The mean over classes of the area under the ROC curve of the class against all others, by softmax.
+
+    A class that no example has, or all, is left out.
+    """
+    scores = logits.double().softmax(1)
+    areas = []
+    for label in range(scores.shape[1]):
+        positive = targets == label
+        pairs = int(positive.sum()) * int((~positive).sum())
+        if pairs:
+            # Mann and Whitney's U; equal scores share the mean of their ranks.
+            _, inverse, counts = scores[:, label].unique(return_inverse=True, return_counts=True)
+            ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]
+            n = int(positive.sum())
+            areas.append((float(ranks[positive].sum()) - n * (n + 1) / 2) / pairs)
+    return sum(areas) / len(areas) if areas else math.nan
+
+
+_OF_MATRIX: Mapping[str, Callable[[Tensor], float]] = {
+    "balanced_accuracy": balanced_accuracy,
+    "macro_f1": macro_f1,
+    "dice": macro_f1,
+    "mean_iou": mean_iou,
+}
+_OF_LOGITS: Mapping[str, MetricFunction] = {"auc": auc}
+
+
+def name_of(metric: Metric) -> str:
+    """The name of a metric, in snake case as in the history."""
+    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
+    if isinstance(metric, str) and metric not in protocol.METRICS:
+        raise SettingsError(f"metric {metric!r} is unknown; {did_you_mean(metric, protocol.METRICS)}, or a function")
+    if not name.isidentifier():
+        raise SettingsError(f"metric {metric!r} has no name to report it by; expected a function")
+    return name
+
+
+def key_of(metric: Metric) -> str:
+    """Its key in messages."""
+    return name_of(metric).replace("_", "-")
+
+
+class Measurement:
+    """The values of `metrics` over batches."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self.of_matrix = {key_of(m): _OF_MATRIX[m] for m in metrics if isinstance(m, str) and m in _OF_MATRIX}
+        self.of_logits = {key_of(m): _OF_LOGITS[m] if isinstance(m, str) else m for m in metrics if m not in _OF_MATRIX}
+        self.matrices: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+    def add(self, logits: Tensor, targets: Tensor, matrix: Tensor | None) -> None:
+        """A batch, with its confusion matrix if that is known."""
+        if self.of_matrix:
+            self.matrices.append(confusion(logits, targets, ignored=None) if matrix is None else matrix)
+        if self.of_logits:
+            self.logits.append(logits.cpu())
+            self.targets.append(targets.cpu())
+
+    def values(self) -> dict[str, float]:
+        """The values by their keys in messages, without those that are NaN."""
+        found = {key: function(sum(self.matrices, start=torch.tensor(0))) for key, function in self.of_matrix.items()}
+        for key, metric in self.of_logits.items():
+            value = metric(torch.cat(self.logits), torch.cat(self.targets))
+            try:
+                found[key] = float(value)
+            except (TypeError, ValueError):
+                raise SettingsError(f"metric {key} returned a {type(value).__name__}; expected a number") from None
+        return {key: value for key, value in found.items() if not math.isnan(value)}

@@ -1,0 +1,59 @@
+"""Checks the settings of a run.
+
+All faults are reported together, each with its key, the value found and the value expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from fedbn_flwr.data.partition.kinds import KINDS
+from fedbn_flwr.errors import SettingsError, did_you_mean
+
+from .settings import Settings
+
+
+def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
+    try:
+        return Settings.model_validate(dict(settings))
+    except ValidationError as error:
+        faults = [_explain(details) for details in error.errors()]
+        raise SettingsError(f"{where}: " + "; ".join(faults)) from None
+
+
+def _explain(details: ErrorDetails) -> str:
+    # Pydantic adds the kind of a partition to the path, but the file does not have it there.
+    parts = [str(part) for part in details["loc"]]
+    key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
+    found = details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            section = _section(parts[:-1])
+            return f"unknown key {key!r} (= {found!r}); {did_you_mean(parts[-1], section)}"
+        case "missing":
+            return f"{key!r} is missing"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return f"{key}.kind is not one of {', '.join(KINDS)}: {found!r}"
+        case "value_error":
+            return f"{key + ': ' if key else ''}{details['ctx']['error']}"
+        case _:
+            expected = details["msg"].replace("Input should be", "expected")
+            return f"{key} is {found!r}: {expected}"
+
+
+def _section(path: Sequence[str]) -> Iterator[str]:
+    """The known keys of the section at `path`."""
+    model: type[BaseModel] = Settings
+    for part in path:
+        if part in KINDS:
+            model = KINDS[part].options
+        elif part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                model = annotation
+    extra = ("runs", "seeds", "description") if model is Settings else ()
+    return iter([*(name for name in model.model_fields if name != "label"), *extra])

@@ -1,0 +1,245 @@
+"""Optimisers by name: the steps of torch.optim, options, weight decay by kind of parameter, and state."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr import BNClient
+from fedbn_flwr.client.optimizers import OptimizerSpec, check_optimizer, decay_of, make_optimizer
+from fedbn_flwr.client.training import LocalOptimizer
+from fedbn_flwr.errors import SettingsError
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).to(dtype)
+
+
+def steps(model: nn.Module, optimizer: LocalOptimizer | torch.optim.Optimizer, numbers: range) -> None:
+    """Some steps on batches that depend on the number of the step; a parameter has no gradient in steps 0 and 3."""
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        inputs = torch.randn(8, 7, generator=generator, dtype=model[0].weight.dtype)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        if number in (0, 3):
+            model[0].bias.grad = None
+        optimizer.step()
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+CASES: list[tuple[OptimizerSpec, dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = [
+    ("adam", {}, torch.optim.Adam, {}),
+    ({"name": "Adam", "betas": [0.8, 0.95], "eps": 1e-3}, {"weight_decay": 0.1}, torch.optim.Adam,
+     {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}),
+    ({"name": "adam", "amsgrad": True}, {}, torch.optim.Adam, {"amsgrad": True}),
+    ("adamw", {}, torch.optim.AdamW, {}),
+    ("AdamW", {"weight_decay": 0.0}, torch.optim.AdamW, {"weight_decay": 0.0}),
+    ({"name": "sgd", "nesterov": True}, {"momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    ({"name": "sgd", "dampening": 0.3}, {"momentum": 0.9, "weight_decay": 0.1}, torch.optim.SGD,
+     {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    ({"name": "rmsprop", "alpha": 0.9}, {"momentum": 0.5}, torch.optim.RMSprop, {"alpha": 0.9, "momentum": 0.5}),
+    (torch.optim.NAdam, {"weight_decay": 0.1}, torch.optim.NAdam, {"weight_decay": 0.1}),
+    (functools.partial(torch.optim.RAdam, eps=1e-3), {}, torch.optim.RAdam, {"eps": 1e-3}),
+    ({"name": "torch.optim:Adagrad", "lr_decay": 0.1}, {}, torch.optim.Adagrad, {"lr_decay": 0.1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("spec", "settings", "cls", "options"), CASES)
+def test_steps_are_those_of_torch(
+    spec: OptimizerSpec,
+    settings: dict[str, Any],
+    cls: Callable[..., torch.optim.Optimizer],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    ours, theirs = network(dtype), network(dtype)
+    steps(ours, make_optimizer(spec, dict(ours.named_parameters()), 0.05, **settings), range(6))
+    steps(theirs, cls(theirs.parameters(), lr=0.05, **options), range(6))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(("spec", "settings"), [case[:2] for case in CASES])
+def test_a_saved_state_continues_the_steps(spec: OptimizerSpec, settings: dict[str, Any]) -> None:
+    """Through NumPy, as a client's state is saved."""
+    whole, parts = network(), network()
+    steps(whole, make_optimizer(spec, dict(whole.named_parameters()), 0.05, **settings), range(6))
+    first = make_optimizer(spec, dict(parts.named_parameters()), 0.05, **settings)
+    steps(parts, first, range(2))
+    saved = {key: value.numpy().copy() for key, value in first.state().items()}
+    second = make_optimizer(spec, dict(parts.named_parameters()), 0.05, **settings)
+    second.load_state(saved)
+    steps(parts, second, range(2, 6))
+    assert_same(parts, whole)
+    again = network()
+    steps(again, make_optimizer(spec, dict(again.named_parameters()), 0.05, **settings), range(2))
+    steps(again, make_optimizer(spec, dict(again.named_parameters()), 0.05, **settings), range(2, 6))
+    assert not torch.equal(again[0].weight, whole[0].weight), "without its state it takes other steps"
+
+
+# --- weight decay ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "RMSprop"])
+def test_normalisers_and_biases_can_have_their_own_weight_decay(name: str) -> None:
+    ours, theirs = network(torch.float64), network(torch.float64)
+    other = decay_of(ours, norm=0.0, bias=0.02)
+    assert other == {"0.bias": 0.02, "1.weight": 0.0, "1.bias": 0.0, "2.bias": 0.02}
+    steps(
+        ours,
+        make_optimizer(name, dict(ours.named_parameters()), 0.05, weight_decay=0.1, other_decay=other),
+        range(4),
+    )
+    linear, norm, last = theirs
+    groups = [
+        {"params": [linear.weight, last.weight], "weight_decay": 0.1},
+        {"params": [linear.bias, last.bias], "weight_decay": 0.02},
+        {"params": list(norm.parameters()), "weight_decay": 0.0},
+    ]
+    cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}.get(name, torch.optim.RMSprop)
+    steps(theirs, cls(groups, lr=0.05), range(4))
+    assert_same(ours, theirs)
+
+
+def test_every_kind_of_normaliser_is_found() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm(4), nn.BatchNorm2d(4)
+    )
+    assert set(decay_of(model, norm=0.0, bias=None)) == {
+        f"{i}.{name}" for i in (1, 2, 3, 4) for name in ("weight", "bias")
+    }
+    assert decay_of(model, norm=None, bias=0.0) == {"0.bias": 0.0}
+    assert decay_of(model, norm=None, bias=None) == {}
+
+
+# --- refusals ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "words"),
+    [
+        ("adan", {}, r"optimizer is 'adan'; did you mean 'adam'\? known: .*RMSprop.*, or module:name"),
+        ({"name": "adamw", "beta": 0.9}, {}, r"beta \(= 0.9\) is not an option of adamw; did you mean 'betas'\?"),
+        ({"name": "sgd", "lr": 0.1}, {}, r"lr \(= 0.1\) is not given here, since it is a key of its own"),
+        ({"name": "adam", "betas": [0.9]}, {}, r"betas is \[0.9\]; expected two numbers from 0 to below 1"),
+        ({"name": "RMSprop", "alpha": -1}, {}, "optimizer RMSprop: Invalid alpha value: -1"),
+        ({"name": "sgd", "nesterov": True}, {}, r"optimizer sgd: nesterov needs a momentum \(found 0.0\)"),
+        ("adam", {"momentum": 0.9}, r"optimizer adam has no momentum, but one is set \(0.9\); leave it out"),
+        ("SparseAdam", {"weight_decay": 0.1}, "optimizer SparseAdam has no weight_decay"),
+        ("SparseAdam", {}, "optimizer 'SparseAdam' cannot take a step: RuntimeError: SparseAdam does"),
+        ("LBFGS", {}, "LBFGS evaluates the loss several times in a step"),
+        ("builtins:dict", {}, "optimizer builtins:dict"),
+    ],
+)  # fmt: skip
+def test_what_cannot_train_is_refused(spec: OptimizerSpec, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        check_optimizer(spec, dict(network().named_parameters()), **options)
+
+
+def test_a_check_changes_nothing() -> None:
+    model = network()
+    before = copy.deepcopy(model)
+    check_optimizer("adam", dict(model.named_parameters()))
+    assert_same(model, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Counting(torch.optim.Optimizer):
+    """Its state is a plain number, which a client's state cannot hold."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["count"] = 1
+
+
+def test_a_state_that_cannot_be_saved_is_refused() -> None:
+    model = network()
+    optimizer = make_optimizer(Counting, dict(model.named_parameters()), 0.1)
+    steps(model, optimizer, range(1))
+    with pytest.raises(SettingsError, match="keep_momentum cannot save the state of Counting: 'count' is a int"):
+        optimizer.state()
+
+
+# --- in a client -------------------------------------------------------------
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def trained(rounds: int, **options: Any) -> list[np.ndarray]:
+    """The parameters of a client after some rounds of two batches each."""
+    generator = torch.Generator().manual_seed(1)
+    data: Batches = [(torch.randn(6, 7, generator=generator), torch.arange(6) % 3) for _ in range(2)]
+    client = BNClient(network(), data, lr=0.05, **options)
+    parameters = client.get_parameters({})
+    for number in range(1, rounds + 1):
+        parameters, _, _ = client.fit(parameters, {"server-round": number})
+    return parameters
+
+
+def by_hand(rounds: int, make: Callable[..., torch.optim.Optimizer], *, clip: float | None = None) -> nn.Module:
+    model = network().train()
+    generator = torch.Generator().manual_seed(1)
+    data: Batches = [(torch.randn(6, 7, generator=generator), torch.arange(6) % 3) for _ in range(2)]
+    optimizer = make(model.parameters(), lr=0.05)
+    for inputs, targets in data * rounds:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        if clip is not None:
+            norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+            for parameter in model.parameters():
+                parameter.grad *= min(1.0, clip / float(norm))
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("spec", "make"), [("adamw", torch.optim.AdamW), (torch.optim.RMSprop, torch.optim.RMSprop)])
+def test_a_client_that_keeps_its_state_takes_the_steps_of_one_long_run(spec: Any, make: Any) -> None:
+    expected = [value.numpy() for key, value in by_hand(3, make).state_dict().items() if "num_batches" not in key]
+    kept, fresh = trained(3, optimizer=spec, keep_momentum=True), trained(3, optimizer=spec)
+    for found, value in zip(kept, expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+    assert not np.array_equal(fresh[0], expected[0])
+
+
+def test_clipping_limits_the_norm_over_all_parameters() -> None:
+    expected = by_hand(2, torch.optim.SGD, clip=0.05)
+    np.testing.assert_allclose(trained(2, clip=0.05)[0], expected[0].weight.detach().numpy(), rtol=1e-5)
+    np.testing.assert_array_equal(trained(2, clip=1e6)[0], trained(2)[0])
+    assert np.abs(trained(2, clip=0.05)[0] - trained(2)[0]).max() > 1e-3
+
+
+def test_a_limit_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="clip is 0; expected a norm above zero, or None"):
+        BNClient(network(), [], clip=0)
+
+
+def test_adam_does_not_import_the_compiler() -> None:
+    program = """
+import sys
+import torch
+from fedbn_flwr import BNClient
+batch = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
+client = BNClient(torch.nn.Linear(2, 2), [batch], optimizer="adamw", clip=1.0, norm_weight_decay=0.0)
+client.fit([torch.ones(2, 2).numpy(), torch.ones(2).numpy()], {})
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
