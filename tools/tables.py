@@ -22,6 +22,7 @@ from fedbn_flwr.client.rules import rules_by_key
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
+from fedbn_flwr.experiment.trackers import TRACKERS
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
@@ -125,6 +126,14 @@ def _first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
 
 
+def trackers() -> Table:
+    rows: list[Row] = []
+    for name, tracker in TRACKERS.items():
+        keys = ", ".join(f"`{key}`" for key in tracker.model_fields if key != "name")
+        rows.append((f"`{name}`", f"`pip install 'fedbn-flwr[{name}]'`", keys, " ".join(str(tracker.__doc__).split())))
+    return ("tracker", "installation", "settings", "writes to"), rows
+
+
 def norms() -> Table:
     return ("normaliser", "description"), [(f"`{name}`", text) for name, (text, _) in NORMS.items()]
 
@@ -166,6 +175,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "strategies": strategies,
     "models": models,
     "norms": norms,
+    "trackers": trackers,
     "datasets": datasets,
     "keys": keys,
 }

@@ -214,7 +214,14 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 # Mappings whose keys depend on their name or kind: two strategies have different arguments.
-_WHOLE = {"strategy": "name", "base": "name", "partition": "kind", "optimizer": "name", "loss": "name"}
+_WHOLE = {
+    "strategy": "name",
+    "base": "name",
+    "partition": "kind",
+    "optimizer": "name",
+    "loss": "name",
+    "track": "name",
+}
 
 # Sections for which a file may give only the value of this key.
 _SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}

@@ -40,6 +40,8 @@ class Prepared:
 def prepare(experiment: Experiment) -> list[Prepared]:
     """Prepare and check all runs. The strategies are checked first, because that is quick."""
     names = run_names(experiment)
+    for tracker in dict.fromkeys(tracker for run in experiment.runs for tracker in run.track):
+        tracker.check()
     rules = [make_rule(run) for run in experiment.runs]
     return list(map(prepare_run, experiment.runs, names, rules))
 

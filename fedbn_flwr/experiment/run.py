@@ -38,6 +38,7 @@ from .listeners.dynamics import Dynamics
 from .listeners.evaluate import Evaluate
 from .listeners.history import History
 from .listeners.progress import Progress
+from .listeners.track import Track
 from .model import choose_device
 from .node import client_of
 from .nodes import check_nodes
@@ -59,6 +60,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         arrays = arrays_in(snapshot.model)["arrays"]
         state = RunState(prepared, ledger, identity, arrays, done, dict(snapshot.trained), kept_round=done)
     listeners: list[Listener] = [Evaluate(prepared), History(folder, ledger), progress, Checkpoint(folder)]
+    listeners += [Track(tracker, folder) for tracker in run.track]
     if run.evaluate.dynamics:
         listeners.insert(0, Dynamics(folder))
     for listener in listeners:
@@ -175,26 +177,22 @@ def run_in_simulation(experiment: Experiment, out: Path, *, resume: bool) -> Non
         run_installed(experiment.runs[0].clients, run_config)
 
 
-def workers_of(run: Settings) -> int:
-    """The number of worker processes on this machine."""
-    if choose_device(run.engine.device).type == "cuda" or run.engine.threads > 1:
-        return 0  # neither a GPU nor a pool of threads survives a fork
-    if run.engine.workers != "auto":
-        return run.engine.workers
-    cores = os.cpu_count() or 1
-    return cores if cores > 1 else 0
-
-
 def run_locally(experiment: Experiment, out: Path, *, resume: bool, quiet: bool = False) -> Outcome:
     """Carry out all runs on the local engine."""
     app = client_app(functools.partial(client_of, experiment))
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:
+        workers = run.engine.workers
+        if choose_device(run.engine.device).type == "cuda" or run.engine.threads > 1:
+            workers = 0  # neither a GPU nor a pool of threads survives a fork
+        elif workers == "auto":
+            cores = os.cpu_count() or 1
+            workers = cores if cores > 1 else 0
         with LocalGrid(
             app,
             run.clients,
-            workers=workers_of(run),
+            workers=workers,
             threads=run.engine.threads,
             state_memory=run.engine.state_memory,
         ) as grid:

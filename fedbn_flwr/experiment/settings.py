@@ -17,6 +17,8 @@ from fedbn_flwr.data.partition.kinds import KINDS, Options
 from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.messages.protocol import METRICS
 
+from .trackers import Track
+
 
 class _Section(BaseModel):
     # Strict: the text "3" is not the number 3. Frozen: settings can be keys of a cache.
@@ -263,6 +265,7 @@ class Settings(_Section):
     strategy: Mapping[str, Any] = Field(default_factory=lambda: {"name": "FedAvg"})
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
+    track: Track = ()  # records the run in other programs too
 
     @model_validator(mode="after")
     def _strategy_is_named(self) -> Settings:

@@ -166,7 +166,8 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
-    return {**config, "engine": engine, "evaluate": evaluate}
+    rest = {key: value for key, value in config.items() if key != "track"}
+    return {**rest, "engine": engine, "evaluate": evaluate}
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

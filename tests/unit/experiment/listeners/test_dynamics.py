@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -75,13 +74,9 @@ def test_strategies_whose_clients_send_their_statistics_are_recorded(tmp_path: P
     ],
 )
 def test_where_nothing_can_be_recorded_the_log_says_why(
-    strategy: str, norm: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    strategy: str, norm: str, says: str, tmp_path: Path, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("flwr").addHandler(caplog.handler)
-    try:
-        folder = run(tmp_path, strategy=strategy, norm=norm)
-    finally:
-        logging.getLogger("flwr").removeHandler(caplog.handler)
-    assert "one: evaluate.dynamics records nothing: " in caplog.text
-    assert says in caplog.text
+    folder = run(tmp_path, strategy=strategy, norm=norm)
+    assert "one: evaluate.dynamics records nothing: " in flower_log.text
+    assert says in flower_log.text
     assert not (folder.path / "norms.jsonl").exists()

@@ -1,0 +1,243 @@
+"""Each tracker receives a run as its own program reads it; trackers that fail or wait do not stop a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.listeners import track
+from fedbn_flwr.experiment.trackers import Session, TensorBoard, TrackedRun, Tracker
+from fedbn_flwr.results.folder import RunFolder, deciding
+from tests.support.experiments import fault, read
+
+EXPERIMENT = """
+rounds: 3
+clients: 2
+train: {lr: 0.05, batch_size: 16, steps: 1}
+evaluate: {dynamics: true}
+engine: {workers: 0, device: cpu, checkpoint_every: 1}
+"""
+
+
+def run(folder: Path, *words: str) -> RunFolder:
+    (folder / "tracked.yaml").write_text(EXPERIMENT)
+    assert cli.main(["run", str(folder / "tracked.yaml"), *words, "--out", str(folder / "out")]) == 0
+    return RunFolder(folder / "out" / "FedAvg")
+
+
+def continued(folder: Path, *words: str) -> RunFolder:
+    """The run, first stopped after two rounds and then resumed."""
+    stopped = run(folder, *words)
+    summary = json.loads((stopped.path / "summary.json").read_text())
+    (stopped.path / "summary.json").write_text(json.dumps({**summary, "status": "interrupted"}))
+    return run(folder, *words, "--resume")
+
+
+# --- the trackers, each read by its own package ------------------------------
+
+
+def test_tensorboard_has_scalars_settings_and_status(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    folder = run(tmp_path, "track=tensorboard")
+    events = EventAccumulator(str(folder.path))
+    events.Reload()
+    history = folder.history()
+    for name in ("accuracy", "train_loss", "bytes_up"):
+        assert [(point.step, point.value) for point in events.Scalars(name)] == [
+            (line["round"], pytest.approx(line[name], rel=1e-6)) for line in history
+        ]
+    scalars = set(events.Tags()["scalars"])
+    norms = {f"norms/bn1/{name}" for name in ("gamma", "beta", "running_mean", "running_var")}
+    assert norms | {"dynamics/bn2/mean_drift", "dynamics/bn2/variance_ratio"} <= scalars
+    parts = events.summary_metadata
+    start = plugin_data_pb2.HParamsPluginData.FromString(
+        parts["_hparams_/session_start_info"].plugin_data.content
+    ).session_start_info
+    assert start.hparams["train.lr"].number_value == 0.05
+    assert start.hparams["strategy.name"].string_value == "FedAvg"
+    assert "_hparams_/session_end_info" in parts
+    assert events.Tensors("status/text_summary")[0].tensor_proto.string_val == [b"finished"]
+
+
+def test_tensorboard_hides_the_rounds_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = run(tmp_path, "track=tensorboard")
+    settings: dict[str, Any] = {}
+    again = TensorBoard(name="tensorboard").open(
+        TrackedRun(folder.path, experiment="tracked", name="FedAvg", settings=settings, done=1, id=None)
+    )
+    for number in (2, 3):
+        again.log(number, {"accuracy": 1.0})
+    again.end("finished", {})
+    events = EventAccumulator(str(folder.path))
+    events.Reload()
+    assert [(point.step, point.value == 1.0) for point in events.Scalars("accuracy")] == [
+        (1, False),
+        (2, True),
+        (3, True),
+    ]
+
+
+def test_wandb_has_figures_under_the_id_in_the_run_folder(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    tracker = "track={name: wandb, project: norms, mode: offline}"
+    folder = run(tmp_path, tracker)
+    identifier = (folder.path / "wandb.id").read_text().strip()
+    (first,) = (folder.path / "wandb").glob(f"offline-run-*-{identifier}/run-{identifier}.wandb")
+    figures = wandb_history(first)
+    assert [line["_step"] for line in figures] == [1, 2, 3]
+    assert [line["accuracy"] for line in figures] == [line["accuracy"] for line in folder.history()]
+    assert figures[0]["norms/bn1/gamma"] > 0
+
+
+def wandb_history(file: Path) -> list[dict[str, Any]]:
+    """The lines of the history in the file of an offline run: LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, content, lines = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # the rest of a block
+            place += 32768 - place % 32768
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        content, place = content + data[place + 7 : place + 7 + size], place + 7 + size
+        if kind in (1, 4):  # a whole record, or its last part
+            record, content = wandb_internal_pb2.Record.FromString(content), b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                lines.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return lines
+
+
+def test_mlflow_has_figures_settings_and_status_of_both_sessions(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    store = f"file:{tmp_path / 'mlruns'}"
+    folder = continued(tmp_path, f"track={{name: mlflow, uri: '{store}'}}")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=store)
+    experiment = client.get_experiment_by_name("tracked")
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    assert tracked.info.run_id == (folder.path / "mlflow.id").read_text().strip()
+    assert (tracked.info.status, tracked.info.run_name) == ("FINISHED", "FedAvg")
+    assert (tracked.data.params["train.lr"], tracked.data.params["model.norm"]) == ("0.05", "bn")
+    points = client.get_metric_history(tracked.info.run_id, "accuracy")
+    assert [(point.step, point.value) for point in points] == [
+        (line["round"], line["accuracy"]) for line in folder.history()
+    ]
+    assert tracked.data.tags["summary.status"] == "finished"
+
+
+def test_trackio_has_figures_and_settings(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="the extra trackio is not installed")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    folder = run(tmp_path, "track={name: trackio, project: norms}")
+    name = (folder.path / "trackio.id").read_text().strip()
+    found = [line for line in SQLiteStorage.get_logs("norms", name) if "accuracy" in line]
+    assert [line["accuracy"] for line in found] == [line["accuracy"] for line in folder.history()]
+    assert SQLiteStorage.get_run_config("norms", name)["train.lr"] == 0.05
+
+
+# --- trackers that fail ------------------------------------------------------
+
+
+class Broken(Session):
+    def log(self, round: int, figures: Mapping[str, float]) -> None:
+        raise ConnectionError("the server is\ngone")
+
+    def end(self, status: str, summary: Mapping[str, Any]) -> None:
+        raise AssertionError("a tracker that has failed is not called again")
+
+
+class Slow(Broken):
+    def log(self, round: int, figures: Mapping[str, float]) -> None:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("session", "reason"),
+    [(Broken, "ConnectionError: the server is gone"), (Slow, "it did not take the last figures within 0.2 s")],
+)
+def test_a_tracker_that_fails_costs_one_warning(
+    session: type[Session],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flower_log: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(track, "LAST_FIGURES", 0.2)
+    monkeypatch.setattr(Tracker, "check", lambda self: None)
+    monkeypatch.setattr(TensorBoard, "open", lambda self, run: session())
+    folder = run(tmp_path, "track=tensorboard")
+    assert [line["round"] for line in folder.history()] == [1, 2, 3]
+    assert folder.is_finished()
+    assert [record.getMessage() for record in flower_log.records if "tracking" in record.getMessage()] == [
+        f"FedAvg: tracking by tensorboard ended: {reason}; the run folder has all figures"
+    ]
+
+
+# --- settings ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("track: tensorboard", ["tensorboard"]),
+        ("track: [tensorboard, {name: wandb, mode: offline}]", ["tensorboard", "wandb"]),
+        ("track: {name: mlflow, uri: 'file:/srv/mlruns'}", ["mlflow"]),
+        ("track: null", []),
+    ],
+)
+def test_track_is_a_name_a_mapping_or_a_list(text: str, names: list[str]) -> None:
+    assert [tracker.name for tracker in read(text).track] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("track: tensorbord", "track: there is no tracker 'tensorbord'; did you mean 'tensorboard'?"),
+        ("track: {name: wandb, projct: x}", "track: wandb has no setting 'projct'; did you mean 'project'?"),
+        ("track: {name: wandb, mode: of}", "'of'"),
+        ("track: 3", "track: found 3; expected one of tensorboard, wandb, mlflow, trackio"),
+    ],
+)
+def test_wrong_trackers_are_refused(text: str, says: str) -> None:
+    assert says in fault(text)
+
+
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "tracked.yaml").write_text(EXPERIMENT)
+    assert cli.main(["run", str(tmp_path / "tracked.yaml"), "track=wandb", "--out", str(tmp_path / "out")]) == 2
+    assert "track is 'wandb', but the package 'wandb' is not installed; pip install 'fedbn-flwr[wandb]'" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_mlflow_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tracker,) = read("track: mlflow").track
+    with pytest.raises(SettingsError, match="set MLFLOW_TRACKING_URI"):
+        tracker.check()
+
+
+def test_a_tracker_does_not_make_another_run_of_it(tmp_path: Path) -> None:
+    plain, tracked = load_experiment(EXPERIMENT).runs[0], load_experiment(EXPERIMENT, ["track=tensorboard"]).runs[0]
+    assert deciding(plain.model_dump(mode="json")) == deciding(tracked.model_dump(mode="json"))
