@@ -20,6 +20,11 @@ from .errors import SettingsError, did_you_mean
 FOLDER = "FEDBN_FOLDER"
 
 
+def is_name(text: str) -> bool:
+    """Whether a setting is `module:name`, and not a path or one of the library's own names."""
+    return ":" in text and not text.startswith((".", "/", "~"))
+
+
 def load(key: str, name: str) -> Callable[..., Any]:
     """The function, class or other callable that `name` (`module:name`) refers to; `key` is the setting's key."""
     module, _, path = name.partition(":")
@@ -63,7 +68,12 @@ def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
     except SettingsError:
         raise
     except Exception as error:
-        raise SettingsError(f"{key}={name!r} failed: {type(error).__name__}: {error}") from error
+        raise SettingsError(f"{key}={name!r} failed: {in_a_line(error)}") from error
+
+
+def in_a_line(error: Exception) -> str:
+    """An error of the user's code: torch's have many lines."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,28 @@ def set_states(saved: list[torch.Tensor]) -> None:
 
 
 @contextmanager
+def all_streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch inside the block, for code of the user.
+
+    They are restored afterwards. `device` is the GPU whose generator is seeded, if any.
+    """
+    import random
+
+    import numpy as np
+    import torch
+
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        with streams(seed, device or torch.device("cpu")):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+@contextmanager
 def streams(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators of the CPU and of `device` inside the block; restore them afterwards."""
     import torch

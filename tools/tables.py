@@ -63,7 +63,7 @@ def section(prefix: str, model: type[BaseModel], whole: tuple[type[BaseModel], .
     """A row for each key of a section and of the sections inside it."""
     for name, field in model.model_fields.items():
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel) and inner not in whole:
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and inner.model_fields and inner not in whole:
             yield from section(f"{prefix}{name}.", inner)
         elif name not in ("partition", "label"):
             yield f"`{prefix}{name}`", default_of(field), None

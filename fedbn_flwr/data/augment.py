@@ -91,7 +91,7 @@ def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Ten
     resized = torch.nn.functional.grid_sample(
         images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
     )
-    return resized.round_().to(images.dtype)
+    return resized if images.is_floating_point() else resized.round_().to(images.dtype)
 
 
 def crop(images: Tensor, boxes: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +14,13 @@ from . import Moments
 from .augment import Window, random_crop, random_flip, random_rotate
 from .images import BatchRequest, Source
 
+Normalise = Moments | Callable[[Tensor], Tensor]  # mean and standard deviation per channel, or a function of images
+Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]  # of images and targets
+
 
 @functools.lru_cache(maxsize=16)
 class _Normaliser:
-    """Turns uint8 images into inputs of the model: zero mean and unit standard deviation per channel."""
+    """Turns images into inputs of the model: zero mean and unit standard deviation per channel."""
 
     def __init__(self, moments: Moments, device: torch.device) -> None:
         mean, deviation = (torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in moments)
@@ -26,7 +29,13 @@ class _Normaliser:
         self.shift = -mean / deviation
 
     def __call__(self, images: Tensor) -> Tensor:
+        if images.is_floating_point():  # pixels from 0 to 255 are those of uint8 images only
+            return (images * (self.scale * 255)).add_(self.shift)
         return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+
+
+def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Tensor], Tensor]:
+    return normalise if callable(normalise) else _Normaliser(normalise, device)
 
 
 class TestBatches:
@@ -34,12 +43,12 @@ class TestBatches:
 
     __test__ = False  # for pytest: not a test case
 
-    def __init__(self, data: Source, moments: Moments, batch_size: int, indices: Tensor | None = None) -> None:
+    def __init__(self, data: Source, normalise: Normalise, batch_size: int, indices: Tensor | None = None) -> None:
         self.data = data
         self.batch_size = batch_size
         self.indices = torch.arange(len(data.labels)) if indices is None else indices.cpu()
         self.num_examples = len(self.indices)
-        self._normalise = _Normaliser(moments, data.device)
+        self._normalise = _normaliser(normalise, data.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         plan = (BatchRequest(rows, None) for rows in self.indices.split(self.batch_size))
@@ -51,14 +60,14 @@ class ClientBatches:
     """The training batches of one client: a data set that all clients share, and the indices of its partition.
 
     Order and augmentation are functions of (seed, round, client, epoch, batch). `cut` is the side in pixels of random
-    square crops, which are not resized.
+    square crops, which are not resized. `own` are augmentations of the user, applied last.
     """
 
     def __init__(
         self,
         data: Source,
         indices: Tensor,
-        moments: Moments,
+        normalise: Normalise,
         *,
         batch_size: int,
         client: int,
@@ -66,6 +75,7 @@ class ClientBatches:
         augment: Sequence[str] = (),
         pad: int = 2,
         cut: int | None = None,
+        own: Sequence[Augmentation] = (),
     ) -> None:
         self.data = data
         self.indices = indices
@@ -76,7 +86,8 @@ class ClientBatches:
         self.augment = tuple(augment)
         self.pad = pad
         self.cut = cut
-        self._normalise = _Normaliser(moments, data.device)
+        self.own = tuple(own)
+        self._normalise = _normaliser(normalise, data.device)
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Each image of the client once, in an order drawn for this round and epoch."""
@@ -112,4 +123,6 @@ class ClientBatches:
                 (images,) = random_flip(generator, images)
         if "rotate" in self.augment:
             images = random_rotate(images, generator)
+        for augment in self.own:
+            images, targets = augment(images, targets, generator)
         return images, targets

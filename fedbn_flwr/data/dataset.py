@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import Moments, Size
-from .images import BatchRequest, Source, Stream
+from .images import BatchRequest, Images, Source, Stream
 
 _MEASURED = 512  # images of a streamed set from which its mean and standard deviation are estimated
 
@@ -53,10 +53,13 @@ class DataSet:
 
     @cached_property
     def moments(self) -> Moments:
-        """Mean and standard deviation of each channel over the training images, pixels from 0 to 1.
+        """Mean and standard deviation of each channel over the training images; uint8 pixels count from 0 to 1.
 
         For a streamed set they are estimated from 512 evenly spaced images.
         """
+        if isinstance(self.train, Images) and self.train.images.is_floating_point():
+            found = [(part.double().mean(), part.double().std(correction=0)) for part in self.train.images.unbind(1)]
+            return tuple(float(mean) for mean, _ in found), tuple(max(float(std), 1e-6) for _, std in found)
         rows = torch.arange(len(self.train.labels))
         if isinstance(self.train, Stream):
             rows = spread(len(rows), _MEASURED)

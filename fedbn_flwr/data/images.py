@@ -51,7 +51,7 @@ class Source(Protocol):
     def device(self) -> torch.device: ...
 
     def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
-        """Images uint8 [n, C, h, w], labels int64 [n] (or [n, h, w]), and the tag; tensors are on the device."""
+        """Images uint8 (or float32) [n, C, h, w], labels int64 [n] (or [n, h, w]), and the tag, on the device."""
 
     def to(self, device: torch.device) -> Source: ...
 
@@ -60,7 +60,7 @@ class Source(Protocol):
 class Images:
     """Images in the memory of the host or of a GPU."""
 
-    images: Tensor  # uint8 [N, C, H, W]
+    images: Tensor  # uint8 [N, C, H, W], or float32 if a data set of the user has such images
     labels: Tensor  # int64 [N]
     masks: Tensor | None = None  # uint8 [N, H, W], for segmentation; pixels with 255 are ignored
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.named import is_name
 
 from . import Size
 from .catalogue import CATALOGUE
@@ -35,6 +36,7 @@ from .dataset import DataSet, spread
 from .decoding import Files
 from .folders import open_splits
 from .images import Images, Source, Stream
+from .returned import in_memory, returned, splits_in
 
 _TRIED = 16  # images of a streamed split that are checked before training
 
@@ -56,8 +58,11 @@ def load(
     stream: bool | Literal["auto"] = "auto",
     memory: float = 8.0,
     readers: int = 2,
+    options: Mapping[str, Any] | None = None,
 ) -> DataSet:
     """The data set `name`: `digits`, an entry of the catalogue, a folder, or a name on the Hugging Face hub.
+
+    It may also be `module:callable`, which is called with `options`; see returned.py.
 
     `root` (by default $FEDBN_DATA) is a folder of local copies: `root/name` is read if it exists.
     `image`, `label` and `domain` name columns; by default they are found by type (`domain` by name). A `label` column
@@ -80,7 +85,22 @@ def load(
         if stream is True:
             raise DataError("data.stream is true, but the embedded digits are in memory; leave it out")
         return _digits()
-    splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test)
+    if is_name(name):
+        found = returned(name, root, options or {})
+        if (own := splits_in(found)) is None:
+            given = {"image": image, "label": label, "train": train, "test": test, "fit": fit, "partition": natural}
+            if wrong := [key for key, value in given.items() if value is not None]:
+                raise DataError(
+                    f"data.{wrong[0]} is {given[wrong[0]]!r}, which is for data sets with columns of image files, but "
+                    f"{name!r} returned arrays; leave it out, or return a datasets.DatasetDict"
+                )
+            if stream is True:
+                raise DataError(f"data.stream is true, but {name!r} returned arrays in memory; leave it out")
+            pixels = (size, size) if isinstance(size, int) else size
+            return in_memory(name, found, size=pixels, classes=classes, domains=domains, memory=memory)
+        splits, entry = own, None
+    else:
+        splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test)
     first = next(iter(splits.values()))
     if entry is not None:
         # A copy may have other column names; its columns are then found by type.

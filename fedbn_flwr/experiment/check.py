@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fedbn_flwr.data.partition.kinds import KINDS
+from fedbn_flwr.data.partition.kinds import KINDS, OwnOptions
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
-from .settings import Settings
+from .settings import OWN, Settings
 
 
 def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
@@ -37,7 +37,9 @@ def _explain(details: ErrorDetails) -> str:
         case "missing":
             return f"{key!r} is missing"
         case "union_tag_invalid" | "union_tag_not_found":
-            return f"{key}.kind is not one of {', '.join(KINDS)}: {found!r}"
+            kind = found.get("kind") if isinstance(found, Mapping) else found
+            wrong = f".kind={kind!r} is not a partition" if kind else ".kind is missing"
+            return f"{key}{wrong}; {did_you_mean(str(kind), KINDS)}, or {OWN} for your own"
         case "value_error":
             return f"{key + ': ' if key else ''}{details['ctx']['error']}"
         case _:
@@ -49,7 +51,9 @@ def _section(path: Sequence[str]) -> Iterator[str]:
     """The known keys of the section at `path`."""
     model: type[BaseModel] = Settings
     for part in path:
-        if part in KINDS:
+        if part == OWN:
+            model = OwnOptions
+        elif part in KINDS:
             model = KINDS[part].options
         elif part in model.model_fields:
             annotation = model.model_fields[part].annotation

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbn_flwr import named
+from fedbn_flwr.data.batches import ClientBatches, Normalise
 from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition, share_test
@@ -19,7 +22,7 @@ from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError
 
 from . import settings
-from .settings import Settings
+from .settings import AUGMENTATIONS, Part, Settings
 
 
 def resolve(run: Settings) -> Settings:
@@ -36,7 +39,7 @@ def resolve(run: Settings) -> Settings:
         "size": data.size or (entry.size if entry else None),
         "normalise": data.normalise or ("official" if moments else "moments"),
         "augment": data.augment if data.augment is not None else (entry.augment if entry else ()),
-        "fit": data.fit or (entry.fit if entry else "stretch"),
+        "fit": data.fit or (entry.fit if entry else None if named.is_name(data.name) else "stretch"),
         "crop": data.crop or (entry.crop if entry else None),
     }
     return run.model_copy(update={"data": data.model_copy(update=changes)})
@@ -76,6 +79,7 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         stream=data.stream,
         memory=data.memory,
         readers=data.readers,
+        options=data.options.model_extra,
     ).to(torch.device(device))
     for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
         if (expected := getattr(data, key)) is not None and expected != count:
@@ -88,7 +92,7 @@ def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> l
     dataset = load_data(data, device)
     options = data.partition.model_dump()
     kind = options.pop("kind")
-    if dataset.dense and KINDS[kind].by_class:
+    if dataset.dense and kind in KINDS and KINDS[kind].by_class:
         raise SettingsError(
             f"data.partition.kind is {kind!r}, which splits images by class, but {data.name!r} is segmentation data; "
             "use iid, domain or natural"
@@ -118,8 +122,11 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     return {re.sub(r"\W+", "_", name): indices for name, indices in rows.items() if len(indices)}
 
 
-def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel for normalising images."""
+def normalisation_of(run: Settings, dataset: DataSet) -> Normalise:
+    """Mean and standard deviation per channel for normalising images, or the user's function."""
+    name = run.data.normalise
+    if name is not None and named.is_name(name):
+        return own_normalisation(name)
     if run.data.normalise == "unit":
         return (0.0,) * dataset.channels, (1.0,) * dataset.channels
     entry = CATALOGUE.get(run.data.name)
@@ -131,6 +138,39 @@ def moments_of(run: Settings, dataset: DataSet) -> tuple[tuple[float, ...], tupl
             )
         return entry.moments
     return dataset.moments
+
+
+def client_batches(
+    run: Settings, dataset: DataSet, indices: Tensor, client: int, batch_size: int | None = None
+) -> ClientBatches:
+    """A client's training batches, with the augmentations of the settings."""
+    parts = [Part(name=part) if isinstance(part, str) else part for part in run.data.augment or ()]
+    return ClientBatches(
+        dataset.train,
+        indices,
+        normalisation_of(run, dataset),
+        batch_size=batch_size or run.train.batch_size,
+        client=client,
+        seed=run.seed,
+        augment=[part.name for part in parts if not named.is_name(part.name)],
+        pad=run.data.pad,
+        cut=run.data.crop if dataset.dense else None,
+        own=[own_augmentation(part.name, **(part.model_extra or {})) for part in parts if named.is_name(part.name)],
+    )
+
+
+def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
+    """Take a batch of two images twice: what the user's own parts do wrong is reported before training."""
+    names = [run.data.normalise, *(part if isinstance(part, str) else part.name for part in run.data.augment or ())]
+    if not (own := [name for name in names if name is not None and named.is_name(name)]):
+        return
+    batches = client_batches(run, dataset, indices[:2], client=0, batch_size=2)
+    (first, _), (second, _) = (next(iter(batches.epoch(1, 0))) for _ in range(2))
+    if not first.equal(second):
+        raise SettingsError(
+            f"{' and '.join(own)} returned different images for the same batch, so a resumed run would differ; draw "
+            "from the argument `generator`, which an augmentation receives if its signature names it"
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +209,7 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
                 "(data.augment has crops for classification: crop, resized_crop)"
             )
         return
-    if moved := [kind for kind in run.data.augment or () if kind != "flip"]:
+    if moved := [kind for kind in run.data.augment or () if kind in AUGMENTATIONS and kind != "flip"]:
         raise SettingsError(
             f"data.augment has {moved[0]!r}, but {name!r} is segmentation data, and it would not transform the masks; "
             "use flip, and data.crop"

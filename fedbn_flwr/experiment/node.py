@@ -16,13 +16,23 @@ from torch import Tensor
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
 from fedbn_flwr.client.training import cross_entropy
-from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.named import is_name
 
-from .data import check_labels, load_data, moments_of, own_test, partition_of, resolve, rows_by_domain
+from .data import (
+    check_labels,
+    client_batches,
+    load_data,
+    normalisation_of,
+    own_test,
+    partition_of,
+    resolve,
+    rows_by_domain,
+)
 from .find import from_run_config, run_names
 from .model import choose_device, make_model
 from .settings import Experiment, Settings
@@ -52,17 +62,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     pool, tensors = _model_of(run, dataset, device)
     made = BNClient(
         tensors,
-        ClientBatches(
-            dataset.train,
-            indices,
-            moments_of(run, dataset),
-            batch_size=run.train.batch_size,
-            client=client,
-            seed=run.seed,
-            augment=run.data.augment or (),
-            pad=run.data.pad,
-            cut=run.data.crop if dataset.dense else None,
-        ),
+        client_batches(run, dataset, indices, client),
         functools.partial(_tests_of, run, dataset, own),
         lr=functools.partial(learning_rate, run),
         epochs=run.train.epochs,
@@ -83,7 +83,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         device=device,
         context=context,
     )
-    if ":" not in run.model.name:  # the user's own network may have state outside of its state dict
+    if not _is_own(run):
         pool.lend(tensors, made)
     return made
 
@@ -138,12 +138,17 @@ def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[Mo
     model = make_model(run, dataset).to(device)
     if last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return pool, ModelTensors(model if ":" in run.model.name else flatten_storage(model))
+    return pool, ModelTensors(model if _is_own(run) else flatten_storage(model))
+
+
+def _is_own(run: Settings) -> bool:
+    """Whether the model has modules of the user, which may have state outside of their state dict."""
+    return is_name(run.model.name) or is_name(run.model.norm)
 
 
 def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBatches]:
     """A client's test sets: all test images, its own, and its own of each domain."""
-    test = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
+    test = functools.partial(TestBatches, dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size)
     tests = {"": test(), "own": test(own)} if len(own) else {"": test()}
     for domain, rows in rows_by_domain(dataset).items():
         if len(both := own[torch.isin(own, rows)]):

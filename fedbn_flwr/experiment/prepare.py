@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm
 from fedbn_flwr.strategies import Rule, as_rule, build_strategy
 
-from .data import check_labels, load_data, moments_of, partition_of, resolve, shape_without_data
+from .data import check_labels, load_data, normalisation_of, partition_of, resolve, shape_without_data, try_data
 from .find import run_names
 from .model import choose_device, make_model, model_arguments, try_model
 from .settings import Experiment, Settings, strategy_name
@@ -52,8 +53,9 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     dataset = None
     if run.evaluate.server:
         dataset = load_data(run.data, str(device))
-        partition_of(run.data, run.clients, run.seed, str(device))
-        moments_of(run, dataset)
+        parts = partition_of(run.data, run.clients, run.seed, str(device))
+        check_labels(run, dataset)
+        try_data(run, dataset, parts[0])
     shape = dataset or shape_without_data(run)
     check_labels(run, shape)
     model = make_model(run, shape).to(device)
@@ -68,11 +70,15 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
         raise SettingsError(f"run {run.label!r}: {error}") from None
     description = {
         "build": model_arguments(run, shape),
-        "normalise": None if dataset is None else dict(zip(("mean", "std"), moments_of(run, dataset), strict=True)),
+        "normalise": None if dataset is None else _in_words(run, normalisation_of(run, dataset)),
         "classes": None if dataset is None else dataset.class_names,
         "global": rule.traits.has_global_model,
     }
     return Prepared(run, name, dataset, model, rule, device, description)
+
+
+def _in_words(run: Settings, normalise: Normalise) -> Any:
+    return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))
 
 
 def make_rule(run: Settings) -> Rule:

@@ -11,11 +11,22 @@ import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Tag,
+    model_validator,
+)
 
-from fedbn_flwr.data.partition.kinds import KINDS, Options
+from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.messages.protocol import METRICS
+from fedbn_flwr.named import is_name
 
 from .trackers import Track
 
@@ -44,18 +55,70 @@ def _size(value: Any) -> int | tuple[int, int]:
 Pixels = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
 
 
+AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
+OWN = "module:callable"
+
+
+def _kind_of(partition: Any) -> str | None:
+    """The tag that selects the options of a partition."""
+    kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
+    return OWN if isinstance(kind, str) and is_name(kind) else kind if kind in KINDS else None
+
+
 if TYPE_CHECKING:
     Partition = Options
-else:  # one of the registered kinds, chosen by `kind`
+else:  # one of the registered kinds, chosen by `kind`, or one of the user
     Partition = Annotated[
-        functools.reduce(operator.or_, (kind.options for kind in KINDS.values())), Field(discriminator="kind")
+        functools.reduce(
+            operator.or_,
+            [Annotated[kind.options, Tag(name)] for name, kind in KINDS.items()] + [Annotated[OwnOptions, Tag(OWN)]],
+        ),
+        Discriminator(_kind_of),
     ]
 
-Augment = Annotated[tuple[Literal["flip", "crop", "resized_crop", "rotate"], ...], Field(strict=False)]
+
+class Part(_Section):
+    """A part of the user with arguments: `{name: module:callable, ...}`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+
+class Arguments(_Section):
+    """The arguments of a part of the user, whose names only that part knows."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _augmentation(value: Any) -> str | Part:
+    """Parse both forms with one error message."""
+    part = Part.model_validate(value) if isinstance(value, Mapping) else value
+    name = part.name if isinstance(part, Part) else part
+    if not isinstance(name, str) or not (is_name(name) or (name in AUGMENTATIONS and part is name)):
+        known = did_you_mean(str(name), AUGMENTATIONS)
+        raise ValueError(f"{name!r} is not an augmentation; {known}, or module:callable for your own")
+    return part
+
+
+Augmentation = Annotated[str | Part, PlainValidator(_augmentation), PlainSerializer(lambda part: part)]
+Augment = Annotated[tuple[Augmentation, ...], Field(strict=False)]
+
+
+def _normalisation(name: Any) -> str:
+    if not isinstance(name, str) or not (name in NORMALISATIONS or is_name(name)):
+        known = did_you_mean(str(name), NORMALISATIONS)
+        raise ValueError(f"{name!r} is not a normalisation; {known}, or module:callable for your own")
+    return name
+
+
+NORMALISATIONS = ("moments", "unit", "official")
+Normalise = Annotated[str, PlainValidator(_normalisation)]
 
 
 class Data(_Section):
-    name: str = "digits"  # "digits", a name of the catalogue, a folder, or a hub name
+    name: str = "digits"  # "digits", a name of the catalogue, a folder, a hub name, or module:callable
+    options: Arguments = Arguments()  # of module:callable
     root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
     image: str | None = None  # column; None: the one of image type
     label: str | None = None
@@ -71,7 +134,7 @@ class Data(_Section):
     crop: Positive | None = None  # segmentation: side of the random crops to train on
     # moments: mean zero and standard deviation one per channel over the training set; unit: pixels from 0 to 1;
     # official: by the catalogue's mean and standard deviation. None: official if the catalogue has them, else moments
-    normalise: Literal["moments", "unit", "official"] | None = None
+    normalise: Normalise | None = None
     # None: the catalogue's
     augment: Augment | None = None
     pad: Positive = 2  # pixels of padding before a random crop
@@ -79,6 +142,13 @@ class Data(_Section):
     memory: float = Field(default=8.0, gt=0)  # GiB that decoded images may take
     readers: Positive = 2  # decoding threads per client
     partition: Partition = KINDS["iid"].options()
+
+    @model_validator(mode="after")
+    def _options_have_a_callable(self) -> Data:
+        if self.options.model_extra and not is_name(self.name):
+            first = next(iter(self.options.model_extra))
+            raise ValueError(f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}")
+        return self
 
 
 class Renorm(_Section):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import convert_norm
 
 from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
@@ -62,7 +63,7 @@ def build_model(
     stem
         The first layers of a torchvision network: `small`, `large`, or `auto` by the image size (see `vision`).
     """
-    if ":" in name:
+    if is_name(name):
         make = custom(name)
     elif name in MODELS:
         make = MODELS[name]

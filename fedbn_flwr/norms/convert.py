@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.named import accepted, call, is_name, load
 
 from .fixup import fixup
 from .renorm import BatchRenorm
@@ -84,19 +85,39 @@ CONVOLUTIONS: dict[str, Callable[[nn.Conv2d, str], nn.Module]] = {
 }
 
 
+def _own(name: str) -> Convert:
+    """A normaliser of the user: a callable of the number of channels, and of `layer` if its signature names it."""
+    function = load("model.norm", name)
+
+    def convert(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+        new = call("model.norm", name, layer.num_features, **accepted(function, {"layer": layer}))
+        if not isinstance(new, nn.Module):
+            raise SettingsError(
+                f"model.norm={name!r} returned a {type(new).__name__} for {where}; expected a torch.nn.Module"
+            )
+        return new
+
+    return convert
+
+
 def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     """Replace every batch norm of `model`, found by type, by the normalisation layer `kind`.
+
+    `kind` is one of NORMS, or `module:callable`, a function of the number of channels that returns a module.
 
     Gamma and beta, device, dtype and training mode are kept. So is the rest of the model, except that some kinds also
     replace convolutions, and `fixup` initialises weights. The model is changed in place and returned; if it is itself
     a batch norm, its replacement is returned.
     """
-    if kind not in NORMS:
-        raise SettingsError(f"model.norm={kind!r} is not a kind of normalisation; {did_you_mean(kind, NORMS)}")
+    if kind not in NORMS and not is_name(kind):
+        raise SettingsError(
+            f"model.norm={kind!r} is not a kind of normalisation; {did_you_mean(kind, NORMS)}, or module:callable for "
+            "your own"
+        )
     known = {option for names in OPTIONS.values() for option in names}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
-    convert, convolve = NORMS[kind][1], CONVOLUTIONS.get(kind)
+    convert, convolve = _own(kind) if is_name(kind) else NORMS[kind][1], CONVOLUTIONS.get(kind)
     if convert is None:
         return model
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
@@ -145,6 +166,11 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options
     if isinstance(like, torch.Tensor):
         new.to(device=like.device, dtype=like.dtype)
     state = layer.state_dict()
+    if is_name(kind):  # it may have other parameters than batch norm, or of other shapes
+        for name, value in new.state_dict().items():
+            if name in state and state[name].shape == value.shape:
+                value.copy_(state[name])
+        return new.train(layer.training)
     new.load_state_dict({key: state[key] for key in new.state_dict()})
     for name, parameter in new.named_parameters():
         parameter.requires_grad_(getattr(layer, name).requires_grad)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.data.custom import own_normalisation
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
@@ -60,8 +61,21 @@ def normalisation(folder: RunFolder) -> nn.Module:
         raise UserError(
             f"{str(folder.path)!r} has no mean and standard deviation of the images: its server had no data"
         )
+    if isinstance(moments, str):
+        return _Own(moments)
     normalise: nn.Module = Normalize(moments["mean"], moments["std"])
     return normalise
+
+
+class _Own(nn.Module):
+    """The user's normalisation, by the name `module:callable`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._normalise = own_normalisation(name)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._normalise(images)
 
 
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:

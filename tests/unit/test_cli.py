@@ -43,7 +43,7 @@ QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
         (["clients=40", "data.partition={kind: dirichlet, alpha: 0.01}"], ["alpha=0.01", "min_size=1"]),
         (["data.partition={kind: classes, classes_per_client: 11}"], ["classes_per_client=11", "10 classes"]),
         (["data.partition={kind: classes, classes_per_client: 1}"], ["to no client", "classes"]),
-        (["data.partition={kind: sharks}"], ["sharks", "iid, dirichlet, classes"]),
+        (["data.partition={kind: sharks}"], ["sharks", "did you mean 'shards'"]),
         (["strategy.freeze_round=4"], ["freeze_round is 4", "3 rounds"]),
         (["strategy.freeze_round=1.5"], ["freeze_round is 1.5", "at most 1.0"]),
         (["strategy.freeze_round=-1"], ["freeze_round is -1"]),

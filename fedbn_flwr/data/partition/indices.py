@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr import seeding
+from fedbn_flwr import named, seeding
 from fedbn_flwr.data.dataset import Groups
 from fedbn_flwr.errors import DataError
 
+from .custom import own_partition
 from .kinds import KINDS, Rows
 
 
@@ -21,13 +22,17 @@ def partition(
 ) -> list[Tensor]:
     """Indices of each client's images, ascending, for a kind of partition in kinds.py with its `options`.
 
-    Raises DataError unless each image belongs to exactly one client and each client has images.
+    `kind` may also be `module:callable`, a partition of the user, which may leave images out. Raises DataError unless
+    each image belongs to exactly one client and each client has images.
     """
     if clients > len(labels):
         raise DataError(f"clients is {clients}, but the data has {len(labels)} training images")
+    rows = Rows(labels.numpy(), classes, groups)
+    if named.is_name(kind):
+        return [torch.from_numpy(np.sort(part)) for part in own_partition(kind, rows, clients, seed, **options)]
     if kind not in KINDS:
         raise DataError(f"data.partition.kind={kind!r} is not one of {', '.join(KINDS)}")
-    parts = KINDS[kind].assign(Rows(labels.numpy(), classes, groups), clients, seed, **options)
+    parts = KINDS[kind].assign(rows, clients, seed, **options)
     empty = [i for i, part in enumerate(parts) if len(part) == 0]
     if empty:
         shown = ", ".join(str(i) for i in empty[:8]) + (", ..." if len(empty) > 8 else "")

@@ -44,6 +44,12 @@ class Options(BaseModel):
     kind: str = ""
 
 
+class OwnOptions(Options):
+    """The options of a partition of the user, which are passed on as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 @dataclass(frozen=True)
 class Kind:
     assign: Callable[..., Parts]  # (rows, clients, seed, **options)
@@ -72,7 +78,10 @@ def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], Callable
 
 def describe_partitions() -> dict[str, str]:
     """The first line of each kind's docstring."""
-    return {name: (inspect.getdoc(kind.options) or "").split("\n")[0] for name, kind in KINDS.items()}
+    lines = {name: (inspect.getdoc(kind.options) or "").split("\n")[0] for name, kind in KINDS.items()}
+    return lines | {
+        "MODULE:CALLABLE": "a partition of your own: a function of labels and clients, see docs/own-parts.md"
+    }
 
 
 # --- the kinds ---------------------------------------------------------------

@@ -17,7 +17,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
-from ..data import moments_of, rows_by_domain
+from ..data import normalisation_of, rows_by_domain
 from ..prepare import Prepared
 from ..training import metrics_of, own_loss
 from .base import Listener, RunState
@@ -36,7 +36,8 @@ class Evaluate(Listener):
         self.names = [name_of(key_of(metric)) for metric in self.metrics]
         self.test: TestBatches | None = None
         if dataset is not None and self.rule.traits.has_global_model:
-            test_of = functools.partial(TestBatches, dataset.test, moments_of(run, dataset), run.evaluate.batch_size)
+            normalisation = normalisation_of(run, dataset)
+            test_of = functools.partial(TestBatches, dataset.test, normalisation, run.evaluate.batch_size)
             self.test = test_of()
             self.domains = {name: test_of(rows) for name, rows in rows_by_domain(dataset).items()}
 

@@ -15,7 +15,7 @@ import torch
 from fedbn_flwr.data.catalogue import CATALOGUE, describe_datasets
 from fedbn_flwr.data.load import load
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import moments_of, resolve
+from fedbn_flwr.experiment.data import normalisation_of, resolve
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
@@ -222,9 +222,9 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
         )
     run = resolve(run_of(f"data: {{name: cifar10, root: {root}}}"))
     data = load("cifar10", root=str(root))
-    assert moments_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    assert normalisation_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
-    assert moments_of(resolve(measured), data) == data.moments
+    assert normalisation_of(resolve(measured), data) == data.moments
 
 
 def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> None:

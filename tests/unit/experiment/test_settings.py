@@ -54,8 +54,11 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("train: {momentum: 1.0}", ["train.momentum is 1.0", "less than 1"]),
         ("train: 3", ["train is 3"]),
         ("data: {augment: [flop]}", ["data.augment", "'flop'", "'flip'"]),
-        ("data: {partition: {kind: sharks}}", ["data.partition.kind is not one of iid, dirichlet, classes", "sharks"]),
-        ("data: {partition: {alpha: 1}}", ["data.partition.kind is not one of iid, dirichlet, classes"]),
+        (
+            "data: {partition: {kind: sharks}}",
+            ["data.partition.kind='sharks' is not a partition; did you mean 'shards'"],
+        ),
+        ("data: {partition: {alpha: 1}}", ["data.partition.kind is missing; known: classes"]),
         ("data: {partition: {kind: classes}}", ["'data.partition.classes_per_client' is missing"]),
         ("data: {partition: {kind: dirichlet, alpha: 0}}", ["data.partition.alpha is 0", "greater than 0"]),
         ("engine: {workers: -1}", ["engine: workers is -1; give 0, a number of processes, or 'auto'"]),

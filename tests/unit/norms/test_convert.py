@@ -13,7 +13,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr import build_model, convert_norm
+from fedbn_flwr import build_model, convert_norm, roles
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import SettingsError
 from tests.support.nets import two_norms
@@ -184,3 +184,53 @@ def test_every_normaliser_is_listed_with_a_line(capsys: pytest.CaptureFixture[st
     lines = json.loads(capsys.readouterr().out)
     assert {*CHANGED, "bn", "fixup"} == set(lines)
     assert all(10 < len(line) < 110 for line in lines.values())
+
+
+# --- a normaliser of the user ------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Batch norm's gamma and running mean, and a parameter of its own."""
+
+    def __init__(self, channels: int, layer: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.replaced = type(layer).__name__
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * x * self.weight[:, None, None]
+
+
+def test_a_normaliser_of_the_user_keeps_what_it_shares_with_batch_norm() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3)).double().eval()
+    nn.init.constant_(model[1].weight, 5)
+    model[1].running_mean.fill_(7)
+    convert_norm(model, f"{__name__}:Scaled")
+    layer = model[1]
+    assert (layer.replaced, layer.training, layer.gain.dtype) == ("BatchNorm2d", False, torch.float64)
+    assert (layer.weight.tolist(), layer.running_mean.tolist()) == ([5] * 3, [7] * 3)
+    assert roles(model) == {
+        "0.weight": "weights", "0.bias": "weights", "1.weight": "affine", "1.gain": "weights",
+        "1.running_mean": "statistics",
+    }  # fmt: skip
+
+
+def test_a_normaliser_of_torch_can_be_named_so() -> None:
+    model = convert_norm(nn.Sequential(nn.BatchNorm2d(4)), "torch.nn:InstanceNorm2d")
+    assert roles(model) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("builtins:str", "returned a str for 0; expected a torch.nn.Module"),
+        ("torch.nn:GroupNorm", "cannot be called with int: missing a required argument: 'num_channels'"),
+        ("torch.nn:BatchNorm4d", "has no 'BatchNorm4d'; did you mean 'BatchNorm"),
+        ("batchnorm", "'batchnorm' is not a kind of normalisation; .* or module:callable for your own"),
+    ],
+)
+def test_a_wrong_normaliser_of_the_user_is_one_message(kind: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        convert_norm(nn.Sequential(nn.BatchNorm2d(4)), kind)

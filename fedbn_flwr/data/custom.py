@@ -1,0 +1,94 @@
+"""Augmentations and normalisations of the user, by the name `module:callable`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr import named, seeding
+from fedbn_flwr.errors import DataError
+
+from .batches import Augmentation
+
+
+def own_augmentation(name: str, **options: Any) -> Augmentation:
+    """The augmentation `name` of a batch; a class is first called with `options`.
+
+    If the callable has a parameter `generator`, it receives a batch and a torch generator: `images [N, C, H, W]`, and
+    for segmentation `masks [N, H, W]`, and returns them changed. Otherwise it is called for one image at a time, as
+    torchvision's transforms are, with Python's, NumPy's and torch's global generators seeded from that generator.
+    """
+    key = "data.augment"
+    function = named.load(key, name)
+    if isinstance(function, type):
+        function = named.call(key, name, **options)
+        if not callable(function):
+            raise DataError(
+                f"{key}: {name!r} makes a {type(function).__name__}; expected a callable, for instance a transform"
+            )
+    elif options:
+        function = functools.partial(function, **options)
+    by_batch = "generator" in named.accepted(function, {"generator": None})
+    with_masks = "masks" in named.accepted(function, {"masks": None})
+
+    def augment(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        masks = None
+        if targets.ndim > 1:
+            if not (by_batch and with_masks):
+                raise DataError(
+                    f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "
+                    "masks and generator that returns images and masks"
+                )
+            masks = targets
+        try:
+            changed = _changed(function, images, masks, generator, by_batch)
+        except Exception as error:
+            raise DataError(f"{key}: {name!r} failed: {named.in_a_line(error)}") from error
+        new, masks = changed if masks is not None and isinstance(changed, tuple) else (changed, masks)
+        _check(f"{key}: {name!r}", new, images, same_type=True)
+        return new, targets if masks is None else masks
+
+    return augment
+
+
+def _changed(
+    function: Callable[..., Any], images: Tensor, masks: Tensor | None, generator: torch.Generator, by_batch: bool
+) -> Any:
+    if by_batch:
+        both = {} if masks is None else {"masks": masks}
+        return function(images, **both, generator=generator)
+    seed = int(torch.randint(2**62, (), generator=generator))
+    with seeding.all_streams(seed, images.device):
+        return torch.stack([function(image) for image in images])
+
+
+def own_normalisation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function `name`, from a batch of images as they are stored to inputs of the model."""
+    key = "data.normalise"
+    named.load(key, name)
+
+    def normalise(images: Tensor) -> Tensor:
+        inputs = named.call(key, name, images)
+        _check(f"{key}={name!r}", inputs, images, same_type=False)
+        return inputs  # type: ignore[no-any-return]
+
+    return normalise
+
+
+def _check(what: str, new: Any, images: Tensor, *, same_type: bool) -> None:
+    count, channels = images.shape[:2]
+    expected = f"a {images.dtype if same_type else 'float'} tensor [{count}, {channels}, height, width]".replace(
+        "torch.", ""
+    )
+    if not isinstance(new, Tensor):
+        raise DataError(f"{what} returned a {type(new).__name__}; expected {expected}")
+    is_right = new.dtype == images.dtype if same_type else new.is_floating_point()
+    if new.ndim != 4 or new.shape[:2] != images.shape[:2] or not is_right or new.device != images.device:
+        found = f"{str(new.dtype).removeprefix('torch.')} {list(new.shape)} on {new.device.type}"
+        raise DataError(
+            f"{what} returned {found} for images {list(images.shape)}; expected {expected} on {images.device.type}"
+        )

@@ -1,0 +1,115 @@
+"""docs/own-parts.md: the page's own file of parts, and each of its experiments on the local engine."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.cli import main
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.results.folder import RunFolder
+from tests.support.command import ROOT
+from tests.support.sessions import Stopping, outcome
+
+PAGE = (ROOT / "docs" / "own-parts.md").read_text()
+SHORT = {"rounds": 2, "train": {"lr": 0.05, "steps": 3, "batch_size": 16}, "engine": {"device": "cpu"}}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+EXPERIMENTS = {" ".join(text.split())[:60]: SHORT | yaml.safe_load(text) for text in blocks("yaml")}
+
+
+@pytest.fixture(autouse=True)
+def my_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_parts.py").write_text("\n".join(blocks("python")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("my_parts", None)
+
+
+def session(settings: dict[str, Any], folder: Path, *, stop: int = 0, workers: int = 0) -> Any:
+    """The result of a session that begins or resumes a run; `stop` ends it after this round, as Ctrl-C does."""
+    experiment = load_experiment(yaml.safe_dump(settings))
+    (prepared,) = prepare(experiment)
+    run = RunFolder(folder)
+    done = run.begin(prepared.run.model_dump(mode="json"))
+    with LocalGrid(client_app(functools.partial(client_of, experiment)), prepared.run.clients, workers=workers) as grid:
+        try:
+            run_one(prepared, grid, run, Stopping(stop), done)
+        except KeyboardInterrupt:
+            assert stop
+    return outcome(folder)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_of_the_page_runs(name: str, tmp_path: Path) -> None:
+    session(EXPERIMENTS[name], tmp_path / "run")
+    assert [line["round"] for line in RunFolder(tmp_path / "run").history()] == [1, 2]
+
+
+EVERYTHING = SHORT | {
+    "clients": 2,
+    "model": {"name": "my_parts:Net", "norm": "my_parts:FilterResponseNorm"},
+    "data": {
+        "name": "my_parts:shapes",
+        "options": {"count": 60},
+        "partition": {"kind": "my_parts:most_of_one_class", "share": 0.5},
+        "augment": ["flip", "torchvision.transforms.v2:RandomInvert", {"name": "my_parts:blank_rows", "most": 3}],
+        "normalise": "my_parts:each_image",
+    },
+}
+
+
+def test_processes_and_a_resumed_run_use_the_same_draws(tmp_path: Path) -> None:
+    whole = session(EVERYTHING, tmp_path / "whole")
+    assert session(EVERYTHING, tmp_path / "processes", workers=2) == whole
+    session(EVERYTHING, tmp_path / "stopped", stop=1)
+    assert session(EVERYTHING, tmp_path / "stopped") == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.name=my_parts:shape", "data.name='my_parts:shape': 'my_parts' has no 'shape'; did you mean 'shapes'?"),
+        ("data.options.size=3", "data.name='my_parts:shapes' cannot be called with count, size"),
+        ("data.partition.shares=1", "got an unexpected keyword argument 'shares'"),
+        ("data.partition.kind=my_parts:shapes", "data.partition.kind='my_parts:shapes' failed: TypeError"),
+        ("data.augment=['my_parts:blank_rows']", "data.augment: 'my_parts:blank_rows' failed: TypeError"),
+        ("data.augment=[{name: 'my_parts:Net', num_classes: 1, in_channels: 1}]", "failed: RuntimeError: Input type"),
+        ("data.normalise=my_parts:shapes", "data.normalise='my_parts:shapes' "),
+        ("model.norm=my_parts:shapes", "model.norm='my_parts:shapes' returned a dict for features.1"),
+        ("data={name: digits, options: {count: 3}}", "options.count is an argument of a data set module:callable"),
+        ("data.augment=[blur]", "'blur' is not an augmentation; known: crop, flip, resized_crop, rotate, or module"),
+        ("data.normalise=moment", "'moment' is not a normalisation; did you mean 'moments'?"),
+    ],
+)
+def test_a_wrong_part_is_one_message_before_a_folder_is_made(
+    change: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(EVERYTHING))
+    assert main(["run", "all.yaml", change, "--out", "out"]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_partition_shows_a_partition_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(EVERYTHING))
+    assert main(["partition", "all.yaml"]) == 0
+    assert "my_parts:shapes: my_parts:most_of_one_class, share=0.5, clients=2, seed=0" in capsys.readouterr().out

@@ -1,0 +1,315 @@
+"""Data sets, partitions, augmentations and normalisations of the user, by the name `module:callable`."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.custom import own_augmentation, own_normalisation
+from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.load import load
+from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.errors import UserError
+
+Own = Callable[..., str]
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (12, 6, 8, 3), dtype=np.uint8)
+LABELS = np.arange(12) % 3
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
+    """Makes a function importable as `own_parts:part`."""
+
+    def make(part: Any) -> str:
+        module = ModuleType("own_parts")
+        module.part = part
+        monkeypatch.setitem(sys.modules, "own_parts", module)
+        return "own_parts:part"
+
+    return make
+
+
+# --- data sets ---------------------------------------------------------------
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    def __init__(self, *columns: Any) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, row: int) -> tuple[Any, ...]:
+        return tuple(column[row] for column in self.columns)
+
+
+def split(kind: str) -> Any:
+    pictures = [Image.fromarray(pixels) for pixels in PIXELS]
+    match kind:
+        case "channels last":
+            return PIXELS, LABELS
+        case "channels first":
+            return torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS)
+        case "mapping":
+            return {"images": PIXELS, "labels": LABELS.tolist()}
+        case "torch":
+            return Pairs(pictures, LABELS.tolist())
+        case "tensors":
+            return Pairs(torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS))
+        case _:
+            features = datasets.Features(picture=datasets.Image(), kind=datasets.ClassLabel(names=["0", "1", "2"]))
+            return datasets.Dataset.from_dict({"picture": pictures, "kind": LABELS}, features=features)
+
+
+@pytest.mark.parametrize("kind", ["channels last", "channels first", "mapping", "torch", "tensors", "datasets"])
+def test_every_form_of_a_data_set_has_the_same_images(
+    own: Own, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path))
+    found = load(own(lambda: {"train": split(kind), "test": split(kind)}))
+    assert isinstance(found.train, Images)
+    assert found.train.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
+    assert found.train.labels.tolist() == LABELS.tolist()
+    assert (found.channels, found.size, found.class_names) == (3, (6, 8), ("0", "1", "2"))
+
+
+def test_a_data_set_gets_its_options_and_its_draws_are_repeated(own: Own) -> None:
+    def made(count: int, root: str | None = None) -> Any:
+        images = np.random.rand(count, 4, 4), [random.randrange(2) for _ in range(count)]
+        return {"train": images, "test": images, "classes": ["even", root]}
+
+    name = own(made)
+    one, two = (load(name, root="here", options={"count": 20}) for _ in range(2))
+    assert one.class_names == ("even", "here")
+    assert one.train.images.equal(two.train.images)
+    assert one.train.labels.equal(two.train.labels)
+
+
+def test_domains_of_a_data_set_are_selected_and_ordered_as_asked(own: Own) -> None:
+    given = {"images": PIXELS, "labels": LABELS, "domains": ["sea", "sky", "land"] * 4}
+    name = own(lambda: {"train": given, "test": given})
+    whole = load(name).domains
+    assert whole is not None
+    assert whole.names == ("land", "sea", "sky")
+    some = load(name, domains=["sky", "sea"])
+    assert some.domains is not None
+    assert some.domains.names == ("sky", "sea")
+    assert some.domains.train.tolist() == [1, 0] * 4
+    assert some.train.labels.tolist() == [0, 1] * 4
+
+
+def test_labels_by_name_are_numbered_in_alphabetical_order(own: Own) -> None:
+    names = ["b", "a", "c"] * 4
+    found = load(own(lambda: {"train": (PIXELS, names), "test": (PIXELS, names)}))
+    assert (found.class_names, found.train.labels.tolist()) == (("a", "b", "c"), [1, 0, 2] * 4)
+
+
+def test_images_of_several_sizes_are_resized_as_pillow_resizes_them(own: Own) -> None:
+    images = [np.full((n, n + 1), n, dtype=np.uint8) for n in range(5, 11)] + [PIXELS[0, :, :, 0]]
+    found = load(own(lambda: {"train": (images, LABELS[:7]), "test": (images, LABELS[:7])}), size=(3, 4))
+    expected = Image.fromarray(images[-1]).resize((4, 3), Image.Resampling.BILINEAR)
+    assert (found.train.images[-1, 0].int() - torch.from_numpy(np.array(expected)).int()).abs().max() <= 1
+    assert found.train.images[:6].flatten(1).unique(dim=1).tolist() == [[n] for n in range(5, 11)]
+
+
+def test_images_of_floating_point_numbers_are_normalised_by_their_own_moments(own: Own) -> None:
+    images = RNG.normal(40, 7, (12, 2, 5, 5))
+    found = load(own(lambda: {"train": (images, LABELS), "test": (images, LABELS)}))
+    mean, deviation = found.moments
+    np.testing.assert_allclose(mean, images.mean((0, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(deviation, images.std((0, 2, 3)), rtol=1e-6)
+    ((inputs, _),) = TestBatches(found.test, found.moments, 12)
+    expected = (images - np.reshape(mean, (1, 2, 1, 1))) / np.reshape(deviation, (1, 2, 1, 1))
+    np.testing.assert_allclose(inputs, expected, atol=2e-6)
+    batches = ClientBatches(
+        found.train, torch.arange(12), ((0.0,) * 2, (1.0,) * 2), batch_size=12, client=0, seed=0,
+        augment=["resized_crop", "crop", "flip", "rotate"],
+    )  # fmt: skip
+    (inputs, _), *_ = batches.epoch(1, 0)
+    assert inputs.dtype == torch.float32
+    assert (inputs != inputs.round()).any()
+
+
+def test_masks_make_a_segmentation_data_set(own: Own) -> None:
+    masks = np.where(RNG.random((12, 6, 8)) < 0.1, 255, RNG.integers(0, 3, (12, 6, 8)))
+    found = load(own(lambda: {"train": (PIXELS, masks), "test": (PIXELS, masks), "classes": ["a", "b", "c"]}))
+    assert found.dense
+    assert found.train.masks.equal(torch.from_numpy(masks).byte())
+    small = load(own(lambda: {"train": (PIXELS, masks), "test": (PIXELS, masks)}), size=3)
+    assert set(small.train.masks.unique().tolist()) <= {0, 1, 2, 255}
+    assert (small.size, small.classes) == ((3, 3), 3)
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a list": ([1, 2], {}, "returned a list; expected a mapping with 'train' and 'test'"),
+    "no test": ({"train": 1, "valid": 2}, {}, "returned a dict with 'train', 'valid'; expected a mapping"),
+    "a number": ({"train": 1, "test": 2}, {}, "train is a int; expected a pair"),
+    "no labels": ({"train": {"images": PIXELS}, "test": (PIXELS, LABELS)}, {}, "train has no 'labels'"),
+    "a wrong key": ({"train": {"image": PIXELS}, "test": 0}, {}, "train has 'image'; did you mean 'images'"),
+    "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "12 images and 5 labels"),
+    "shapes": ({"train": (PIXELS, LABELS), "test": (PIXELS[:, :5], LABELS)}, {}, r"\[3, 6, 8\] and \[3, 5, 8\]"),
+    "labels": (
+        {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS), "classes": ["a"]},
+        {},
+        "labels from 0 to 2, but 1",
+    ),
+    "part labels": ({"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)}, {}, "labels of type float64"),
+    "not finite": ({"train": (PIXELS * np.nan, LABELS), "test": (PIXELS, LABELS)}, {}, "not finite"),
+    "large": ({"train": (PIXELS.astype(int) * 300, LABELS), "test": (PIXELS, LABELS)}, {}, "from 0 to 255"),
+    "memory": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"memory": 1e-7}, r"more than data\.memory"),
+    "stream": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"stream": True}, r"data\.stream is true"),
+    "column": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"image": "x"}, r"data\.image is 'x', which is"),
+    "domain": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"domains": ["a"]}, "returned no 'domains'"),
+    "items": ({"train": Pairs([1, 2]), "test": (PIXELS, LABELS)}, {}, "Pairs with items of type tuple"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_a_data_set_is_one_message(own: Own, case: str) -> None:
+    made, options, message = WRONG[case]
+    with pytest.raises(UserError, match=message) as caught:
+        load(own(lambda: made), **options)
+    assert "\n" not in str(caught.value)
+
+
+# --- partitions --------------------------------------------------------------
+
+ALL = torch.arange(60) % 5
+
+
+def test_a_partition_is_called_with_what_it_names(own: Own) -> None:
+    def by_label(labels: Any, clients: int, classes: int, seed: int, *, first: int) -> Any:
+        assert (classes, first, 0 <= seed < 2**32) == (5, 2, True)
+        return {client: set(np.flatnonzero(labels == (client + first) % classes)) for client in range(clients)}
+
+    parts = partition(ALL, 5, 3, 0, own(by_label), first=2)
+    assert [set(ALL[part].tolist()) for part in parts] == [{2}, {3}, {4}], "images may be left out"
+    assert all(part.equal(part.sort().values) for part in parts)
+
+
+def test_its_draws_are_those_of_the_seed_also_from_global_generators(own: Own) -> None:
+    def drawn(labels: Any, clients: int, generator: np.random.Generator) -> Any:
+        order = generator.permutation(len(labels))[np.random.permutation(len(labels))]
+        random.shuffle(rows := order.tolist())
+        return np.array_split(torch.tensor(rows)[torch.randperm(len(rows))], clients)
+
+    name, before = own(drawn), (random.getstate(), torch.get_rng_state())
+    one, same, other = (partition(ALL, 5, 4, seed, name) for seed in (1, 1, 2))
+    assert all(a.equal(b) for a, b in zip(one, same, strict=True))
+    assert not all(a.equal(b) for a, b in zip(one, other, strict=True))
+    assert (random.getstate(), before[1].tolist()) == (before[0], torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("text", "returned a str of 4; expected a list of 2 arrays"),
+        ([[0], [1], [2]], "returned a list of 3; expected a list of 2"),
+        ([[0], []], "client 1 has no images"),
+        ([[0, 1], [1, 2]], "client 1 has the row 1, which client 0 has too"),
+        ([[0, 0], [1]], "client 0 has the row 0 twice"),
+        ([[0], [60]], "client 1 has the row 60; expected 0 to 59"),
+        ([[0], [-1]], "client 1 has the row -1; expected 0 to 59"),
+        ([[0.5], [1]], "client 0 has float64 values"),
+        ([[True, False], [1]], "client 0 has bool values"),
+    ],
+)
+def test_what_is_wrong_with_a_partition_names_the_client(own: Own, found: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        partition(ALL, 5, 2, 0, own(lambda labels, clients: found))
+    assert str(caught.value).startswith("data.partition.kind='own_parts:part'")
+
+
+def test_a_partition_that_draws_by_itself_is_refused(own: Own) -> None:
+    def free(labels: Any, clients: int) -> Any:
+        return np.array_split(np.random.default_rng().permutation(60), clients)
+
+    with pytest.raises(UserError, match=r"returned two different partitions .* the argument `generator`"):
+        partition(ALL, 5, 2, 0, own(free))
+
+
+# --- augmentation and normalisation ------------------------------------------
+
+IMAGES = Images(torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS))
+
+
+def batches(name: str, seed: int = 0, **options: Any) -> Tensor:
+    made = ClientBatches(
+        IMAGES, torch.arange(12), ((0.0,) * 3, (1.0,) * 3), batch_size=5, client=1, seed=seed,
+        own=[own_augmentation(name, **options)],
+    )  # fmt: skip
+    return torch.cat([images for images, _ in made.epoch(1, 0)])
+
+
+def test_an_augmentation_of_a_batch_draws_from_its_generator(own: Own) -> None:
+    def darken(images: Tensor, generator: torch.Generator, most: float) -> Tensor:
+        return (images * (1 - most * torch.rand(len(images), 1, 1, 1, generator=generator))).to(images.dtype)
+
+    name = own(darken)
+    assert batches(name, most=0.9).equal(batches(name, most=0.9))
+    assert not batches(name, most=0.9).equal(batches(name, seed=1, most=0.9))
+    assert batches(name, most=0.0).sort().values.equal(batches(own(lambda images, generator: images)).sort().values)
+
+
+def test_a_transform_of_torchvision_draws_for_each_image_from_the_seed() -> None:
+    name = "torchvision.transforms.v2:RandomErasing"
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one = batches(name, p=1.0, value=255)
+    assert torch.get_rng_state().equal(before)
+    torch.manual_seed(2)
+    assert one.equal(batches(name, p=1.0, value=255))
+    erased = (one == 1).all(1)
+    assert len({tuple(image.flatten().tolist()) for image in erased}) > 6, "each image has an area of its own"
+
+
+def test_an_augmentation_of_segmentation_data_changes_masks(own: Own) -> None:
+    def mirror(images: Tensor, masks: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return images.flip(-1), masks.flip(-1)
+
+    masks = torch.arange(12 * 48).view(12, 6, 8)
+    augment = own_augmentation(own(mirror))
+    images, changed = augment(IMAGES.images, masks, torch.Generator())
+    assert images.equal(IMAGES.images.flip(-1))
+    assert changed.equal(masks.flip(-1))
+    with pytest.raises(UserError, match="would not change the masks of segmentation data"):
+        own_augmentation(own(lambda images, generator: images))(IMAGES.images, masks, torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (lambda images, generator: None, r"returned a NoneType; expected a uint8 tensor \[5, 3, height, width\]"),
+        (lambda images, generator: images.float(), r"returned float32 \[5, 3, 6, 8\] on cpu .*expected a uint8"),
+        (lambda images, generator: images[:2], r"returned uint8 \[2, 3, 6, 8\] on cpu for images \[5, 3, 6, 8\]"),
+        (lambda image: image[:1], r"returned uint8 \[5, 1, 6, 8\]"),
+        (lambda image: image / 0 @ 1, "failed: "),
+    ],
+)
+def test_what_is_wrong_with_an_augmentation_is_one_message(own: Own, part: Any, message: str) -> None:
+    with pytest.raises(UserError, match=r"data\.augment: 'own_parts:part' " + message):
+        batches(own(part))
+
+
+def test_a_normalisation_replaces_mean_and_deviation(own: Own) -> None:
+    def per_image(images: Tensor) -> Tensor:
+        images = images.double()
+        return (images - images.mean((1, 2, 3), keepdim=True)) / images.std((1, 2, 3), keepdim=True)
+
+    ((inputs, _),) = TestBatches(IMAGES, own_normalisation(own(per_image)), 12)
+    torch.testing.assert_close(inputs, per_image(IMAGES.images))
+    with pytest.raises(UserError, match=r"data\.normalise='own_parts:part' returned uint8 .*expected a float tensor"):
+        list(TestBatches(IMAGES, own_normalisation(own(lambda images: images)), 12))
