@@ -10,14 +10,16 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from logging import WARNING
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flwr.app import Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from fedbn_flwr.errors import RunFailed
+
+if TYPE_CHECKING:
+    from flwr.supercore.run import Run  # elsewhere in other versions of Flower
 
 
 class ReplyObserver(Protocol):

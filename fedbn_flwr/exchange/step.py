@@ -223,10 +223,12 @@ class _CohortNorm(torch.autograd.Function):
         )
         d_mean, d_var = ctx.step._exchange_gradients(moments, d_gamma, d_beta)
         n = y.numel() // y.shape[1]
-        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass.
+        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is called
+        # directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
         slope = d_var * (2 / n)
         shift = d_mean / n - slope * mean
-        d_y = F.batch_norm(y, torch.zeros_like(mean), torch.ones_like(var), slope, shift, training=False, eps=0.0)
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
+        d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
         scale = moments.gamma * torch.rsqrt(var + eps)
         d_y.addcmul_(d_out, scale.view([1, -1] + [1] * (y.ndim - 2)))
         return d_y, d_gamma, d_beta, None, None

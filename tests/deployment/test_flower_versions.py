@@ -1,0 +1,46 @@
+"""The plug-in part works with every minor version of Flower that pyproject.toml allows, and gives the same models."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import LocalGrid
+from tests.support import other_flower
+from tests.support.command import ROOT
+from tests.support.packages import CLEAN, UV, needs_uv, run
+
+OLDEST, NEWEST = 26, 41
+# The oldest versions of PyTorch are tried with the oldest Flower.
+PYTORCH = {OLDEST: ("torch==2.6.*", "torchvision==0.21.*"), OLDEST + 1: ("torch==2.8.*", "torchvision==0.23.*")}
+
+
+def test_the_range_is_that_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"flwr>=1.{OLDEST},<1.{NEWEST + 1}"' in text
+    assert '"torch>=2.6"' in text
+
+
+def test_the_program_trains_here() -> None:
+    digests = {name: other_flower.train(name, LocalGrid(other_flower.client(), 3)) for name in other_flower.STRATEGIES}
+    assert len(set(digests.values())) == len(digests)
+
+
+@pytest.mark.nightly
+@pytest.mark.deployment
+@needs_uv
+@pytest.mark.parametrize("minor", range(OLDEST, NEWEST + 1))
+def test_flowers_simulation_gives_the_model_of_the_local_engine(minor: int, wheel: Path, tmp_path: Path) -> None:
+    python = tmp_path / "env" / "bin" / "python"
+    run(str(UV), "venv", "--python", sys.executable, tmp_path / "env", cwd=tmp_path)
+    torch = PYTORCH.get(minor, ("torch>=2.11,<2.13", "torchvision>=0.26,<0.28"))
+    run(str(UV), "pip", "install", "-p", python, f"flwr[simulation]==1.{minor}.*", *torch, wheel, cwd=tmp_path)
+    printed = run(python, Path(other_flower.__file__), cwd=tmp_path, FLWR_HOME=str(tmp_path / "home"), **CLEAN)
+    (digests,) = re.findall(r"^{.*}$", printed, re.MULTILINE)
+    assert json.loads(digests) == {
+        name: other_flower.train(name, LocalGrid(other_flower.client(), 3)) for name in other_flower.STRATEGIES
+    }
