@@ -4,6 +4,7 @@ FedbnError                 base class; the message is enough, without a tracebac
 ├── UserError              the request is invalid; nothing was trained (exit code 2)
 │   ├── SettingsError      an experiment's key, or a strategy's argument
 │   └── DataError          data set, columns, partition
+├── MissingPackage         a package of an extra is not installed (exit code 2)
 ├── MessageError           a message or its arrays do not fit the model or the protocol
 ├── StorageError           a file of this project cannot be written or read, or is damaged
 └── RunFailed              training began and could not continue (exit code 1)
@@ -12,7 +13,8 @@ FedbnError                 base class; the message is enough, without a tracebac
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class FedbnError(Exception):
@@ -33,6 +35,10 @@ class DataError(UserError):
     pass
 
 
+class MissingPackage(FedbnError, ImportError):
+    exit_code = 2
+
+
 class MessageError(FedbnError, ValueError):
     pass
 
@@ -51,3 +57,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known: {', '.join(names)}"
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """Around imports of packages that only this extra installs: `what` names the feature that uses them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f"{what} needs the package {error.name!r}, which is not installed: pip install 'fedbn-flwr[{extra}]'"
+        ) from error

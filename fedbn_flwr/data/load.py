@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, needs
 from fedbn_flwr.named import is_name
 
 from . import Size
@@ -100,6 +100,8 @@ def load(
             return in_memory(name, found, size=pixels, classes=classes, domains=domains, memory=memory)
         splits, entry = own, None
     else:
+        with needs("data", f"data.name={name!r}"):
+            import datasets  # noqa: F401
         splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test)
     first = next(iter(splits.values()))
     if entry is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import itertools
 import math
 import multiprocessing
@@ -36,11 +37,21 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+from fedbn_flwr.errors import MissingPackage
 
 from .base import Capabilities, NodeStates
 from .context_cache import Contexts, keep_freed_memory
+
+_FLOWER = "1.41"
+if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):
+    raise MissingPackage(
+        f"the local engine uses internals of Flower {_FLOWER}, found {_found}: pip install 'fedbn-flwr[run]'; "
+        "strategies and clients work with other versions"
+    )
+
+from flwr.supercore.run import Run  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 UserConfig = Mapping[str, Any]
 

@@ -223,8 +223,8 @@ class _CohortNorm(torch.autograd.Function):
         )
         d_mean, d_var = ctx.step._exchange_gradients(moments, d_gamma, d_beta)
         n = y.numel() // y.shape[1]
-        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is called
-        # directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
+        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
+        # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
         slope = d_var * (2 / n)
         shift = d_mean / n - slope * mean
         zeros, ones = torch.zeros_like(mean), torch.ones_like(var)

@@ -66,15 +66,13 @@ def heading(metric: str) -> str:
 
 def plot_boxes(runs: Mapping[str, Sequence[Mapping[str, Values]]], colours: Sequence[str], file: Path) -> bool:
     """Write a plot with a panel for each metric; `runs` has each seed's values by label. False: nothing to show."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from .figure import Plot
 
     shown = {label: [evaluated(values) for values in seeds] for label, seeds in runs.items()}
     metrics = list(dict.fromkeys(metric for seeds in shown.values() for values in seeds for metric in values))
     if not metrics:
         return False
-    figure = Figure(figsize=(max(5.0, 2.5 + 0.7 * len(shown)) * len(metrics), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Plot(figsize=(max(5.0, 2.5 + 0.7 * len(shown)) * len(metrics), 4.2), layout="constrained")
     for number, metric in enumerate(metrics):
         panel = figure.add_subplot(1, len(metrics), number + 1)
         pooled = {

@@ -22,14 +22,13 @@ _LABELLED = 40  # more names of layers do not fit
 
 def plot_dynamics(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
+
+    from .figure import Plot
 
     layers = list(lines[0]["layers"])
     rounds = [int(line["round"]) for line in lines]
-    figure = Figure(figsize=(14, 2.5 + 0.36 * min(len(layers), _LABELLED)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Plot(figsize=(14, 2.5 + 0.36 * min(len(layers), _LABELLED)), layout="constrained")
     step = -(-len(layers) // _LABELLED)
     for panel, (name, title) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, _PANELS.items(), strict=True):
         values = _matrix(lines, layers, name)

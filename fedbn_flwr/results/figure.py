@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from fedbn_flwr.errors import needs
+
+with needs("report", "a plot"):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
 
 class Plot(Figure):

@@ -63,12 +63,10 @@ def _rest(partition: PartitionCounts) -> str:
 
 def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
     """Stacked bars, a bar for each client and a colour for each class; a panel for each partition."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from .figure import Plot
 
     widest = max(len(partition.counts) for partition in partitions)
-    figure = Figure(figsize=(min(14, 4.5 + 0.35 * widest), 3.6 * len(partitions)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Plot(figsize=(min(14, 4.5 + 0.35 * widest), 3.6 * len(partitions)), layout="constrained")
     for panel, partition in zip(figure.subplots(len(partitions), 1, squeeze=False)[:, 0], partitions, strict=True):
         places = range(len(partition.counts))
         colours = class_colours(len(partition.classes))

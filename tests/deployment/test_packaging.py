@@ -12,7 +12,7 @@ import pytest
 
 import fedbn_flwr
 from tests.support.command import ROOT, fedbn
-from tests.support.packages import CLEAN, needs_uv, run
+from tests.support.packages import CLEAN, UV, needs_uv, run
 
 pytestmark = [pytest.mark.deployment, needs_uv]
 
@@ -24,6 +24,12 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert "fedbn_flwr/strategies.py" not in names
     assert "fedbn_flwr/py.typed" in names
     assert "fedbn_flwr/apps/experiments/demo.yaml" in names
+
+
+def test_package_indices_accept_the_wheel_and_the_source(wheel: Path, tmp_path: Path) -> None:
+    run(str(UV), "build", "--sdist", "--out-dir", tmp_path, ROOT, cwd=tmp_path)
+    (source,) = tmp_path.glob("*.tar.gz")
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, source, cwd=tmp_path)
 
 
 def test_the_wheel_runs_a_federation_in_a_clean_environment(clean_environment: Path, tmp_path: Path) -> None:

@@ -35,9 +35,7 @@ def network() -> nn.Module:
 
 def batches(client: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     draws = torch.Generator().manual_seed(client)
-    return [
-        (torch.randn(8, 4, generator=draws) + client, torch.randint(0, 3, (8,), generator=draws)) for _ in range(3)
-    ]
+    return [(torch.randn(8, 4, generator=draws) + client, torch.randint(0, 3, (8,), generator=draws)) for _ in range(3)]
 
 
 def make_client(context: Context) -> BNClient:

@@ -37,8 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def clean_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment that has only our wheel and its dependencies."""
+    """The `bin` of an environment that has only our wheel with its extra `run`."""
     folder = tmp_path_factory.mktemp("clean") / "env"
     run(str(UV), "venv", "--python", sys.executable, folder, cwd=folder.parent)
-    run(str(UV), "pip", "install", "-p", folder / "bin" / "python", wheel, cwd=folder.parent)
+    run(str(UV), "pip", "install", "-p", folder / "bin" / "python", f"{wheel}[run]", cwd=folder.parent)
     return folder / "bin"

@@ -22,7 +22,8 @@ def test_flowers_hub_accepts_the_metadata() -> None:
     assert warnings == []
     metadata = normalize_and_validate_fab_format(config)
     assert metadata.fab_format_version == 1
-    assert metadata.flwr_version_min == "1.41"
+    assert metadata.flwr_version_min == "1.26"  # of the plug-in part; the application names its version when it starts
+    assert metadata.flwr_version_target == "1.41.0"
 
 
 def test_type_checkers_use_the_annotations() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, needs
 
 if TYPE_CHECKING:
     from fedbn_flwr.data.dataset import Groups
@@ -89,10 +89,10 @@ def describe_partitions() -> dict[str, str]:
 
 def by_flower(name: str, labels: Labels, clients: int, seed: int, **options: Any) -> Parts:
     """The rows of each client from a partitioner of Flower, applied to a data set of labels and row numbers."""
-    import datasets
-
     # Imported on use: flwr_datasets imports seaborn and SciPy's statistics, which takes 2 s.
-    from flwr_datasets import partitioner as partitioners
+    with needs("hub", f"a partition by Flower's {name}"):
+        import datasets
+        from flwr_datasets import partitioner as partitioners
 
     make = getattr(partitioners, name)
     partitioner = make(num_partitions=clients, partition_by="label", seed=seed, **options)

@@ -1,0 +1,50 @@
+"""A feature whose package is not installed names the extra that installs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.engines import local
+from tests.support.command import environment
+
+# Makes `import NAME` fail as if the package were not installed, then runs the command.
+PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli import main; sys.exit(main(sys.argv[2:]))"
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [
+        ("datasets", ("run", "quick", "data.name={folder}"), "data"),
+        ("flwr_datasets", ("partition", "quick", "data.partition={{kind: dirichlet, alpha: 0.5}}"), "hub"),
+        ("matplotlib", ("partition", "quick", "data.partition={{kind: iid}}", "--out", "{folder}/plot.png"), "report"),
+    ],
+)
+def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str, tmp_path: Path) -> None:
+    words = [word.format(folder=tmp_path) for word in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, package, *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    reason = f"needs the package '{package}[a-z.]*', which is not installed: pip install 'fedbn-flwr\\[{extra}\\]'"
+    assert re.fullmatch(f"fedbn: error: [^(]+ {reason}\n", done.stderr), done.stderr
+
+
+def test_the_local_engine_names_the_version_of_flower_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(local.__file__).read_text(encoding="utf-8")
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "1.38.0" if name == "flwr" else version(name))
+    with pytest.raises(
+        ImportError, match=r"internals of Flower 1\.41, found 1\.38\.0: pip install 'fedbn-flwr\[run\]'"
+    ):
+        exec(compile(source, local.__file__, "exec"), {"__name__": local.__name__, "__package__": local.__package__})
