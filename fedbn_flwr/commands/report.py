@@ -1,4 +1,4 @@
-"""`fedbn report`: a table and a plot from run folders."""
+"""`fedbn report`: a table, a plot and a page from run folders."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ def add(commands: Commands) -> None:
         commands,
         "report",
         report,
-        summary="a table and a plot from run folders",
-        description="Make a table and a plot of runs (accuracy against rounds, communication rounds and bytes).",
+        summary="a table, a plot and a page from run folders",
+        description=(
+            "Report on runs: tables (report.md), a plot (report.png, report.svg), their figures (report.json), and one "
+            "page with all of this and more charts (report.html), which needs no network."
+        ),
+        epilog="Example: fedbn report --html runs/demo-* --out demo.html",
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or their parent folders")
+    parser.add_argument("--html", action="store_true", help="write only the page; --out may be a file ending in .html")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the report (runs/report-TIME)")
 
 
 def report(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.results.folder import default_out
-    from fedbn_flwr.results.report import write_report
+    from fedbn_flwr.results.write import write_html, write_report
 
-    table, page, picture = write_report(arguments.folders, arguments.out or default_out("report"))
-    print(f"{table}\n\ntable: {page}\nplot:  {picture}")
+    out = arguments.out or default_out("report")
+    if arguments.html:
+        file = out if out.suffix == ".html" else out / "report.html"
+        print(f"{write_html(arguments.folders, file)}\n\npage:  {file}")
+        return
+    table, markdown, picture = write_report(arguments.folders, out)
+    print(f"{table}\n\ntable: {markdown}\nplot:  {picture}\npage:  {out / 'report.html'}")

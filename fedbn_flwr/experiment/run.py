@@ -28,7 +28,7 @@ from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.screening import number_of
 from fedbn_flwr.results.folder import RunFolder, default_out, stopped_by_hand
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.report import write_report
+from fedbn_flwr.results.write import write_report
 
 from .find import from_run_config
 from .listeners.base import Listener, RunState
@@ -116,7 +116,8 @@ class Outcome:
 
     def announce(self) -> None:
         """Print the table and the paths of the files; raise RunFailed if a run failed."""
-        print(f"\n{self.table}\n\ntable: {self.page}\nplot:  {self.picture}", flush=True)
+        page = self.page.with_suffix(".html")
+        print(f"\n{self.table}\n\ntable: {self.page}\nplot:  {self.picture}\npage:  {page}", flush=True)
         if self.failures:
             raise RunFailed(f"{len(self.failures)} of the runs failed:\n" + "\n".join(self.failures))
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .text import in_plot, shorten
+
 Values = Mapping[str, float]  # by client, of one metric
 
 _FIRST = ("accuracy", "own_accuracy")
@@ -79,8 +81,8 @@ def plot_boxes(runs: Mapping[str, Sequence[Mapping[str, Values]]], colours: Sequ
             label: [v for values in seeds for v in values.get(metric, {}).values()] for label, seeds in shown.items()
         }
         box_plot(panel, pooled, colours)
-        panel.set_title(heading(metric), fontsize="medium", loc="left")
-    figure.savefig(file, dpi=130)
+        panel.set_title(in_plot(heading(metric)), fontsize="medium", loc="left")
+    figure.write(file)
     return True
 
 
@@ -111,7 +113,7 @@ def box_plot(panel: Any, groups: Mapping[str, Sequence[float]], colours: Sequenc
         step = 0.4 / max(len(shown) - 1, 1)
         places = [number + step * (i - (len(shown) - 1) / 2) for i in range(len(shown))]
         panel.plot(places, shown, ".", color=colour, alpha=0.5, markersize=4)
-    panel.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right")
+    panel.set_xticks(range(len(groups)), [in_plot(shorten(name, 24)) for name in groups], rotation=20, ha="right")
     panel.set_xlim(-0.6, len(groups) - 0.4)
     panel.set_ylabel("%")
     panel.grid(axis="y", alpha=0.3)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .text import in_plot
+
 # The panels: a figure of norms.jsonl, whose clients are averaged, and a title.
 _PANELS = {
     "mean_drift": "global mean, change from the round before",
@@ -40,7 +42,9 @@ def plot_dynamics(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
             edges, np.arange(len(layers) + 1), np.ma.masked_equal(values, 0), norm=LogNorm(low, max(high, 1.001 * low))
         )
         panel.set_title(title, fontsize="medium", loc="left")
-        panel.set_yticks(np.arange(0, len(layers), step) + 0.5, layers[::step], fontsize="small")
+        panel.set_yticks(
+            np.arange(0, len(layers), step) + 0.5, [in_plot(layer) for layer in layers[::step]], fontsize="small"
+        )
         figure.colorbar(image, ax=panel)
     for panel in figure.axes[2:4]:
         panel.set_xlabel("round")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import warnings
+from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import needs
 
 with needs("report", "a plot"):
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -16,6 +19,14 @@ class Plot(Figure):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         FigureCanvasAgg(self)
+
+    def write(self, *files: Path) -> None:
+        """Write the formats of the files; a date or random ids would make files of equal figures differ."""
+        with warnings.catch_warnings(), rc_context({"svg.hashsalt": "fedbn"}):
+            warnings.filterwarnings("ignore", message="Glyph")  # a label in a script that the font lacks
+            for file in files:
+                self.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
+                self.set_layout_engine("none")  # the places of the panels are known now
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()

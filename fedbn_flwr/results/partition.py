@@ -11,6 +11,7 @@ from typing import Any
 from fedbn_flwr.errors import UserError
 
 from .report import COLOURS, as_text
+from .text import in_plot
 
 _SHOWN_CLASSES = 12  # more columns do not fit in a line, and more colours are hard to distinguish
 _SHOWN_CLIENTS = 40
@@ -81,12 +82,12 @@ def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
                 1.0 if many else 0.8,
                 bottom,
                 color=colours[label],
-                label=name,
+                label=in_plot(name),
                 edgecolor="white",
                 linewidth=0 if many or len(partition.classes) > 2 * _SHOWN_CLASSES else 0.4,
             )
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-        panel.set_title(partition.title, fontsize="medium", loc="left")
+        panel.set_title(in_plot(partition.title), fontsize="medium", loc="left")
         panel.set_ylabel("images")
         panel.set_xlabel("client")
         panel.set_xlim(-0.6, len(partition.counts) - 0.4)
@@ -95,7 +96,7 @@ def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
         panel.set_axisbelow(True)
         if not many:
             slanted = bool(partition.clients) and len(partition.counts) > 8
-            panel.set_xticks(places, [partition.clients[i] if partition.clients else str(i) for i in places])
+            panel.set_xticks(places, [in_plot(partition.clients[i]) if partition.clients else str(i) for i in places])
             for tick in panel.get_xticklabels() if slanted else ():
                 tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each label ends below its bar
         _explain_colours(figure, panel, partition, colours)

@@ -1,26 +1,22 @@
-"""A table and a plot from run folders, for `fedbn report DIR...`."""
+"""Groups runs into the rows of a report, and makes its tables, for `fedbn report DIR...`."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.protocol import METRICS
 
-from .clients import evaluated, heading, last_values, plot_boxes, spread
+from .clients import evaluated, heading, last_values, spread
+from .curves import MIB
 from .folder import RunFolder, deciding, flat_settings
 from .summary import BY_DOMAIN, Summary, keys_of
-
-if TYPE_CHECKING:
-    from .figure import Plot  # imports matplotlib
-
-MIB = 1024**2
+from .text import in_markdown, printable
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -46,9 +42,14 @@ class Run:
         return last_values(RunFolder(self.path).lines("clients.jsonl"))
 
     @cached_property
+    def config(self) -> dict[str, Any]:
+        """All settings."""
+        return RunFolder(self.path).config()
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings that affect results, without the seed and names, by dotted key."""
-        config = deciding(RunFolder(self.path).config())
+        config = deciding(self.config)
         return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
 
 
@@ -108,6 +109,12 @@ def _differs(key: str, variants: Sequence[Mapping[str, Any]]) -> bool:
     return any(variant.get(key) != variants[0].get(key) for variant in variants)
 
 
+def repetitions(row: Row) -> str:
+    count, seeds = len(row.runs), len({run.summary.seed for run in row.runs})
+    words = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
+    return words if count == seeds else f"{count} runs, {words}"
+
+
 _HEADINGS = ("run", "accuracy", "best on test", "rounds", "communication rounds", "MiB down", "MiB up", "seconds")
 
 # Columns that a table has only if one of its runs has these figures.
@@ -126,23 +133,19 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     present = {key: name for key, name in columns.items() if any(row.figures(key) for row in rows)}
     lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
     for row in rows:
-        count, seeds = len(row.runs), len({run.summary.seed for run in row.runs})
-        repeated = (
-            f" ({seeds} seeds)" if count == seeds else f" ({count} runs, {seeds} {'seed' if seeds == 1 else 'seeds'})"
-        )
         unfinished = {run.summary.status for run in row.runs} - {"finished"}
         status = f" [{', '.join(sorted(unfinished))}]" if unfinished else ""
         lines.append(
             (
-                row.label + (repeated if count > 1 else "") + status,
-                _spread(row.figures("accuracy"), 100, 2, "%"),
-                _spread(row.figures("best_test_accuracy"), 100, 2, "%"),
-                *(_spread(row.figures(key), *_unit(key)) for key in present),
-                _spread(row.figures("rounds"), 1, 0),
-                _spread(row.figures("communication_rounds"), 1, 0),
-                _spread(row.figures("bytes_down"), 1 / MIB, 2),
-                _spread(row.figures("bytes_up"), 1 / MIB, 2),
-                _spread(row.figures("seconds"), 1, 1),
+                row.label + (f" ({repetitions(row)})" if len(row.runs) > 1 else "") + status,
+                figure(row.figures("accuracy"), 100, 2, "%"),
+                figure(row.figures("best_test_accuracy"), 100, 2, "%"),
+                *(figure(row.figures(key), *_unit(key)) for key in present),
+                figure(row.figures("rounds"), 1, 0),
+                figure(row.figures("communication_rounds"), 1, 0),
+                figure(row.figures("bytes_down"), 1 / MIB, 2),
+                figure(row.figures("bytes_up"), 1 / MIB, 2),
+                figure(row.figures("seconds"), 1, 1),
             )
         )
     return lines
@@ -181,7 +184,7 @@ class Domains:
         for row in rows:
             columns = [*(row.figures(self.prefix + name) for name in self.names), self.averages(row)]
             if any(columns):
-                lines.append((row.label, *(_spread(values, 100, 1, "%") for values in columns)))
+                lines.append((row.label, *(figure(values, 100, 1, "%") for values in columns)))
         return lines
 
 
@@ -212,29 +215,39 @@ def client_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             seeds = [list(run.clients[metric].values()) for run in row.runs if metric in run.clients]
             measured = [spread(values, metric) for values in seeds]
             figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
-            shown = (_spread(values, 100, 2, "%") for values in figures)
-            lines.append((row.label, heading(metric), _spread([len(values) for values in seeds], 1, 0), *shown))
+            shown = (figure(values, 100, 2, "%") for values in figures)
+            lines.append((row.label, heading(metric), figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
 
 
-def _spread(values: Sequence[float], scale: float, digits: int, unit: str = "") -> str:
+class Cell(str):
+    """The text of a cell, and the number that a table is sorted by."""
+
+    value: float | None = None
+
+
+def figure(values: Sequence[float], scale: float, digits: int, unit: str = "") -> Cell:
+    """The mean, and the standard deviation if values differ."""
     if not values:
-        return "-"
+        return Cell("-")
     scaled = [value * scale for value in values]
-    mean = f"{statistics.fmean(scaled):,.{digits}f}"
-    if len(scaled) < 2 or max(scaled) == min(scaled):
-        return f"{mean}{unit}"
-    return f"{mean}{unit} ± {statistics.stdev(scaled):,.{digits}f}"
+    text = f"{statistics.fmean(scaled):,.{digits}f}{unit}"
+    if len(scaled) > 1 and max(scaled) > min(scaled):
+        text += f" ± {statistics.stdev(scaled):,.{digits}f}"
+    cell = Cell(text)
+    cell.value = statistics.fmean(scaled)
+    return cell
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:
-    head, *body = [f"| {' | '.join(line)} |" for line in lines]
+    head, *body = [f"| {' | '.join(map(in_markdown, line))} |" for line in lines]
     rule = "|---" + "|---:" * (len(lines[0]) - 1) + "|"
     return "\n".join([head, rule, *body]) + "\n"
 
 
 def as_text(lines: Sequence[Sequence[str]]) -> str:
     """Columns aligned with spaces."""
+    lines = [[printable(cell) for cell in line] for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for number, line in enumerate(lines):
@@ -243,111 +256,6 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
         if number == 0:
             text.append("  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in text)
-
-
-def plot(rows: Sequence[Row]) -> Plot:
-    """Plot accuracy against rounds, communication rounds and bytes; seeds as their mean, with a band for the range."""
-    from .figure import Plot
-
-    kinds = by_domain(rows)
-    figure = Plot(figsize=(15, 4.2 + 2.8 * len(kinds)), layout="constrained")
-    grid = figure.add_gridspec(1 + len(kinds), 3, height_ratios=[4.2] + [2.8] * len(kinds))
-    panels = [figure.add_subplot(grid[0, 0])]
-    panels += [figure.add_subplot(grid[0, i], sharey=panels[0]) for i in (1, 2)]
-    for panel in panels[1:]:
-        panel.tick_params(labelleft=False)
-    # Segmentation models are compared by mean IoU.
-    points = [point for row in rows for run in row.runs for point in _curve(run.history)]
-    measure = "mean_iou" if points and all("mean_iou" in point for point in points) else "accuracy"
-    axes: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
-        ("rounds", lambda point: float(point["round"])),
-        ("communication rounds", lambda point: float(point["communication_rounds"])),
-        ("MiB down and up", lambda point: (point["bytes_down"] + point["bytes_up"]) / MIB),
-    ]
-    for panel, (name, spent) in zip(panels, axes, strict=True):
-        for number, row in enumerate(rows):
-            curves = [{spent(point): 100 * point[measure] for point in _curve(run.history)} for run in row.runs]
-            # Only points that all seeds have: an interrupted run shortens the curve.
-            places = sorted(set.intersection(*(set(curve) for curve in curves)))
-            if not places:
-                continue
-            columns = [[curve[place] for curve in curves] for place in places]
-            colour = COLOURS[number % len(COLOURS)]
-            panel.plot(
-                places,
-                [statistics.fmean(column) for column in columns],
-                "-" if number < len(COLOURS) else "--",
-                color=colour,
-                label=row.label,
-                marker="o" if len(places) == 1 else None,
-            )
-            if len(curves) > 1:
-                low, high = [min(column) for column in columns], [max(column) for column in columns]
-                panel.fill_between(places, low, high, color=colour, alpha=0.2, lw=0)
-        panel.set_xlabel(name)
-        panel.grid(alpha=0.3)
-        panel.set_xlim(left=0)
-    panels[0].set_ylabel(f"{measure.replace('_iou', ' IoU')} of the global model, %")
-    for number, kind in enumerate(kinds, start=1):
-        _plot_domains(figure.add_subplot(grid[number, :]), rows, kind)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-    return figure
-
-
-def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
-    """A group of bars per domain and for their average: one bar per row, with a line for the range over seeds."""
-    width = 0.8 / len(rows)
-    for number, row in enumerate(rows):
-        columns = [*(row.figures(kind.prefix + name) for name in kind.names), kind.averages(row)]
-        for place, values in enumerate(columns):
-            if not values:
-                continue
-            x, mean = place + (number - (len(rows) - 1) / 2) * width, 100 * statistics.fmean(values)
-            panel.bar(
-                x,
-                mean,
-                0.9 * width,
-                color=COLOURS[number % len(COLOURS)],
-                hatch=None if number < len(COLOURS) else "//",
-                edgecolor="white",
-                linewidth=0,
-            )
-            if len(values) > 1:
-                panel.plot([x, x], [100 * min(values), 100 * max(values)], color="black", lw=1)
-    panel.axvline(len(kind.names) - 0.5, color="grey", lw=0.8)
-    panel.set_xticks(range(len(kind.names) + 1), [*kind.names, "average"])
-    panel.set_xlim(-0.5, len(kind.names) + 0.5)
-    panel.set_ylabel("%")
-    panel.set_title(kind.title, fontsize="medium", loc="left")
-    panel.grid(axis="y", alpha=0.3)
-    panel.set_axisbelow(True)
-
-
-def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them."""
-    return [
-        {
-            "settings": RunFolder(run.path).config(),
-            "summary": run.figures,
-            "curve": _curve(run.history),
-            "clients": run.clients,
-        }
-        for row in rows
-        for run in row.runs
-    ]
-
-
-def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    spent = {"communication_rounds": 0, "bytes_down": 0, "bytes_up": 0}
-    points = []
-    for line in history:
-        spent = {key: total + int(line[key]) for key, total in spent.items()}
-        if line.get("accuracy") is not None:
-            more = {"mean_iou": line["mean_iou"]} if line.get("mean_iou") is not None else {}
-            points.append({"round": line["round"], "accuracy": line["accuracy"], **more, "loss": line["loss"], **spent})
-    return points
 
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, ...]]]]:
@@ -360,26 +268,3 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 def tables_as_text(rows: Sequence[Row]) -> str:
     return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables(rows))
-
-
-def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
-    """Write report.md (the table), report.png (the plot) and report.json (the figures of both) into `out`.
-
-    Returns the table as text, and the paths of the first two files.
-    """
-    rows = group(find_runs(folders))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        page, picture = out / "report.md", out / "report.png"
-        plot(rows).savefig(picture, dpi=130)
-        pictures = [picture.name]
-        if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
-            pictures.append("clients.png")
-        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables(rows)]
-        page.write_text(
-            "\n".join([*parts, *(f"![{Path(name).stem}]({name})\n" for name in pictures)]), encoding="utf-8"
-        )
-        (out / "report.json").write_text(json.dumps(figures(rows), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the report into {str(out)!r}: {error.strerror}") from None
-    return tables_as_text(rows), page, picture

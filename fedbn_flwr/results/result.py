@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, overload
 from fedbn_flwr.errors import UserError, did_you_mean
 
 from .folder import RunFolder
-from .report import Row, Run, find_runs, group, plot, tables, tables_as_text
+from .plot import plot
+from .report import Row, Run, find_runs, group, tables, tables_as_text
 from .summary import Summary
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.results.clients import Spread, evaluated, last_values, spread
-from fedbn_flwr.results.report import client_table, find_runs, group, write_report
-from tests.unit.results.test_report import write_run
+from fedbn_flwr.results.report import client_table, find_runs, group
+from fedbn_flwr.results.write import write_report
+from tests.support.runs import write_run
 
 
 @pytest.mark.parametrize(

@@ -5,31 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from PIL import Image
 
 from fedbn_flwr import cli
-from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import Traffic
-from fedbn_flwr.results.report import by_domain, find_runs, group, table, write_report
-from fedbn_flwr.results.summary import Summary
+from fedbn_flwr.results.report import by_domain, find_runs, group, table
+from fedbn_flwr.results.write import write_report
+from tests.support.runs import write_run
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
-
-
-def write_run(folder: Path, label: str, seed: int = 0, **figures: Any) -> None:
-    folder.mkdir(parents=True)
-    traffic = vars(Traffic(communication_rounds=1, bytes_down=2**20, bytes_up=2**20)) | {"seconds": 0.5}
-    seen = {key: value for key, value in figures.items() if value is not None}
-    lines = [{"round": i, "accuracy": 0.2 * i, "loss": 1.0, **traffic, **seen} for i in (1, 2, 3)]
-    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", "finished")
-    for line in lines:
-        summary.account(line)
-    RunFolder(folder).write_summary(summary)
 
 
 def write_runs(folder: Path, domains: tuple[str, ...], labels: tuple[str, ...], seeds: int) -> None:
@@ -110,7 +96,9 @@ def test_the_command_writes_into_a_new_folder(
     (folder,) = Path("runs").iterdir()
     assert folder.name.startswith("report-")
     assert f"table: {folder / 'report.md'}\nplot:  {folder / 'report.png'}" in capsys.readouterr().out
-    assert {file.name for file in folder.iterdir()} == {"report.md", "report.png", "report.json"}
+    assert {file.name for file in folder.iterdir()} == {
+        "report.md", "report.png", "report.svg", "report.json", "report.html",
+    }  # fmt: skip
     assert "| second |" in (folder / "report.md").read_text()
     assert (tmp_path / "first" / "report.md").read_bytes() == before
 

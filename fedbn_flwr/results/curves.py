@@ -1,0 +1,144 @@
+"""The curves of a report: what was measured over the rounds, and what had been spent up to each of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fedbn_flwr.messages.protocol import METRICS
+
+from .ledger import Traffic
+
+MIB = 1024**2
+POINTS = 400  # of a curve: more cannot be distinguished on a screen
+
+# What a curve can be drawn against: key, and title.
+AXES = {
+    "round": "rounds",
+    "communication_rounds": "communication rounds",
+    "mib": "MiB down and up",
+    "seconds": "seconds",
+}
+
+# Measures between 0 and 1, which are shown in percent.
+_FRACTIONS = ("accuracy", *METRICS)
+_WORDS = {"auc": "AUC", "mean_iou": "mean IoU", "macro_f1": "macro F1"}
+_OF = {
+    "clients_own_": "clients, own test images",
+    "clients_": "clients, all test images",
+    "train_": "training",
+    "": "global model",
+}
+_SPREADS = {"_worst_tenth": "mean of the worst tenth", "_std": "deviation over clients"}
+_NO_MEASURES = {"round", "clients", "seconds", *(field.name for field in fields(Traffic))}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A key of the history, in words."""
+
+    key: str
+    group: str  # the models and images that it is of
+    title: str
+    is_fraction: bool
+
+    @classmethod
+    def of(cls, key: str) -> Measure:
+        prefix = next(prefix for prefix in _OF if key.startswith(prefix))
+        rest = key.removeprefix(prefix)
+        spread = next((ending for ending in _SPREADS if rest.endswith(ending)), "")
+        name = rest.removesuffix(spread)
+        base = next((base for base in _FRACTIONS if name == base or name.startswith(f"{base}_")), "")
+        domain = name.removeprefix(f"{base}_") if base and name != base else ""
+        words = _WORDS.get(base or name, (base or name).replace("_", " "))
+        details = [part for part in (f"domain {domain}" if domain else "", _SPREADS.get(spread, "")) if part]
+        title = ", ".join([f"training {words}" if prefix == "train_" else words, *details])
+        return cls(key, _OF[prefix], title, bool(base))
+
+    @property
+    def full_title(self) -> str:
+        return self.title if self.group == "training" else f"{self.title} ({self.group})"
+
+
+def measures(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[Measure]:
+    """All measures of the runs: those of the global model first, those of single domains after all others."""
+    keys: dict[str, None] = {}
+    for history in histories:
+        for line in history:
+            for key, value in line.items():
+                if key not in keys and key not in _NO_MEASURES and type(value) in (int, float):
+                    keys[key] = None
+    found = [Measure.of(key) for key in keys]
+    groups = ["global model", "clients, own test images", "clients, all test images", "training"]
+    return sorted(found, key=lambda measure: (", domain " in measure.title, groups.index(measure.group)))
+
+
+def spent(history: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
+    """For each line of a history: rounds, communication rounds, MiB and seconds up to its end."""
+    rounds, size, seconds = 0, 0, 0.0
+    for line in history:
+        rounds += int(line["communication_rounds"])
+        size += int(line["bytes_down"]) + int(line["bytes_up"])
+        seconds += float(line["seconds"])
+        yield {"round": line["round"], "communication_rounds": rounds, "mib": size / MIB, "seconds": seconds}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The runs of one row of a report, at the rounds that all of them have."""
+
+    rounds: list[int]
+    total: int  # number of rounds before they were thinned out to POINTS of them
+    axes: dict[str, list[float]]  # of AXES: mean over the runs at each round
+    values: dict[str, list[list[float | None]]]  # [measure][run][round]; None if not measured in this round
+
+    def points(self, key: str, axis: str) -> tuple[list[float], list[list[float]]]:
+        """Places on the axis, and the values of all runs at each of them."""
+        columns = zip(self.axes[axis], *self.values.get(key, ()), strict=True)
+        kept = [(place, list(values)) for place, *values in columns if values and None not in values]
+        return [place for place, _ in kept], [values for _, values in kept]
+
+
+def curves(histories: Sequence[Sequence[Mapping[str, Any]]], keys: Sequence[str]) -> Curves:
+    """Only rounds that all runs have: an interrupted run shortens the curve of its row."""
+    lines = [{line["round"]: line for line in history} for history in histories]
+    common = sorted(set.intersection(*(set(rounds) for rounds in lines)))
+    kept: set[int] = set()
+    for key in keys:  # measures may be taken in different rounds
+        kept.update(thinned([round_ for round_ in common if all(_has(of[round_], key) for of in lines)]))
+    rounds = sorted(kept)
+    totals = [{item["round"]: item for item in spent(history)} for history in histories]
+    axes = {axis: [statistics.fmean(of[round_][axis] for of in totals) for round_ in rounds] for axis in AXES}
+    values = {
+        key: [[of[round_][key] if _has(of[round_], key) else None for round_ in rounds] for of in lines]
+        for key in keys
+        if any(_has(line, key) for of in lines for line in of.values())
+    }
+    return Curves(rounds, len(common), axes, values)
+
+
+def thinned(items: Sequence[Any], points: int = POINTS) -> list[Any]:
+    """At most `points` of the items, evenly spaced, with the first and the last."""
+    if len(items) <= points:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (points - 1))] for i in range(points)]
+
+
+def is_number(value: object) -> bool:
+    """Whether a value can be drawn: figures of a run that diverged are not finite."""
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _has(line: Mapping[str, Any], key: str) -> bool:
+    return is_number(line.get(key))
+
+
+def headline(histories: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+    """The measure that runs are compared by: mean IoU if every evaluation has it (segmentation), else accuracy."""
+    evaluated = [line for history in histories for line in history if line.get("accuracy") is not None]
+    if evaluated and all(line.get("mean_iou") is not None for line in evaluated):
+        return "mean_iou"
+    return "accuracy"

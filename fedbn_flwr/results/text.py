@@ -1,0 +1,45 @@
+"""Escapes text of run folders, such as labels and names of classes, for each format that shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from typing import Any
+
+
+def printable(text: str) -> str:
+    """Text without line breaks and other control characters, which a terminal would obey."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(text.split()))
+
+
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+# Marks of Markdown, HTML and formulas; an underscore inside a word has no meaning.
+_MARKS = re.compile(r"[\\`*\[\]<>|$&]|(?<!\w)_|_(?!\w)")
+
+
+def in_markdown(text: str) -> str:
+    return _MARKS.sub(r"\\\g<0>", printable(text))
+
+
+def in_plot(text: str) -> str:
+    """Text in which matplotlib finds no formula."""
+    return printable(text).replace("$", r"\$")
+
+
+def in_html(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def in_script(data: Any) -> str:
+    """JSON that cannot end the script element that contains it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def in_csv(value: Any) -> Any:
+    """A value that a spreadsheet does not take for a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

@@ -1,0 +1,74 @@
+"""Writes the files of a report, for `fedbn run` and `fedbn report DIR...`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.errors import UserError
+
+from .clients import plot_boxes
+from .report import COLOURS, Row, as_markdown, find_runs, group, tables, tables_as_text
+
+
+def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
+    """Write a report on the runs in `folders` into the folder `out`.
+
+    report.md has the tables, report.png and report.svg the plot, clients.png a box plot of the clients if they were
+    evaluated, report.json settings, summary and curve of each run, and report.html everything in one page. Returns the
+    tables as text, and the paths of the first two files.
+    """
+    from .page import write_page
+    from .plot import plot
+
+    rows = group(find_runs(folders))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        page, picture = out / "report.md", out / "report.png"
+        plot(rows).write(picture, out / "report.svg")
+        pictures = [picture.name]
+        if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
+            pictures.append("clients.png")
+        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables(rows)]
+        images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
+        page.write_text("\n".join([*parts, *images]), encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(figures(rows)) + "\n", encoding="utf-8")
+        write_page(rows, out / "report.html")
+    except OSError as error:
+        raise UserError(f"cannot write the report into {str(out)!r}: {error.strerror}") from None
+    return tables_as_text(rows), page, picture
+
+
+def write_html(folders: Sequence[Path], file: Path) -> str:
+    """Write only the page of a report; returns the tables as text."""
+    from .page import write_page
+
+    rows = group(find_runs(folders))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_page(rows, file)
+    except OSError as error:
+        raise UserError(f"cannot write the page {str(file)!r}: {error.strerror}") from None
+    return tables_as_text(rows)
+
+
+def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Each run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them."""
+    return [
+        {"settings": run.config, "summary": run.figures, "curve": _curve(run.history), "clients": run.clients}
+        for row in rows
+        for run in row.runs
+    ]
+
+
+def _curve(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    spent = {"communication_rounds": 0, "bytes_down": 0, "bytes_up": 0}
+    points = []
+    for line in history:
+        spent = {key: total + int(line[key]) for key, total in spent.items()}
+        if line.get("accuracy") is not None:
+            more = {"mean_iou": line["mean_iou"]} if line.get("mean_iou") is not None else {}
+            points.append({"round": line["round"], "accuracy": line["accuracy"], **more, "loss": line["loss"], **spent})
+    return points

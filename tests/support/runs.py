@@ -1,0 +1,52 @@
+"""Run folders as a finished run leaves them, without training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.ledger import Traffic
+from fedbn_flwr.results.summary import Summary
+
+TRAFFIC = vars(Traffic(communication_rounds=1, bytes_down=2**20, bytes_up=2**20)) | {"seconds": 0.5}
+
+
+def write_run(
+    folder: Path,
+    label: str,
+    seed: int = 0,
+    *,
+    lines: Sequence[Mapping[str, Any]] = (),
+    config: Mapping[str, Any] | None = None,
+    files: Mapping[str, Any] | None = None,
+    **figures: Any,
+) -> None:
+    """`lines` have the measures of each round; without them there are three rounds with `figures`.
+
+    `files` are further files of the folder: a value, or the lines of a .jsonl file.
+    """
+    folder.mkdir(parents=True)
+    seen = {key: value for key, value in figures.items() if value is not None}
+    lines = lines or [{"accuracy": 0.2 * number, "loss": 1.0, **seen} for number in (1, 2, 3)]
+    history = [{"round": number, **TRAFFIC, **line} for number, line in enumerate(lines, start=1)]
+    write_lines(folder / "history.jsonl", history)
+    summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", "finished")
+    for line in history:
+        summary.account(line)
+    RunFolder(folder).write_summary(summary)
+    if config is not None:
+        (folder / "config.yaml").write_text(yaml.safe_dump({"label": label, "seed": seed, **config}))
+    for name, content in (files or {}).items():
+        if name.endswith(".jsonl"):
+            write_lines(folder / name, content)
+        else:
+            (folder / name).write_text(json.dumps(content))
+
+
+def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
