@@ -130,6 +130,8 @@ class Service:
             with contextlib.suppress(OSError):
                 words = [folder.joinpath("comm").read_text().strip()]
                 words += folder.joinpath("cmdline").read_text(errors="replace").split("\0")[:3]
+                if folder.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                    continue  # it has ended
                 is_app = any(Path(word).name in ("flwr-clientapp", "flwr-serverapp") for word in words)
                 if is_app and os.getsid(int(folder.name)) == self._process.pid:
                     found.append(int(folder.name))
