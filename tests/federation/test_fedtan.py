@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
 from fedbn_flwr.client.layerwise import ParkedRounds
+from fedbn_flwr.client.losses import CrossEntropy
+from fedbn_flwr.client.training import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages.arrays import unpack
@@ -27,7 +29,9 @@ from tests.support.models import two_norms, two_norms_with_dropout
 Federations = Callable[..., Any]
 
 
-def centralised(fed: Any, rounds: int, *, lr: float, momentum: float = 0.0) -> dict[str, np.ndarray]:
+def centralised(
+    fed: Any, rounds: int, *, lr: float, momentum: float = 0.0, loss: Loss = F.cross_entropy
+) -> dict[str, np.ndarray]:
     """The twin: one model on the union of the clients' first batches."""
     model = copy.deepcopy(fed.model).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -35,7 +39,7 @@ def centralised(fed: Any, rounds: int, *, lr: float, momentum: float = 0.0) -> d
     y = torch.cat([data.batches[0][1] for data in fed.data])
     for _ in range(rounds):
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        loss(model(x), y).backward()
         optimizer.step()
     return {key: value.numpy() for key, value in model.state_dict().items()}
 
@@ -72,6 +76,21 @@ def test_unequal_batches_equal_the_union_when_weighted_by_batch(federation: Fede
         distance(last_model(fed, FedTAN(fraction_evaluate=0.0, weights="batch"), 5), centralised(fed, 5, lr=0.1))
         < 1e-10
     )
+
+
+def test_class_weights_and_label_smoothing_leave_it_exact(federation: Federations) -> None:
+    """Batches with other classes on each client, so that the sums of their weights differ."""
+    loss = CrossEntropy(0.1, torch.tensor([5.0, 1.0, 0.2]))
+    fed = federation((6, 6, 6), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1, loss=loss)
+    for number, data in enumerate(fed.data):
+        data.batches = [(x, torch.where(torch.arange(6) < 4, number, y)) for x, y in data.batches]
+    ours = last_model(fed, FedTAN(fraction_evaluate=0.0), 5)
+    assert distance(ours, centralised(fed, 5, lr=0.1, loss=loss)) < 1e-10
+    assert distance(ours, centralised(fed, 5, lr=0.1)) > 1e-3
+    # PyTorch's division by the sum of the weights of a batch would not be exact.
+    fed.options["loss"] = nn.CrossEntropyLoss(loss.class_weights.double())
+    divided = last_model(fed, FedTAN(fraction_evaluate=0.0), 5)
+    assert distance(divided, centralised(fed, 5, lr=0.1, loss=fed.options["loss"])) > 1e-3
 
 
 def test_weights_by_data_and_by_batch_differ_for_equal_batches(federation: Federations) -> None:

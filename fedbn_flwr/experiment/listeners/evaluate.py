@@ -80,7 +80,7 @@ class Evaluate(Listener):
         if queried:  # the strategy asked clients for statistics
             used = "query"
         if norms and self.prepared.run.evaluate.statistics == "reestimated":
-            model.load_state_dict(reestimate(model, test, device)[0], strict=False)
+            model.load_state_dict(reestimate(model, test, device, pooled=True)[0], strict=False)
             used = "reestimated"
         figures = evaluate(model, test, self.loss, device, self.metrics)
         figures.pop("num-examples")

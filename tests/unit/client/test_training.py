@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.rules.fedprox import add_proximal, copies
-from fedbn_flwr.client.schedules import CosineSchedule, StepSchedule
+from fedbn_flwr.client.schedules import CosineSchedule, ExponentialSchedule, LinearWarmup, StepSchedule
 from fedbn_flwr.client.training import SGD, Epochs, local_batches, train
 
 CPU = torch.device("cpu")
@@ -215,6 +215,21 @@ def test_cosine_schedule_begins_at_lr_and_would_end_at_zero() -> None:
     rates = [schedule(server_round, 10) for server_round in range(1, 11)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > 0
+
+
+def test_exponential_schedule_falls_in_each_round() -> None:
+    schedule = ExponentialSchedule(0.4, 0.5)
+    assert [schedule(server_round, 9) for server_round in (1, 2, 4)] == [0.4, 0.2, 0.05]
+
+
+def test_after_the_warm_up_the_schedule_begins_at_lr() -> None:
+    """Three rounds of four steps to 0.8; cosine over the other eight rounds."""
+    schedule = LinearWarmup(0.8, 3, CosineSchedule(0.8, 3))
+    rates = [schedule(server_round, 11) for server_round in range(1, 12)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[3:] == pytest.approx([CosineSchedule(0.8)(server_round, 8) for server_round in range(1, 9)])
+    falling = LinearWarmup(0.8, 3, ExponentialSchedule(0.8, 0.5, 3))
+    assert [falling(server_round, 11) for server_round in (3, 4, 5)] == pytest.approx([0.6, 0.8, 0.4])
 
 
 # --- evaluate ----------------------------------------------------------------

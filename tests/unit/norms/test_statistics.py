@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import build_model
 from fedbn_flwr.norms.statistics import reestimate
-from tests.support.nets import net, some_batches
+from tests.support.nets import net, some_batches, two_norms
 
 CPU = torch.device("cpu")
 
@@ -29,6 +29,38 @@ def test_reestimated_statistics_are_the_mean_of_the_batches_own(norm: str) -> No
     assert list(found) == ["1.running_mean", "1.running_var"]
     torch.testing.assert_close(found["1.running_mean"], means, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(found["1.running_var"], variances, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("norm", ["bn", "sbn"])
+@pytest.mark.parametrize("size", [1, 2, 5, 12, 13])
+def test_pooled_statistics_are_those_of_all_values_whatever_the_batches(norm: str, size: int) -> None:
+    """A last batch of one image, as 12 + 1, counts by its size."""
+    model = net(norm)
+    images = torch.cat([x for x, _ in some_batches()])
+    batches = [(x, torch.zeros(len(x))) for x in images.split(size)]
+    found, count = reestimate(model, batches, CPU, pooled=True)
+    inputs = model[0](images).detach()
+    assert count == len(batches)
+    torch.testing.assert_close(found["1.running_mean"], inputs.mean((0, 2, 3)), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(found["1.running_var"], inputs.var((0, 2, 3)), rtol=1e-13, atol=1e-14)
+
+
+def test_pooled_statistics_of_later_layers_hardly_notice_a_small_last_batch() -> None:
+    """With batches of 32 and 1 the mean over batches gives the last image half of the weight."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = two_norms()
+        images = torch.randn(33, 2, 6, 6, dtype=torch.float64)
+
+    def statistics(sizes: list[int], *, pooled: bool) -> Tensor:
+        batches = [(x, torch.zeros(len(x))) for x in images.split(sizes)]
+        found, _ = reestimate(model, batches, CPU, pooled=pooled)
+        return torch.cat([found["4.running_mean"], found["4.running_var"]])
+
+    whole = statistics([33], pooled=True)
+    torch.testing.assert_close(whole, statistics([33], pooled=False), rtol=1e-12, atol=1e-14)
+    pooled, mean = (float((statistics([32, 1], pooled=pooled) - whole).norm()) for pooled in (True, False))
+    assert 0 < pooled < mean / 3
 
 
 def test_in_a_deep_network_they_equal_torch_s_cumulative_mean() -> None:

@@ -1,0 +1,73 @@
+"""Cross entropy with label smoothing and class weights, against PyTorch's sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedbn_flwr.client.losses import CrossEntropy, balanced_weights
+from fedbn_flwr.client.training import cross_entropy
+from fedbn_flwr.data import IGNORED
+
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+
+
+def batch(shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 3, *shape, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(0, 3, (12, *shape), generator=generator)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_it_is_the_sum_of_weighted_losses_over_the_number_of_images(smoothing: float, weights: Tensor | None) -> None:
+    logits, labels = batch()
+    found = CrossEntropy(smoothing, weights)(logits, labels)
+    expected = F.cross_entropy(logits, labels, weights, label_smoothing=smoothing, reduction="sum") / 12
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_its_mean_does_not_depend_on_the_batches(smoothing: float) -> None:
+    logits, labels = batch()
+    loss = CrossEntropy(smoothing, WEIGHTS)
+    parts = [float(loss(x, y)) * len(y) for x, y in zip(logits.split(5), labels.split(5), strict=True)]
+    assert sum(parts) / 12 == pytest.approx(float(loss(logits, labels)), rel=1e-13)
+
+
+def test_of_pixels_those_with_label_255_are_left_out() -> None:
+    logits, labels = batch((2, 2))
+    labels[:4] = IGNORED
+    counted = labels[4:].flatten(), logits[4:].permute(0, 2, 3, 1).reshape(-1, 3)
+    found = CrossEntropy(0.1, WEIGHTS)(logits, labels)
+    expected = F.cross_entropy(counted[1], counted[0], WEIGHTS, label_smoothing=0.1, reduction="sum") / len(counted[0])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(CrossEntropy()(logits, labels), cross_entropy(logits, labels), rtol=1e-13, atol=0)
+
+
+def test_weights_take_effect_in_a_batch_of_one_class() -> None:
+    logits, _ = batch()
+    labels = torch.ones(12, dtype=torch.long)
+    torch.testing.assert_close(CrossEntropy(0.0, WEIGHTS)(logits, labels), 2 * F.cross_entropy(logits, labels))
+
+
+def test_weights_stay_exact_for_half_precision() -> None:
+    logits, labels = batch()
+    weights = torch.tensor([1.001, 1.0, 1.0])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = CrossEntropy(0.0, weights)(logits.bfloat16(), labels)
+    expected = CrossEntropy(0.0, weights)(logits.bfloat16().float(), labels)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_balanced_weights_are_scikit_learn_s_and_one_on_average() -> None:
+    labels = torch.tensor([0] * 7 + [2] * 2 + [3])
+    found = balanced_weights(labels, 5)
+    present = torch.tensor([0, 2, 3])
+    expected = compute_class_weight("balanced", classes=present.numpy(), y=labels.numpy())
+    torch.testing.assert_close(found[present], torch.from_numpy(expected), rtol=1e-14, atol=0)
+    assert found[labels].mean().item() == pytest.approx(1, rel=1e-14)
+    assert found[1] == found[4] == 1, "classes without an image"
