@@ -14,6 +14,7 @@ from fedbn_flwr.data.custom import own_normalisation
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.norms.roles import Role, roles
 
 from .folder import RunFolder
 
@@ -47,10 +48,12 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     if not 0 <= client < len(nodes):
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(nodes) - 1}")
     own = NodeState(states[nodes[client]]).load("local")
-    if not own:
-        raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
     arrays = {**unpack(arrays_in(folder.checkpoint.read().model)["arrays"]), **own}
-    return _build(description, {key: torch.from_numpy(value.copy()) for key, value in arrays.items()})
+    model = _build(description, {key: torch.from_numpy(value.copy()) for key, value in arrays.items()})
+    kinds = roles(model)
+    if all(kinds[key] is Role.COUNTER for key in own):
+        raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
+    return model
 
 
 def normalisation(folder: RunFolder) -> nn.Module:

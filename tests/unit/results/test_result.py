@@ -1,0 +1,190 @@
+"""`Result` and `Results`: runs read from their folders."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torchvision
+from safetensors.torch import load_file
+from torch import nn
+from torchvision.models import resnet18
+
+from fedbn_flwr import Result, Results, run, run_all
+from fedbn_flwr.data.load import load
+from fedbn_flwr.errors import UserError
+from fedbn_flwr.norms.convert import NORMS
+from tests.support.images import write_parquet
+
+SMALL: dict[str, Any] = {
+    "rounds": 2,
+    "clients": 2,
+    "train": {"steps": 4, "lr": 0.05},
+    "engine": {"workers": 0, "device": "cpu"},
+}
+
+
+def accuracy(result: Result, model: nn.Module) -> float:
+    """On the test images of the digits, in plain PyTorch."""
+    images, labels, _ = next(iter(load("digits").test.batches(whole_set())))
+    with torch.no_grad():
+        predicted = model(result.normalise()(images / 255)).argmax(1)
+    return float((predicted == labels).float().mean())
+
+
+def whole_set() -> Any:
+    from fedbn_flwr.data.images import BatchRequest
+
+    return iter([BatchRequest(torch.arange(359), None)])
+
+
+@pytest.fixture(scope="module")
+def fixbn(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    out = tmp_path_factory.mktemp("fixbn")
+    return run(SMALL, strategy={"name": "FixBN", "freeze_round": 1}, label="<b>FixBN</b>", out=out, progress=False)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    runs = {"FedAvg": {}, "FedBN": {"strategy": {"name": "FedBN"}}}
+    return run_all(SMALL, runs=runs, seeds=[0, 1], out=tmp_path_factory.mktemp("runs"), progress=False)
+
+
+# --- one run -----------------------------------------------------------------
+
+
+def test_the_model_has_the_accuracy_of_the_summary(fixbn: Result) -> None:
+    assert accuracy(fixbn, fixbn.model()) == pytest.approx(fixbn.summary.accuracy, abs=1e-7)
+    assert not fixbn.model().training
+
+
+def test_the_history_is_a_frame_with_a_row_per_round(fixbn: Result) -> None:
+    assert list(fixbn.history.index) == [1, 2]
+    assert fixbn.history["accuracy"].iloc[-1] == fixbn.summary.accuracy
+    assert fixbn.history["bytes_up"].sum() == fixbn.summary.traffic.bytes_up
+
+
+def test_the_history_is_a_list_without_pandas(fixbn: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    history: Any = Result.read(fixbn.folder).history
+    assert [line["round"] for line in history] == [1, 2]
+
+
+def test_a_run_is_read_from_its_folder_or_from_the_one_above(fixbn: Result) -> None:
+    for folder in (fixbn.folder, str(fixbn.folder.parent)):
+        again = Result.read(folder)
+        assert again.folder == fixbn.folder
+        assert again.config == fixbn.config
+        assert again.summary == fixbn.summary
+        pd.testing.assert_frame_equal(again.history, fixbn.history)
+    assert fixbn.config["strategy"] == {"name": "FixBN", "freeze_round": 1}
+    assert fixbn.classes == tuple("0123456789")
+
+
+def test_a_notebook_shows_a_run_and_its_plot(fixbn: Result) -> None:
+    shown = fixbn._repr_html_()
+    assert "&lt;b&gt;FixBN&lt;/b&gt;" in shown
+    assert "<b>" not in shown
+    assert f"{100 * (fixbn.summary.accuracy or 0):.2f}%" in shown
+    assert "finished, 2 of 2 rounds" in repr(fixbn)
+    assert fixbn.plot()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_file_that_is_missing_is_named(fixbn: Result, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no 'best\.safetensors'; files with models: model\.safetensors"):
+        fixbn.model(file="best.safetensors")
+    with pytest.raises(UserError, match="is not a folder"):
+        Result.read(tmp_path / "absent")
+    with pytest.raises(UserError, match="holds no run"):
+        Result.read(tmp_path)
+
+
+# --- several runs ------------------------------------------------------------
+
+
+def test_runs_are_found_by_label_number_and_folder(results: Results) -> None:
+    assert len(results) == 4
+    assert results.labels == ["FedAvg", "FedBN"]
+    assert results[-1] is results["FedBN-seed1"]
+    assert [result.summary.seed for result in results[:2]] == [0, 1]
+    with pytest.raises(KeyError, match="2 runs are called 'FedBN'; use one of 'FedBN-seed0', 'FedBN-seed1'"):
+        results["FedBN"]
+    with pytest.raises(KeyError, match="did you mean 'FedBN'"):
+        results["FedBM"]
+
+
+def test_runs_are_joined_in_frames_a_table_and_a_plot(results: Results) -> None:
+    assert list(results.summaries["label"]) == ["FedAvg", "FedAvg", "FedBN", "FedBN"]
+    means = results.summaries.groupby("label")["accuracy"].mean()
+    assert f"{100 * means['FedAvg']:.2f}%" in results.table()
+    assert "FedAvg (2 seeds)" in repr(results)
+    assert "<td>FedAvg (2 seeds)</td>" in results._repr_html_()
+    assert len(results.history) == 8
+    assert set(results.history["seed"]) == {0, 1}
+    assert results.plot()._repr_png_().startswith(b"\x89PNG")
+    assert Results([results[0], results[2]]).labels == ["FedAvg", "FedBN"]
+
+
+def test_runs_are_read_from_several_folders(results: Results, fixbn: Result) -> None:
+    both = Results.read(results[0].folder.parent, fixbn.folder)
+    assert {result.folder for result in both} == {*(result.folder for result in results), fixbn.folder}
+    with pytest.raises(UserError, match=r"holds 4 runs: FedAvg-seed0.*give the folder of one"):
+        Result.read(results[0].folder.parent)
+
+
+# --- models ------------------------------------------------------------------
+
+
+def test_personal_models_are_those_that_the_clients_evaluated(results: Results) -> None:
+    result = results["FedBN-seed0"]
+    accuracies = [accuracy(result, result.model(client)) for client in range(2)]
+    assert sum(accuracies) / 2 == pytest.approx(result.summary.clients_accuracy, abs=1e-6)
+    assert accuracies[0] != accuracies[1]
+    with pytest.raises(UserError, match="there is no client 2; the run has the clients 0 to 1"):
+        result.model(2)
+    with pytest.raises(UserError, match="client 0 has no model of its own"):
+        results[0].model(0)
+
+
+def test_a_run_without_a_global_model_has_those_of_its_clients(tmp_path: Path) -> None:
+    result = run(SMALL, strategy="Standalone", out=tmp_path, progress=False)
+    with pytest.raises(UserError, match=r"has no global model.*model\(client=0\)"):
+        result.model()
+    accuracies = [accuracy(result, result.model(client)) for client in range(2)]
+    assert sum(accuracies) / 2 == pytest.approx(result.summary.clients_accuracy, abs=1e-6)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_model_of_every_norm_can_be_loaded(norm: str, tmp_path: Path) -> None:
+    model = "resnet20" if norm == "fixup" else "cnn"
+    strategy = {"name": "HeteroBN", "statistics": "query"} if norm == "sbn" else "FedAvg"
+    changes: dict[str, Any] = {"model": {"name": model, "norm": norm}, "strategy": strategy, "train": {"steps": 1}}
+    result = run(SMALL, **changes, rounds=1, out=tmp_path, progress=False)
+    assert accuracy(result, result.model()) == pytest.approx(result.summary.accuracy, abs=1e-7)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    for split in ("train", "test"):
+        labels: dict[str, list[int] | list[str]] = {"label": [0, 1, 2] * 4}
+        write_parquet(folder / f"{split}.parquet", (32, 32, 3), labels, {"label": ["a", "b", "c"]}, "image")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("norm", "layer"), [("bn", None), ("gn", functools.partial(nn.GroupNorm, 2)), ("none", nn.Identity)]
+)
+def test_torchvision_loads_the_file(norm: str, layer: Any, pictures: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"model": {"name": "resnet18", "stem": "large", "norm": norm}, "train": {"steps": 1}}
+    result = run(SMALL, **changes, rounds=1, data=str(pictures), out=tmp_path, progress=False)
+    model = resnet18(num_classes=3, norm_layer=layer)
+    model.load_state_dict(load_file(result.folder / "model.safetensors"), strict=True)
+    images = torch.rand(4, 3, 32, 32)
+    assert torch.equal(model.eval()(images), result.model()(images))
+    assert isinstance(result.model(), torchvision.models.ResNet)
+    assert result.classes == ("a", "b", "c")
