@@ -40,6 +40,9 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage
 
+from fedbn_flwr import seeding
+from fedbn_flwr.errors import RunFailed
+
 from .base import Capabilities, NodeStates
 from .context_cache import Contexts, keep_freed_memory
 
@@ -54,6 +57,9 @@ from flwr.supercore.run import Run  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 UserConfig = Mapping[str, Any]
+
+_FORKS = 3  # attempts to start a worker
+_START_TIMEOUT = 10  # seconds until a worker has taken the locks that it will need
 
 
 class LocalGrid(Capabilities, Grid):
@@ -354,8 +360,22 @@ class _Worker:
         return answer
 
     def start(self) -> None:
-        if self.process is not None:
+        # A lock that another thread held at the fork, a notebook's for instance, stays locked in the new process.
+        for _ in range(_FORKS):
+            if self.process is None:
+                self._fork()
+                if not self.connection.poll(_START_TIMEOUT):
+                    self.close()
+                    continue
+                with contextlib.suppress(EOFError, OSError):  # it died: receive() reports it
+                    self.connection.recv()
             return
+        raise RunFailed(
+            f"worker processes cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
+            "threads of this process use PyTorch's random numbers or its output; end them, or use workers=0"
+        )
+
+    def _fork(self) -> None:
         fork = multiprocessing.get_context("fork")
         self.connection, other = fork.Pipe()
         self.process = fork.Process(target=_serve, args=(self.nodes, other, self.connection), daemon=True)
@@ -380,6 +400,11 @@ def _serve(nodes: _Nodes, connection: Connection, parents: Connection) -> None:
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
+    if "torch" in sys.modules:
+        seeding.states()  # takes the lock of PyTorch's generator
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send(None)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         while (message := connection.recv()) is not None:
             connection.send(nodes.state(message) if isinstance(message, _State) else nodes.answer(message))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr import LocalGrid
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import FedAvg
 
@@ -327,6 +330,38 @@ def test_a_client_that_finishes_while_the_grid_closes_does_not_complain(capfd: p
     with LocalGrid(app_of(nap), 1, workers=1) as grid:
         assert list(grid.send_and_receive([to(1)], timeout=0.1)) == []
     assert "Traceback" not in capfd.readouterr().err
+
+
+def draw(message: Message, context: Context) -> Message:
+    return answer(message, drawn=float(torch.rand(1)))
+
+
+def test_workers_start_while_another_thread_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.engines.local._START_TIMEOUT", 1)
+    # The thread locks PyTorch's generator for as long as it takes to draw all of these numbers.
+    thread = threading.Thread(target=torch.randn, args=(20_000_000,))
+    with LocalGrid(app_of(draw), 2, workers=2) as grid:
+        thread.start()
+        replies = list(grid.send_and_receive(map(to, (1, 2)), timeout=60))
+        thread.join()
+    assert [reply.has_error() for reply in replies] == [False, False]
+
+
+def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, here = threading.Lock(), os.getpid()
+
+    class Output(io.StringIO):
+        """Output that a thread of this process is writing to at every fork."""
+
+        def flush(self) -> None:
+            if os.getpid() != here:
+                lock.acquire()
+
+    monkeypatch.setattr("fedbn_flwr.engines.local._START_TIMEOUT", 0.1)
+    monkeypatch.setattr(sys, "stdout", Output())
+    with lock, LocalGrid(app_of(draw), 1, workers=1) as grid, pytest.raises(RunFailed, match="use workers=0"):
+        grid.start()
+    assert multiprocessing.active_children() == []
 
 
 def test_workers_train_after_this_process_used_several_threads() -> None:
