@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from .run import run_in_simulation, run_locally
 from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
 
 Source = str | Path | Mapping[str, Any] | Settings
+NodeConfig = Mapping[str, str | int | float | bool]
 
 
 class Changes(TypedDict, total=False):
@@ -53,6 +55,7 @@ def run(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Unpack[Changes],
 ) -> Result:
     """Carry out an experiment that consists of one run.
@@ -69,6 +72,9 @@ def run(
         Continue the run in `out` if it was interrupted, read it if it is finished, begin it if there is none.
     progress
         Whether to show the progress.
+    node_config
+        The config of each node, or one for all, as SuperNodes get it by `--node-config`, to rehearse a deployment on
+        the local engine: `[{"data-path": "site-a"}, {"data-path": "site-b"}]`.
     **changes
         Changes to the settings, see `Changes`: `rounds=5, train={"lr": 0.05}`.
 
@@ -91,7 +97,7 @@ def run(
             f"{planned.name} has {len(planned.runs)} runs (labels: {', '.join(labels)}; seeds: "
             f"{', '.join(map(str, seeds))}); run_all() carries out all of them, only=LABEL and seed=NUMBER select one"
         )
-    return _carry_out(planned, out, resume, progress)[0]
+    return _carry_out(planned, out, resume, progress, node_config)[0]
 
 
 def run_all(
@@ -101,6 +107,7 @@ def run_all(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Unpack[Changes],
 ) -> Results:
     """Carry out all runs of an experiment, one after the other; the arguments are those of `run`.
@@ -117,7 +124,7 @@ def run_all(
     Results
         All runs, in the order of the experiment.
     """
-    return _carry_out(_planned(experiment, only, changes), out, resume, progress)
+    return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config)
 
 
 def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes) -> Experiment:
@@ -165,19 +172,30 @@ def _plain(key: str, value: Any) -> Any:
     )
 
 
-def _carry_out(planned: Experiment, out: str | Path | None, resume: bool, progress: bool) -> Results:
+def _carry_out(
+    planned: Experiment,
+    out: str | Path | None,
+    resume: bool,
+    progress: bool,
+    node_config: NodeConfig | Sequence[NodeConfig] | None,
+) -> Results:
+    first = planned.runs[0]
     if resume and out is None:
         raise SettingsError("resume is True, but out is missing; set it to the folder of the runs to continue")
+    if node_config is not None and first.engine.name != "local":
+        raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
+    if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
+        raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
     folder = default_out(planned.name) if out is None else Path(out).expanduser()
     folder = folder.resolve()  # the caller may change the working directory
     run_folders = [folder / name for name in run_names(planned)]
     resume = resume and any(RunFolder(each).config() for each in run_folders)
     with _settings_of_the_process():
         try:
-            if planned.runs[0].engine.name == "ray":
+            if first.engine.name == "ray":
                 run_in_simulation(planned, folder, resume=resume)
             else:
-                run_locally(planned, folder, resume=resume, quiet=not progress)
+                run_locally(planned, folder, resume=resume, quiet=not progress, node_config=node_config)
         except KeyboardInterrupt:
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise
@@ -193,7 +211,10 @@ def _settings_of_the_process() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.WARNING)  # in every round Flower logs figures that the progress contains
     try:
-        yield
+        with warnings.catch_warnings():
+            # In a notebook, tqdm warns on import if ipywidgets is missing; the progress here does not need it.
+            warnings.filterwarnings("ignore", message="IProgress not found")
+            yield
     finally:
         logger.setLevel(level)
         torch.set_num_threads(threads)

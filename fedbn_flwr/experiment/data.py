@@ -122,8 +122,11 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     return {re.sub(r"\W+", "_", name): indices for name, indices in rows.items() if len(indices)}
 
 
-def normalisation_of(run: Settings, dataset: DataSet) -> Normalise:
-    """Mean and standard deviation per channel for normalising images, or the user's function."""
+def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Normalise:
+    """Mean and standard deviation per channel for normalising images, or the user's function.
+
+    Without the data, the mean and deviation of `data.normalise: moments` are unknown.
+    """
     name = run.data.normalise
     if name is not None and named.is_name(name):
         return own_normalisation(name)
@@ -137,6 +140,7 @@ def normalisation_of(run: Settings, dataset: DataSet) -> Normalise:
                 f"images have {dataset.channels}; use moments or unit"
             )
         return entry.moments
+    assert isinstance(dataset, DataSet), "moments of the data need the data"
     return dataset.moments
 
 

@@ -68,9 +68,11 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
         )  # refuses a model that does not suit it; each run calls it again
     except SettingsError as error:
         raise SettingsError(f"run {run.label!r}: {error}") from None
+    # A server without data does not know the moments of the clients' images.
+    normalise = normalisation_of(run, shape) if dataset is not None or run.data.normalise != "moments" else None
     description = {
         "build": model_arguments(run, shape),
-        "normalise": None if dataset is None else _in_words(run, normalisation_of(run, dataset)),
+        "normalise": None if normalise is None else _in_words(run, normalise),
         "classes": None if dataset is None else dataset.class_names,
         "global": rule.traits.has_global_model,
     }

@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.simulation import run_installed
 from fedbn_flwr.errors import RunFailed, SettingsError
@@ -178,8 +178,15 @@ def run_in_simulation(experiment: Experiment, out: Path, *, resume: bool) -> Non
         run_installed(experiment.runs[0].clients, run_config)
 
 
-def run_locally(experiment: Experiment, out: Path, *, resume: bool, quiet: bool = False) -> Outcome:
-    """Carry out all runs on the local engine."""
+def run_locally(
+    experiment: Experiment,
+    out: Path,
+    *,
+    resume: bool,
+    quiet: bool = False,
+    node_config: UserConfig | Sequence[UserConfig] | None = None,
+) -> Outcome:
+    """Carry out all runs on the local engine; `node_config` is that of `LocalGrid`."""
     app = client_app(functools.partial(client_of, experiment))
 
     @contextmanager
@@ -195,6 +202,7 @@ def run_locally(experiment: Experiment, out: Path, *, resume: bool, quiet: bool 
             run.clients,
             workers=workers,
             threads=run.engine.threads,
+            node_config=node_config,
             state_memory=run.engine.state_memory,
         ) as grid:
             yield grid

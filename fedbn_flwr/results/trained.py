@@ -62,7 +62,8 @@ def normalisation(folder: RunFolder) -> nn.Module:
     moments = folder.model_description()["normalise"]
     if moments is None:
         raise UserError(
-            f"{str(folder.path)!r} has no mean and standard deviation of the images: its server had no data"
+            f"{str(folder.path)!r} has no mean and standard deviation of the images: its server had no data, and each "
+            "client used those of its own; data.normalise: unit avoids this"
         )
     if isinstance(moments, str):
         return _Own(moments)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 import fedbn_flwr
-from fedbn_flwr import Results, Settings, cli, run, run_all
+from fedbn_flwr import Result, Results, Settings, cli, run, run_all
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.settings import Data, Engine, Model, Train
+from tests.support.images import write_parquet
 
 TINY: dict[str, Any] = {"rounds": 1, "clients": 2, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}}
 
@@ -31,6 +33,7 @@ def test_run_does_what_the_command_does(tmp_path: Path) -> None:
     assert cli.main(["run", "quick", *words, "--out", str(tmp_path / "command")]) == 0
     changes: Any = {"rounds": 2, "clients": 2, "train": {"steps": 2, "epochs": None}, "engine": {"workers": 0}}
     result = run("quick", **changes, out=tmp_path / "python", progress=False)
+    assert_type(result, Result)
     there = tmp_path / "command" / "FixBN"
     assert result.folder == tmp_path / "python" / "FixBN"
     assert result.summary.status == "finished"
@@ -125,12 +128,31 @@ def test_each_run_has_a_folder_of_its_own_and_is_not_repeated_when_resumed(
 def test_runs_are_compared_and_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     runs = {"diverges": {"train": {"lr": 1e30, "steps": 3}}, "trains": {}}
     results = run_all(TINY, runs=runs, out=tmp_path, progress=False)
-    assert isinstance(results, Results)
+    assert_type(results, Results)
     assert [result.label for result in results] == ["diverges", "trains"]
     assert [result.summary.status for result in results] == ["failed", "finished"]
     assert "not finite" in str(results["diverges"].summary.error)
     some = run_all(TINY, runs=runs, only=["trains"], seeds=range(2), out=tmp_path / "some", progress=False)
     assert [(result.label, result.summary.seed) for result in some] == [("trains", 0), ("trains", 1)]
+
+
+def test_a_deployment_is_rehearsed_with_the_data_of_each_site(tmp_path: Path) -> None:
+    sizes = {"north": 12, "south": 6}
+    for site, count in sizes.items():
+        for split in ("train", "test"):
+            labels: dict[str, list[int] | list[str]] = {"label": [0, 1, 2] * (count // 3)}
+            write_parquet(tmp_path / site / f"{split}.parquet", (8, 8), labels, {"label": ["a", "b", "c"]}, "image")
+    sites: list[dict[str, str | int | float | bool]] = [{"data-path": str(tmp_path / site)} for site in sizes]
+    data = {"classes": 3, "channels": 1, "size": 8, "normalise": "unit"}
+    result = run(TINY, data=data, evaluate={"server": False}, node_config=sites, out=tmp_path / "out", progress=False)
+    (line,) = (json.loads(line) for line in (result.folder / "clients.jsonl").read_text().splitlines())
+    assert {client: values["images"] for client, values in line["clients"].items()} == {"0": 12, "1": 6}
+    assert result.summary.accuracy_of == "the clients' models on their test images, mean"
+    assert torch.equal(result.normalise()(torch.full((1, 1, 8, 8), 0.5)), torch.full((1, 1, 8, 8), 0.5))
+    with pytest.raises(SettingsError, match="node_config has 2 entries, but there are 3 clients"):
+        run(TINY, clients=3, node_config=sites, progress=False)
+    with pytest.raises(SettingsError, match="node_config is for the local engine"):
+        run(TINY, engine="ray", node_config=sites, progress=False)
 
 
 def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
