@@ -45,6 +45,7 @@ class Changes(TypedDict, total=False):
     strategy: str | Callable[..., Any] | Mapping[str, Any]
     evaluate: Mapping[str, Any] | Evaluate
     engine: Literal["local", "ray"] | Mapping[str, Any] | Engine
+    track: str | Sequence[str]
     runs: Mapping[str, Mapping[str, Any]]
 
 
