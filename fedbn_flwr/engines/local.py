@@ -38,10 +38,8 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import MissingPackage
-
 from fedbn_flwr import seeding
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import MissingPackage, RunFailed
 
 from .base import Capabilities, NodeStates
 from .context_cache import Contexts, keep_freed_memory
