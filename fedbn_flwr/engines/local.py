@@ -9,15 +9,12 @@ A server outside of Flower's runtime needs three of Flower's internals: `TaskIde
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import itertools
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -26,9 +23,8 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,11 +34,11 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr import seeding
-from fedbn_flwr.errors import MissingPackage, RunFailed
+from fedbn_flwr.errors import MissingPackage
 
 from .base import Capabilities, NodeStates
-from .context_cache import Contexts, keep_freed_memory
+from .context_cache import Contexts
+from .worker import Worker
 
 _FLOWER = "1.41"
 if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):
@@ -55,9 +51,6 @@ from flwr.supercore.run import Run  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 UserConfig = Mapping[str, Any]
-
-_FORKS = 3  # attempts to start a worker
-_START_TIMEOUT = 10  # seconds until a worker has taken the locks that it will need
 
 
 class LocalGrid(Capabilities, Grid):
@@ -136,7 +129,7 @@ class LocalGrid(Capabilities, Grid):
         budget = state_memory * 2**30 / max(workers, 1)
         keep = functools.partial(Contexts, budget=budget, folder=folder) if folder else dict[int, Context]
         self._here = _Nodes(client_app, keep(contexts), None if workers else threads)
-        self._workers = [_Worker(_Nodes(client_app, keep(part), 1)) for part in parts]
+        self._workers = [Worker(_Nodes(client_app, keep(part), 1).handle) for part in parts]
         self._worker_of = {node: worker for worker, part in zip(self._workers, parts, strict=True) for node in part}
 
     # --- Flower's interface ---
@@ -235,7 +228,7 @@ class LocalGrid(Capabilities, Grid):
 
     def _ask_for_state(self, question: _State) -> RecordDict:
         worker = self._worker_of.get(question.node)
-        return self._here.state(question) if worker is None else worker.ask(question)
+        return self._here.state(question) if worker is None else worker.ask(question.node, question)
 
     def close(self) -> None:
         """End the worker processes, and remove the folder of states."""
@@ -268,6 +261,10 @@ class _Nodes:
     client_app: ClientApp
     contexts: Contexts | Mapping[int, Context]  # the former if the memory for states is limited
     threads: int | None
+
+    def handle(self, request: Message | _State) -> Message | RecordDict:
+        """What a worker answers."""
+        return self.state(request) if isinstance(request, _State) else self.answer(request)
 
     def answer(self, message: Message) -> Message:
         """The ClientApp's reply, or an error reply."""
@@ -306,103 +303,3 @@ class _Nodes:
 
             if torch.get_num_threads() != self.threads:
                 torch.set_num_threads(self.threads)
-
-
-@dataclass
-class _Worker:
-    """A process that serves nodes, one message at a time; a dead one is replaced."""
-
-    nodes: _Nodes
-    queue: deque[Message] = field(default_factory=deque)
-    current: Message | None = None
-    process: BaseProcess | None = None
-    connection: Connection = field(init=False)
-
-    def send_next(self) -> None:
-        # One message at a time: with several, each end could wait for the other to read.
-        if self.current is not None or not self.queue:
-            return
-        self.start()
-        self.current = self.queue.popleft()
-        with contextlib.suppress(OSError):  # it died while idle: receive() reports it
-            self.connection.send(self.current)
-
-    def receive(self) -> Message:
-        message, self.current = self.current, None
-        assert message is not None
-        try:
-            reply = self.connection.recv()
-            assert isinstance(reply, Message)
-            return reply
-        except (EOFError, OSError):
-            assert self.process is not None
-            self.process.join(5)
-            code = self.process.exitcode
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            self.close()
-            reason = f"the client's process died ({how}); its nodes start with empty states"
-            return Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
-
-    def ask(self, question: _State) -> RecordDict:
-        if self.current is not None or self.queue:
-            raise RuntimeError(f"node {question.node} is busy; its state can be read and written only between rounds")
-        self.start()
-        try:
-            self.connection.send(question)
-            answer = self.connection.recv()
-        except (EOFError, OSError) as error:
-            self.close()
-            reason = f"the process that serves node {question.node} died, and its nodes' states are lost"
-            raise RuntimeError(reason) from error
-        assert isinstance(answer, RecordDict)
-        return answer
-
-    def start(self) -> None:
-        # A lock that another thread held at the fork, a notebook's for instance, stays locked in the new process.
-        for _ in range(_FORKS):
-            if self.process is None:
-                self._fork()
-                if not self.connection.poll(_START_TIMEOUT):
-                    self.close()
-                    continue
-                with contextlib.suppress(EOFError, OSError):  # it died: receive() reports it
-                    self.connection.recv()
-            return
-        raise RunFailed(
-            f"worker processes cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
-            "threads of this process use PyTorch's random numbers or its output; end them, or use workers=0"
-        )
-
-    def _fork(self) -> None:
-        fork = multiprocessing.get_context("fork")
-        self.connection, other = fork.Pipe()
-        self.process = fork.Process(target=_serve, args=(self.nodes, other, self.connection), daemon=True)
-        self.process.start()
-        other.close()
-
-    def close(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(OSError):
-                self.connection.send(None)
-            self.connection.close()
-            self.process.join(0.5)  # it ends at once, unless a client is still training
-            if self.process.is_alive():
-                self.process.terminate()
-                self.process.join(5)
-        self.process = None
-
-
-def _serve(nodes: _Nodes, connection: Connection, parents: Connection) -> None:
-    parents.close()
-    keep_freed_memory()
-    # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
-    if "torch" in sys.modules:
-        seeding.states()  # takes the lock of PyTorch's generator
-    sys.stdout.flush()
-    sys.stderr.flush()
-    connection.send(None)
-    with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
-        while (message := connection.recv()) is not None:
-            connection.send(nodes.state(message) if isinstance(message, _State) else nodes.answer(message))

@@ -337,7 +337,7 @@ def draw(message: Message, context: Context) -> Message:
 
 
 def test_workers_start_while_another_thread_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.engines.local._START_TIMEOUT", 1)
+    monkeypatch.setattr("fedbn_flwr.engines.worker._START_TIMEOUT", 1)
     # The thread locks PyTorch's generator for as long as it takes to draw all of these numbers.
     thread = threading.Thread(target=torch.randn, args=(20_000_000,))
     with LocalGrid(app_of(draw), 2, workers=2) as grid:
@@ -357,7 +357,7 @@ def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch)
             if os.getpid() != here:
                 lock.acquire()
 
-    monkeypatch.setattr("fedbn_flwr.engines.local._START_TIMEOUT", 0.1)
+    monkeypatch.setattr("fedbn_flwr.engines.worker._START_TIMEOUT", 0.1)
     monkeypatch.setattr(sys, "stdout", Output())
     with lock, LocalGrid(app_of(draw), 1, workers=1) as grid, pytest.raises(RunFailed, match="use workers=0"):
         grid.start()
