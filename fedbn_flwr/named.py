@@ -25,22 +25,27 @@ def is_name(text: str) -> bool:
     return ":" in text and not text.startswith((".", "/", "~"))
 
 
+def folder() -> Path:
+    """The folder in which the command was started."""
+    return Path(os.environ.get(FOLDER, ".")).resolve()
+
+
 def load(key: str, name: str) -> Callable[..., Any]:
     """The function, class or other callable that `name` (`module:name`) refers to; `key` is the setting's key."""
     module, _, path = name.partition(":")
     if not module or not path:
         raise SettingsError(f"{key}={name!r}: expected module:callable, for instance my_parts:{key.rpartition('.')[2]}")
-    folder = Path(os.environ.get(FOLDER, ".")).resolve()
+    here = folder()
     top = module.partition(".")[0]
-    if top not in sys.modules and ((folder / top).is_dir() or (folder / f"{top}.py").is_file()):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+    if top not in sys.modules and ((here / top).is_dir() or (here / f"{top}.py").is_file()):
+        if str(here) not in sys.path:
+            sys.path.insert(0, str(here))
         importlib.invalidate_caches()  # the file may be newer than Python's list of the folder
     try:
         found: Any = importlib.import_module(module)
     except Exception as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == top
-        hint = f"; expected a module in {str(folder)!r}, in a folder of PYTHONPATH, or installed" if is_absent else ""
+        hint = f"; expected a module in {str(here)!r}, in a folder of PYTHONPATH, or installed" if is_absent else ""
         raise SettingsError(
             f"{key}={name!r}: cannot import {module!r} ({type(error).__name__}: {error}){hint}"
         ) from error

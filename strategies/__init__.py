@@ -2,6 +2,7 @@
 
 from fedbn_flwr.messages.screening import Reply as Reply
 
+from ._flower import FLOWER as FLOWER
 from ._records import CannotSave as CannotSave
 from ._registry import Description as Description
 from ._registry import build_strategy as build_strategy

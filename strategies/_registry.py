@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
+from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
+from ._flower import FLOWER, FlowerRule
 from ._rule import Rule, Traits
 from ._wrapper import Wrapper, as_rule
 
 STRATEGIES: dict[str, type[Rule]] = {}
 
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
-_NOT_IN_FILES = {"self", "options", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn"}
+_NOT_IN_FILES = {
+    "self", "options", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "selection_rule",
+}  # fmt: skip
 
 
 def register(names: Mapping[str, Any]) -> dict[str, type[Rule]]:
@@ -30,7 +34,10 @@ def register(names: Mapping[str, Any]) -> dict[str, type[Rule]]:
 
 def arguments(name: str) -> dict[str, inspect.Parameter]:
     """The arguments of strategy `name` that an experiment file may set, inherited ones included."""
-    strategy = STRATEGIES[name]
+    return _arguments_of(STRATEGIES[name] if name in STRATEGIES else FLOWER[name].strategy)
+
+
+def _arguments_of(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
     inner = strategy.inner if issubclass(strategy, Wrapper) else None
     # A rule that creates the strategy it wraps passes its options on to that strategy, not to its own base class.
     classes = strategy.__mro__ if inner is None else (strategy, *inner.__mro__)
@@ -53,10 +60,23 @@ def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
     """
     options = dict(spec)
     name = options.pop("name", None)
-    if name not in STRATEGIES:
-        raise SettingsError(f"strategy.name={name!r} is not a strategy; {did_you_mean(str(name), STRATEGIES)}")
-    cls = STRATEGIES[name]
-    known = arguments(name)
+    if isinstance(name, str) and named.is_name(name):
+        cls = named.load("strategy.name", name)
+        if not isinstance(cls, type):
+            return _own(name, cls, options, defaults)
+        if not issubclass(cls, Strategy):
+            raise SettingsError(
+                f"strategy.name={name!r} is the class {cls.__name__}; expected a flwr.serverapp.strategy.Strategy"
+            )
+    elif name in FLOWER:
+        cls = FLOWER[name].strategy
+        defaults = {**defaults, **FLOWER[name].defaults}
+    elif name in STRATEGIES:
+        cls = STRATEGIES[name]
+    else:
+        known_names = did_you_mean(str(name), {*STRATEGIES, *FLOWER})
+        raise SettingsError(f"strategy.name={name!r} is not a strategy; {known_names}, or module:callable for your own")
+    known = _arguments_of(cls)
     positional: list[Strategy] = []
     if issubclass(cls, Wrapper) and cls.inner is None:
         base = options.pop("base", {"name": "FedAvg"})
@@ -71,12 +91,34 @@ def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
             )
         _check_type(name, key, options[key], known[key].default)
     options = {key: value for key, value in defaults.items() if key in known} | options
+    if name in FLOWER:
+        _check_values(name, options)
     try:
-        return cls(*positional, **options)
+        made = cls(*positional, **options)
     except SettingsError as error:
         raise SettingsError(f"strategy {name}: {error}") from None
     except (TypeError, ValueError) as error:
         raise SettingsError(f"strategy {name} with {options}: {error}") from None
+    return FlowerRule(made, robust=FLOWER[name].robust, seed=defaults.get("seed", 0)) if name in FLOWER else made
+
+
+def _own(name: str, make: Callable[..., Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Strategy:
+    """The strategy that a function of the user makes."""
+    given = {key: value for key, value in named.accepted(make, defaults).items() if key not in options}
+    made = named.call("strategy.name", name, **given, **options)
+    if not isinstance(made, Strategy):
+        raise SettingsError(
+            f"strategy.name={name!r} returned a {type(made).__name__}; expected a flwr.serverapp.strategy.Strategy"
+        )
+    return made
+
+
+def _check_values(name: str, options: Mapping[str, Any]) -> None:
+    """What Flower's strategies would find only in the first round."""
+    if name == "FedTrimmedAvg" and not 0 <= (beta := options.get("beta", 0.2)) < 0.5:
+        raise SettingsError(f"strategy.beta of {name} is {beta}; expected a share from 0 to below 0.5 of the clients")
+    if (bad := options.get("num_malicious_nodes", 0)) < 0:
+        raise SettingsError(f"strategy.num_malicious_nodes of {name} is {bad}; expected 0 or more")
 
 
 def _check_type(name: str, key: str, value: Any, default: Any) -> None:
@@ -119,7 +161,7 @@ class Description:
 
 
 def describe(name: str) -> Description:
-    cls = STRATEGIES[name]
+    cls = STRATEGIES[name] if name in STRATEGIES else FLOWER[name].strategy
     common = set(arguments("FedAvg"))
     meanings = _documented(getattr(cls, "inner", None) or object) | _documented(cls)
     own = [
@@ -128,12 +170,16 @@ def describe(name: str) -> Description:
         if key not in common or cls is STRATEGIES["FedAvg"]
     ]
     return Description(
-        does=(inspect.getdoc(cls) or "").split("\n")[0].rstrip("."),
-        source=(inspect.getdoc(inspect.getmodule(cls)) or "").split("\n")[0].rstrip("."),
+        does=f"Flower's own: {FLOWER[name].does}" if name in FLOWER else _first_line(cls),
+        source=f"flwr.serverapp.strategy.{cls.__name__}" if name in FLOWER else _first_line(inspect.getmodule(cls)),
         arguments=tuple(own),
         wraps=issubclass(cls, Wrapper) and cls.inner is None,
-        traits=as_rule(build_strategy({"name": name})).traits,
+        traits=as_rule(build_strategy({"name": name}, client_learning_rate=0.1)).traits,
     )
+
+
+def _first_line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
 
 
 def _documented(cls: type) -> dict[str, str]:

@@ -60,9 +60,9 @@ def list_names(arguments: argparse.Namespace) -> None:
 def _lines(what: str) -> Mapping[str, str]:
     match what:
         case "strategies":
-            from fedbn_flwr.strategies import STRATEGIES, describe
+            from fedbn_flwr.strategies import FLOWER, STRATEGIES, describe
 
-            return {name: describe(name).does for name in STRATEGIES}
+            return {name: describe(name).does for name in (*STRATEGIES, *FLOWER)}
         case "models":
             from fedbn_flwr.models.build import describe_models
 

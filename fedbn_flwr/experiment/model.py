@@ -30,7 +30,7 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
     if classes != dataset.classes:
         raise SettingsError(f"model.classes is {classes}, but {run.data.name!r} has {dataset.classes} classes")
     with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
-        return build_model(**model_arguments(run, dataset))
+        return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
 
 def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm
-from fedbn_flwr.strategies import Rule, as_rule, build_strategy
+from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
 from .data import check_labels, load_data, normalisation_of, partition_of, resolve, shape_without_data, try_data
 from .find import run_names
@@ -95,6 +95,7 @@ def make_rule(run: Settings) -> Rule:
         min_evaluate_nodes=least,
         min_available_nodes=least,
         node_timeout=run.engine.node_timeout,
+        client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
     rule.check(run.rounds)
@@ -111,6 +112,12 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if isinstance(needed := spec.get(key), int) and needed > clients:
             raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
+    about, bad = FLOWER.get(str(spec.get("name"))), spec.get("num_malicious_nodes", 0)
+    if about is not None and about.needs is not None and isinstance(bad, int) and about.needs(bad) > clients:
+        raise SettingsError(
+            f"strategy {spec['name']} with num_malicious_nodes={bad} needs {about.needs(bad)} clients; clients is "
+            f"{clients}"
+        )
     if isinstance(base := spec.get("base"), Mapping):
         _check_demands(base, clients)
 

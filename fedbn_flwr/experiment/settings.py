@@ -170,7 +170,8 @@ class Renorm(_Section):
 
 class Model(_Section):
     name: str = "cnn"  # or module:callable
-    norm: str = "bn"
+    norm: str = "bn"  # or module:callable
+    weights: str | None = None  # a safetensors file, or torchvision's name such as DEFAULT
     groups: Positive = 2  # of group norm
     brn: Renorm = Renorm()
     classes: Positive | None = None

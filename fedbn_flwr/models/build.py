@@ -17,6 +17,7 @@ from .custom import custom
 from .networks import ResNet20, cnn, mlp
 from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
+from .weights import load_weights, read_weights
 
 # Functions of num_classes, and of in_channels, image_size and stem if they use them; they draw the weights from torch's
 # global generator.
@@ -47,6 +48,7 @@ def build_model(
     in_channels: int | None = None,
     image_size: int | tuple[int, int] | None = None,
     stem: str = "auto",
+    weights: str | None = None,
     **norm_options: Any,
 ) -> nn.Module:
     """The network `name`, its batch norms replaced by `norm` (see `convert_norm`, which takes `norm_options`).
@@ -62,6 +64,8 @@ def build_model(
         that does not depend on one of them ignores it.
     stem
         The first layers of a torchvision network: `small`, `large`, or `auto` by the image size (see `vision`).
+    weights
+        A safetensors file, or torchvision's name of pretrained weights such as `DEFAULT` (see `load_weights`).
     """
     if is_name(name):
         make = custom(name)
@@ -80,7 +84,19 @@ def build_model(
         choice = ", ".join(key for key, build in MODELS.items() if "stem" in inspect.signature(build).parameters)
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
     given = {key: value for key, value in options.items() if key in takes and value is not None}
-    return convert_norm(make(num_classes, **given), norm, **norm_options)
+    if weights is None:
+        return convert_norm(make(num_classes, **given), norm, **norm_options)
+    if norm == "fixup":
+        raise SettingsError(
+            f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
+        )
+    model, state = make(num_classes, **given), read_weights(name, weights)
+    if norm == "bn" or any(key.endswith("running_var") for key in state):
+        load_weights(model, state, weights)  # so that other norms get the trained gamma and beta
+        return convert_norm(model, norm, **norm_options)
+    model = convert_norm(model, norm, **norm_options)
+    load_weights(model, state, weights)
+    return model
 
 
 def describe_models() -> dict[str, str]:

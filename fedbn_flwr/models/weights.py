@@ -1,0 +1,119 @@
+"""Pretrained weights: a safetensors file, or the name of torchvision's weights of a network."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import torch
+from flwr.common import log
+from torch import Tensor, nn
+
+from fedbn_flwr import named
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.norms.roles import Role, roles
+
+SUFFIX = ".safetensors"
+_SHOWN = 4  # keys in an error
+
+# The published files of DenseNet have older names: `norm.1` for `norm1`.
+_OLDER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.\w+)$")
+
+
+def read_weights(name: str, weights: str) -> dict[str, Tensor]:
+    """The state dict that `weights` refers to: a file, or weights that torchvision has for the network `name`."""
+    if weights.endswith(SUFFIX):
+        file = named.folder() / Path(weights).expanduser()
+        if not file.is_file():
+            raise SettingsError(f"model.weights={weights!r}: there is no file {str(file)!r}")
+        return _file(file, file.stat().st_mtime_ns)
+    return _torchvision(name.removeprefix("torchvision.models:"), weights)
+
+
+@functools.lru_cache(maxsize=2)
+def _file(file: Path, changed: int) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise SettingsError(f"model.weights={str(file)!r} cannot be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=2)
+def _torchvision(name: str, weights: str) -> dict[str, Tensor]:
+    from torchvision.models import get_model_weights
+
+    try:
+        known: Any = get_model_weights(name)
+    except ValueError:
+        raise SettingsError(
+            f"model.weights={weights!r}: torchvision has no weights for {name!r}; expected a file that ends in "
+            f"{SUFFIX}, or a network of torchvision such as resnet18"
+        ) from None
+    if weights not in known.__members__:
+        raise SettingsError(
+            f"model.weights={weights!r} are not weights of {name!r}; {did_you_mean(weights, known.__members__)}, or a "
+            f"file that ends in {SUFFIX}"
+        )
+    entry = known[weights]
+    try:
+        state = entry.get_state_dict(progress=False, check_hash=True)
+    except (URLError, OSError, RuntimeError) as error:
+        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        raise SettingsError(
+            f"model.weights={weights!r}: {entry.url} cannot be loaded ({named.in_a_line(error)}); where there is no "
+            f"network, put the file into {str(folder)!r}"
+        ) from None
+    return {_OLDER.sub(r"\1\2", key): value for key, value in state.items()}
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) -> None:
+    """Copy `state` into the model, statistics of batch norm included. Counters may be absent.
+
+    The last layer keeps its initial values if it has another number of outputs; the log says so. Other differences are
+    errors that name the keys.
+    """
+    own = model.state_dict()
+    wanted = [key for key, role in roles(model).items() if role is not Role.COUNTER]
+    if absent := [key for key in wanted if key not in state]:
+        raise _differs(weights, "lacks", absent, len(wanted))
+    if extra := [key for key in state if key not in own]:
+        raise _differs(weights, "also has", extra, len(state))
+    different = [key for key in wanted if state[key].shape != own[key].shape]
+    heads = {key.rpartition(".")[0] for key in different}
+    same_inputs = all(state[key].shape[1:] == own[key].shape[1:] for key in different)
+    last = next((key.rpartition(".")[0] for key in reversed(wanted)), "")
+    if different and not (heads == {last} and same_inputs):
+        key = different[0]
+        shapes = f"{list(state[key].shape)}, the network {list(own[key].shape)}"
+        hint = "" if same_inputs else "; for another image size or number of channels, set model.stem or data.channels"
+        raise SettingsError(
+            f"model.weights={weights!r} does not fit the network: {key!r} has shape {shapes}"
+            f"{f' ({len(different)} such keys)' if len(different) > 1 else ''}{hint}"
+        )
+    if different:
+        before, now = state[different[0]].shape[0], own[different[0]].shape[0]
+        _say(f"model.weights={weights!r} has {before} outputs and the data {now} classes: {last!r} is drawn anew")
+    with torch.no_grad():
+        for key, value in state.items():
+            if key not in different:
+                own[key].copy_(value)
+
+
+def _differs(weights: str, how: str, keys: list[str], count: int) -> SettingsError:
+    shown = ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
+    return SettingsError(
+        f"model.weights={weights!r} does not fit the network: the file {how} {len(keys)} of {count} keys: {shown}"
+    )
+
+
+@functools.lru_cache(maxsize=16)  # once, not for every client's model
+def _say(text: str) -> None:
+    log(WARNING, text)

@@ -1,0 +1,121 @@
+"""Flower's own strategies as `strategy.name` of an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.cli import main
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.strategies import FLOWER, build_strategy
+from tests.support.experiments import read
+from tests.support.sessions import outcome
+
+from .test_own_parts import session
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FedAdam": {"eta": 0.01},
+    "FedYogi": {"eta": 0.01},
+    "FedAdagrad": {"eta": 0.01},
+    "FedAvgM": {"server_momentum": 0.9, "server_learning_rate": 0.5},
+    "FedTrimmedAvg": {"beta": 0.34},
+    "MultiKrum": {"num_nodes_to_select": 2},
+}
+ROBUST = [name for name, about in FLOWER.items() if about.robust]
+
+
+def settings(name: str) -> dict[str, Any]:
+    return {
+        "rounds": 3,
+        "clients": 3,
+        "train": {"lr": 0.05, "steps": 2, "batch_size": 16},
+        "evaluate": {"every": 3},
+        "engine": {"device": "cpu"},
+        "strategy": {"name": name, **OPTIONS.get(name, {})},
+    }
+
+
+@pytest.mark.parametrize("name", FLOWER)
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    whole = session(settings(name), tmp_path / "whole")
+    session(settings(name), tmp_path / "stopped", stop=1)
+    assert session(settings(name), tmp_path / "stopped") == whole
+    _, _, summary = outcome(tmp_path / "whole")
+    assert summary["strategy"] == summary["strategy_of_flower"] == name
+    assert summary["norm_statistics"] == ("median" if name in ROBUST else "mean")
+
+
+def poisoned(app: ClientApp) -> ClientApp:
+    """The app, but the client of partition 0 returns enormous statistics."""
+    changed = ClientApp()
+
+    @changed.train()
+    def train(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if context.node_config["partition-id"]:
+            return reply
+        arrays = unpack(reply.content["arrays"])
+        large = {key: value * 0 + 1e10 if "running" in key else value for key, value in arrays.items()}
+        return Message(RecordDict({**reply.content, "arrays": pack(large)}), reply_to=message)
+
+    return changed
+
+
+def largest(record: ArrayRecord) -> float:
+    return max(float(np.abs(value).max()) for key, value in unpack(record).items() if "running" in key)
+
+
+@pytest.mark.parametrize("name", [*ROBUST, "FedAvgM"])
+def test_one_client_cannot_set_the_statistics_of_a_robust_rule(name: str, federation: Callable[..., Any]) -> None:
+    fed = federation((8, 8, 8))
+    rule = build_strategy({"name": name, **OPTIONS.get(name, {}), "fraction_evaluate": 0.0}, seed=0)
+    result = rule.start(fed.grid(poisoned(fed.app())), fed.arrays(), num_rounds=1)
+    sent = unpack(fed.arrays())
+    assert {key: value.dtype for key, value in unpack(result.arrays).items()} == {k: v.dtype for k, v in sent.items()}
+    assert (largest(result.arrays) < 100) == (name in ROBUST)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("{name: FedAdamm}", "'FedAdamm' is not a strategy; did you mean 'FedAdam'.* or module:callable for your own"),
+        ("{name: FedAdam, eat: 1}", r"strategy\.eat \(= 1\) is not an argument of FedAdam; did you mean 'eta'"),
+        ("{name: FedAdam, eta: much}", r"strategy\.eta of FedAdam is 'much'; expected int or float"),
+        ("{name: FedTrimmedAvg, beta: 0.5}", r"strategy\.beta of FedTrimmedAvg is 0\.5; expected .* below 0\.5"),
+        ("{name: Krum, num_malicious_nodes: 2}", "with num_malicious_nodes=2 needs 7 clients; clients is 5"),
+        ("{name: FixBN, freeze_round: 2, base: {name: Bulyan, num_malicious_nodes: 1}}", "needs 7 clients"),
+        ("{name: Krum, num_malicious_nodes: -1}", "is -1; expected 0 or more"),
+        ("{name: 'collections:OrderedDict'}", "is the class OrderedDict; expected a flwr"),
+        ("{name: 'math:sqrt', x: 4}", r"strategy\.name='math:sqrt' "),
+    ],
+)
+def test_a_wrong_strategy_is_one_message(strategy: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        make_rule(read(f"{{rounds: 4, clients: 5, strategy: {strategy}}}"))
+
+
+def test_fixbn_wraps_a_server_optimiser_by_name(tmp_path: Path) -> None:
+    strategy = {"name": "FixBN", "freeze_round": 1, "base": {"name": "FedAdam", "eta": 0.01}}
+    _, _, summary = session(settings("FedAdam") | {"strategy": strategy}, tmp_path / "run")
+    assert (summary["strategy"], summary["freeze_round"], summary["norm_statistics"]) == ("FixBN(FedAdam)", 1, "mean")
+
+
+def test_the_list_of_strategies_tells_flower_s_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "strategies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines if "Flower's own: " in line} == set(FLOWER)
+    assert main(["list", "strategies", "FedAdam"]) == 0
+    assert "eta (0.1)" in capsys.readouterr().out
+
+
+def test_an_experiment_names_its_strategy_in_the_label() -> None:
+    assert read(yaml.safe_dump(settings("Krum"))).label == "Krum"

@@ -1,0 +1,148 @@
+"""Pretrained weights from a safetensors file and from torchvision's own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import nn
+
+from fedbn_flwr import build_model
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import prepare
+
+RESNET18 = "resnet18-f37072fd.pth"  # IMAGENET1K_V1
+
+
+def trained(name: str, classes: int, **options: Any) -> nn.Module:
+    """A network whose every array differs from its initial value."""
+    torch.manual_seed(7)
+    model = build_model(name, classes, **options)
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if value.is_floating_point():
+                value.copy_(torch.rand_like(value) + (0.5 if key.endswith("var") else 0))
+    return model
+
+
+def write(model: nn.Module, file: Path, *, counters: bool = True) -> str:
+    state = {k: v.contiguous() for k, v in model.state_dict().items() if counters or not k.endswith("tracked")}
+    save_file(state, file)
+    return str(file)
+
+
+def same(one: nn.Module, other: nn.Module, but: str = "-") -> bool:
+    others = other.state_dict()
+    return all(
+        value.equal(others[key])
+        for key, value in one.state_dict().items()
+        if not key.startswith(but) and not key.endswith("tracked")
+    )
+
+
+@pytest.mark.parametrize("counters", [True, False])
+def test_a_file_is_loaded_with_statistics(tmp_path: Path, counters: bool) -> None:
+    source = trained("cnn", 10)
+    loaded = build_model("cnn", 10, weights=write(source, tmp_path / "a.safetensors", counters=counters))
+    assert same(source, loaded)
+
+
+def test_another_number_of_classes_keeps_the_last_layer_as_drawn(
+    tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
+    source = trained("cnn", 10)
+    weights = write(source, tmp_path / "a.safetensors")
+    torch.manual_seed(3)
+    plain = build_model("cnn", 4)
+    torch.manual_seed(3)
+    loaded = build_model("cnn", 4, weights=weights)
+    assert same(source, loaded, but="classify")
+    assert loaded.classify.weight.equal(plain.classify.weight)
+    assert "has 10 outputs and the data 4 classes: 'classify' is drawn anew" in flower_log.text
+
+
+def test_other_norms_get_the_trained_gamma_and_beta(tmp_path: Path) -> None:
+    source = trained("cnn", 10)
+    loaded = build_model("cnn", 10, "gn", weights=write(source, tmp_path / "a.safetensors"))
+    assert isinstance(loaded.bn1, nn.GroupNorm)
+    assert loaded.bn1.weight.equal(source.bn1.weight)
+    again = build_model("cnn", 10, "gn", weights=write(loaded, tmp_path / "b.safetensors"))
+    assert same(loaded, again)
+
+
+@pytest.fixture
+def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of torch.hub, as $TORCH_HOME; without network, files are only found there."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_torchvision_s_weights_are_read_from_its_cache(torch_home: Path) -> None:
+    source = trained("resnet18", 1000, image_size=224)
+    torch.save(source.state_dict(), torch_home / RESNET18)
+    for weights in ("DEFAULT", "IMAGENET1K_V1"):
+        assert same(source, build_model("resnet18", 1000, image_size=224, weights=weights))
+    loaded = build_model("torchvision.models:resnet18", 5, weights="DEFAULT")
+    assert same(source, loaded, but="fc")
+    with pytest.raises(
+        SettingsError, match=r"'conv1\.weight' has shape \[64, 3, 7, 7\], the network \[64, 3, 3, 3\].*stem"
+    ):
+        build_model("resnet18", 1000, image_size=32, weights="DEFAULT")
+
+
+def test_the_older_names_of_densenet_s_file_are_understood(torch_home: Path) -> None:
+    source = trained("densenet121", 1000, image_size=224)
+    older = torchvision.models.DenseNet121_Weights.DEFAULT.url.rpartition("/")[2]
+    names = {key: key for key in source.state_dict()}
+    for key in names:
+        for part in ("norm1", "norm2", "conv1", "conv2"):
+            if f".{part}." in key:
+                names[key] = key.replace(part, f"{part[:-1]}.{part[-1]}")
+    torch.save({names[key]: value for key, value in source.state_dict().items()}, torch_home / older)
+    assert same(source, build_model("densenet121", 1000, image_size=224, weights="DEFAULT"))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "message"),
+    [
+        ("cnn", "no.safetensors", r"there is no file '.*no\.safetensors'"),
+        ("cnn", "broken.safetensors", "cannot be read: "),
+        ("cnn", "mlp.safetensors", r"lacks 10 of 10 keys|lacks \d+ of \d+ keys: conv1\.weight, bn1\.weight"),
+        ("cnn", "more.safetensors", "also has 1 of 13 keys: head"),
+        ("cnn", "colour.safetensors", r"'conv1\.weight' has shape \[16, 3, 3, 3\], the network \[16, 1, 3, 3\]"),
+        ("cnn", "DEFAULT", "torchvision has no weights for 'cnn'"),
+        ("resnet18", "IMAGENET1K_V2", "are not weights of 'resnet18'; did you mean 'IMAGENET1K_V1'"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_with_their_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.safetensors").write_bytes(b"not safetensors")
+    write(trained("mlp", 10), tmp_path / "mlp.safetensors")
+    write(trained("cnn", 10, in_channels=3), tmp_path / "colour.safetensors")
+    state = trained("cnn", 10).state_dict()
+    save_file(
+        {**{k: v for k, v in state.items() if "tracked" not in k}, "head": torch.ones(1)}, tmp_path / "more.safetensors"
+    )
+    with pytest.raises(SettingsError, match=message):
+        build_model(name, 10, weights=weights)
+
+
+def test_fixup_draws_weights_of_its_own() -> None:
+    with pytest.raises(SettingsError, match="norm 'fixup' draws weights of its own"):
+        build_model("resnet20", 10, "fixup", weights="DEFAULT")
+
+
+def test_an_experiment_starts_from_its_weights(tmp_path: Path) -> None:
+    source = trained("cnn", 10)
+    weights = write(source, tmp_path / "a.safetensors")
+    (prepared,) = prepare(load_experiment("{clients: 2, rounds: 1}", [f"model.weights={weights}", "engine.device=cpu"]))
+    assert same(source, prepared.model)
