@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import SettingsError, did_you_mean
 
-# Flower's processes run in a folder of their own; `fedbn` tells them by this variable where it was started.
+# Flower's processes run in a folder of their own; this variable is the folder where `fedbn` was started.
 FOLDER = "FEDBN_FOLDER"
 
 

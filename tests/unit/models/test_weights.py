@@ -63,7 +63,7 @@ def test_another_number_of_classes_keeps_the_last_layer_as_drawn(
     loaded = build_model("cnn", 4, weights=weights)
     assert same(source, loaded, but="classify")
     assert loaded.classify.weight.equal(plain.classify.weight)
-    assert "has 10 outputs and the data 4 classes: 'classify' is drawn anew" in flower_log.text
+    assert "has 10 outputs and the data 4 classes: 'classify' keeps its initial values" in flower_log.text
 
 
 def test_other_norms_get_the_trained_gamma_and_beta(tmp_path: Path) -> None:
