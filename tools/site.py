@@ -1,4 +1,4 @@
-"""A hook of MkDocs that adds a page for each strategy, from its module, and the changelog to the site."""
+"""A hook of MkDocs that adds to each strategy's page the reference of its module, and the changelog to the site."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for module in MODULES:
-        content = f"# {title(module)}\n\n{directive(f'strategies.{module.stem}')}"
+        page = ROOT / "docs" / "strategies" / f"{module.stem}.md"
+        content = page.read_text(encoding="utf-8") + f"\n## Reference\n\n{directive(f'strategies.{module.stem}')}"
         if (ROOT / "fedbn_flwr" / "client" / "rules" / module.name).is_file():
             content += f"\n## On the client\n\n{directive(f'fedbn_flwr.client.rules.{module.stem}')}"
+        if (written := files.get_file_from_path(f"strategies/{module.stem}.md")) is not None:
+            files.remove(written)
         files.append(File.generated(config, f"strategies/{module.stem}.md", content=content))
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(

@@ -106,15 +106,38 @@ def partitions() -> Table:
 def strategies() -> Table:
     rows: list[Row] = []
     for name in STRATEGIES:
-        shown_name = f"`{name}`"
+        own = arguments_of(name)()[1] or [("", "", "")]
+        rows += [(f"`{name}`" if number == 0 else "", *row) for number, row in enumerate(own)]
+    return ("strategy", "argument", "default", "meaning"), rows
+
+
+def arguments_of(name: str) -> Callable[[], Table]:
+    def table() -> Table:
+        rows: list[Row] = []
         for argument in describe(name).arguments:
             default = argument.default
             shown = "required" if default is inspect.Parameter.empty else "" if default is None else literal(default)
-            rows.append((shown_name, f"`{argument.name}`", shown, argument.meaning))
-            shown_name = ""
-        if shown_name:
-            rows.append((shown_name, "", "", ""))
-    return ("strategy", "argument", "default", "meaning"), rows
+            rows.append((f"`{argument.name}`", shown, argument.meaning))
+        return ("argument", "default", "meaning"), rows
+
+    return table
+
+
+def cost_of(name: str) -> Callable[[], Table]:
+    def table() -> Table:
+        traits = describe(name).traits
+        stays = ", ".join(sorted(traits.kept))
+        rows: list[Row] = [
+            ("messages of a round", ("the model without what stays on the client" if stays else "the model")),
+            ("besides", traits.traffic or "nothing"),
+            ("stays on the client", stays or "nothing"),
+            ("stored for each client", traits.client_memory or "nothing"),
+            ("global model", "yes" if traits.has_global_model else "no"),
+            ("evaluated on clients by default", "yes" if traits.personal else "no"),
+        ]
+        return ("cost", ""), rows
+
+    return table
 
 
 def models() -> Table:
@@ -178,6 +201,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "trackers": trackers,
     "datasets": datasets,
     "keys": keys,
+    **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
+    **{f"cost {name}": cost_of(name) for name in STRATEGIES},
 }
 
 
