@@ -14,6 +14,7 @@ Both give the same results.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import Any, Literal, Unpack
@@ -23,7 +24,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client.rules.fixbn import frozen_roles
-from fedbn_flwr.engines.base import capabilities
+from fedbn_flwr.engines.base import Capabilities, capabilities
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution
 from fedbn_flwr.exchange.config import ExchangeConfig
@@ -126,8 +127,11 @@ class FedTAN(FedAvg):
         model = arrays_in(messages[0].content)[self.arrayrecord_key]
         nodes = [message.metadata.dst_node_id for message in messages]
 
+        engine = capabilities(grid)
+
         def exchanges(carrier: Carrier) -> ExchangesDone:
-            return run_exchanges(carrier, nodes, f"round {server_round}", self._weigh, self.admit)
+            report = functools.partial(self._report, engine)
+            return run_exchanges(carrier, nodes, f"round {server_round}", self._weigh, self.admit, report)
 
         about = RoundMessages(model, shared, self.configrecord_key)
         if (service := self._service()) is None:
@@ -135,7 +139,6 @@ class FedTAN(FedAvg):
             done = exchanges(carrier)
             self.asked = len(done.nodes)
             return carrier.last_messages(done)
-        engine = capabilities(grid)
         if (served := engine.start()) is not None and served < (count := len(list(grid.get_node_ids()))):
             raise SettingsError(
                 f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
@@ -158,6 +161,15 @@ class FedTAN(FedAvg):
             replies = [reply for reply in replies if reply.metadata.src_node_id not in direct.nodes - left]
             self.asked = len(left)
         return super().aggregate_train(server_round, replies)
+
+    def _report(self, engine: Capabilities, done: int, total: int) -> None:
+        """Show the progress of the exchanges in layers, first of the forward pass, then of the backward pass."""
+        each = 1 if self.exchange == "fused" else 2  # exchanges of a layer in the forward pass
+        layers = total // (each + self.backward)
+        if done <= each * layers:
+            engine.report("forward pass, layers", -(-done // each), layers)
+        else:
+            engine.report("backward pass, layers", done - each * layers, layers)
 
     def _weigh(self, contribution: Contribution) -> float:
         """p_i, up to scale."""

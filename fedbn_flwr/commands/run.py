@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
@@ -29,6 +30,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if sys.stdout.isatty():
+        print("loading PyTorch and Flower ...", flush=True)  # takes seconds
     from fedbn_flwr.experiment.find import load_experiment
     from fedbn_flwr.experiment.run import run_in_simulation, run_locally
     from fedbn_flwr.results.folder import default_out

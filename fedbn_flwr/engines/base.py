@@ -55,6 +55,9 @@ class Capabilities:
     def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
         """Count an exchange that bypassed the grid, if there is a ledger; may be called from any thread."""
 
+    def report(self, what: str, done: int, total: int) -> None:
+        """Show the progress within a round, if it is watched; may be called from any thread."""
+
 
 def capabilities(grid: Grid) -> Capabilities:
     return grid if isinstance(grid, Capabilities) else Capabilities()
@@ -99,6 +102,9 @@ class GridAround(Capabilities, Grid):
 
     def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
         capabilities(self.inner).count_exchange(up, down)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        capabilities(self.inner).report(what, done, total)
 
     def set_run(self, run: Run) -> None:
         self.inner.set_run(run)

@@ -36,7 +36,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage
 
-from .base import Capabilities, NodeStates
+from .base import Capabilities, NodeStates, ReplyObserver
 from .context_cache import Contexts
 from .worker import Worker
 
@@ -119,6 +119,7 @@ class LocalGrid(Capabilities, Grid):
         self._next_id = itertools.count(1)
         self._replies: dict[str, Message] = {}
         self._abandoned: set[str] = set()
+        self._observer: ReplyObserver | None = None
         self._remove_folder: weakref.finalize[..., LocalGrid] | None = None
         workers = min(workers, num_nodes)
         parts = [dict(itertools.islice(contexts.items(), k, None, workers)) for k in range(workers)]
@@ -168,13 +169,21 @@ class LocalGrid(Capabilities, Grid):
             elif node in self._worker_of:
                 self._worker_of[node].queue.append(message)
             else:
-                self._replies[message_id] = self._here.answer(message)
+                self._received(message_id, self._here.answer(message))
         self._serve_workers(0)
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         self._serve_workers(0)
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
+
+    def observe(self, observer: ReplyObserver) -> None:
+        self._observer = observer
+
+    def _received(self, message_id: str, reply: Message) -> None:
+        self._replies[message_id] = reply
+        if self._observer is not None:
+            self._observer.replied(reply)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Replies in the order of the messages, without those that take longer than `timeout` seconds."""
@@ -188,6 +197,7 @@ class LocalGrid(Capabilities, Grid):
                     worker.queue = deque(m for m in worker.queue if m.metadata.message_id not in self._abandoned)
                 break
             self._serve_workers(left)
+        self._observer = None
         return self.pull_messages(message_ids)
 
     # --- workers ---
@@ -210,7 +220,7 @@ class LocalGrid(Capabilities, Grid):
             if message_id in self._abandoned:
                 self._abandoned.discard(message_id)
             else:
-                self._replies[message_id] = reply
+                self._received(message_id, reply)
             worker.send_next()
 
     # --- the nodes' states, between rounds ---

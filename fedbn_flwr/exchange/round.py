@@ -27,6 +27,8 @@ Weigh = Callable[[Contribution], float]  # p_i, up to scale
 # reasons; raises RunFailed if too few nodes remain.
 Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], int], list[int]]
 
+Report = Callable[[int, int], None]  # how many exchanges are done, of how many
+
 
 class Carrier(Protocol):
     """Sends an agreement to nodes and collects their next contributions."""
@@ -47,7 +49,9 @@ class ExchangesDone:
     agreement: Agreement  # the last agreement, which the nodes have not received yet
 
 
-def run_exchanges(carrier: Carrier, nodes: Sequence[int], what: str, weigh: Weigh, admit: Admit) -> ExchangesDone:
+def run_exchanges(
+    carrier: Carrier, nodes: Sequence[int], what: str, weigh: Weigh, admit: Admit, report: Report | None = None
+) -> ExchangesDone:
     """All exchanges of the round; `what` is the round's name in messages."""
     agreement: Agreement | None = None
     step, remaining = 0, None
@@ -57,6 +61,8 @@ def run_exchanges(carrier: Carrier, nodes: Sequence[int], what: str, weigh: Weig
         nodes, contributions = list(found), list(found.values())
         agreement, remaining = agree(contributions, weigh), contributions[0].remaining
         step += 1
+        if report is not None:
+            report(step, step + remaining)
     assert agreement is not None
     return ExchangesDone(list(nodes), step, agreement)
 

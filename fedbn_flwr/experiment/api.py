@@ -45,7 +45,7 @@ class Changes(TypedDict, total=False):
     strategy: str | Callable[..., Any] | Mapping[str, Any]
     evaluate: Mapping[str, Any] | Evaluate
     engine: Literal["local", "ray"] | Mapping[str, Any] | Engine
-    track: str | Sequence[str]
+    track: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
     runs: Mapping[str, Mapping[str, Any]]
 
 

@@ -22,6 +22,7 @@ from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.simulation import run_installed
+from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
@@ -51,7 +52,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
     """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
     snapshot = read_snapshot(folder) if done else None
-    ledger = MeteredGrid(grid)
+    ledger = MeteredGrid(WatchedGrid(grid, progress.report))
     if snapshot is None:
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: secrets.token_hex(16)}
         state = RunState(prepared, ledger, identity, pack(initial_arrays(prepared.model)))
@@ -146,10 +147,11 @@ def run_experiment(
     quiet: bool = False,
 ) -> Outcome:
     """Carry out all runs one after the other, each on the grid of the context manager `make_grid(run)`."""
-    prepared = prepare(experiment)
-    folders = open_folders(prepared, out, resume=resume)
     failures: list[str] = []
     with Progress([run.rounds for run in experiment.runs], plain=plain, quiet=quiet) as progress:
+        progress.status("loading data")
+        prepared = prepare(experiment)
+        folders = open_folders(prepared, out, resume=resume)
         progress.message(f"run folders: {out.resolve()}")
         for item, folder in zip(prepared, folders, strict=True):
             progress.next_run(item.run.label)
@@ -166,7 +168,8 @@ def run_experiment(
                 # Divergence is a result too: the remaining runs are still carried out.
                 failures.append(f"{item.name}: {error}")
                 progress.message(f"{progress.label}: failed: {str(error).splitlines()[0]}")
-    table, page, picture = write_report([out], out)
+        progress.status("writing the report")
+        table, page, picture = write_report([out], out)
     return Outcome(out, table, page, picture, tuple(failures))
 
 

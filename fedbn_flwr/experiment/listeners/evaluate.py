@@ -52,6 +52,7 @@ class Evaluate(Listener):
                 Round(state.round, run.rounds, state.arrays, state.identity, state.grid)
             )
         if self.test is not None:
+            state.grid.report("test sets evaluated", 0, 1 + len(self.domains))
             state.line |= self._on_server(self.test, state.model, queried=bool(set(state.model) - set(state.arrays)))
         else:
             means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy", *self.names)}

@@ -1,0 +1,137 @@
+"""What a person sees of a run: on a terminal, in a log and in a notebook."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from fedbn_flwr.experiment.listeners import progress as module
+from fedbn_flwr.experiment.listeners.progress import Progress
+from tests.support.command import environment
+
+EXPERIMENT = """
+rounds: 2
+clients: 3
+train: {lr: 0.05, batch_size: 16, steps: 1}
+strategy: {name: FedTAN}
+engine: {workers: 0, device: cpu}
+"""
+
+
+def on_a_terminal(*command: str, cwd: Path) -> str:
+    """What a command writes on a terminal of 100 columns, without colours."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(TERM="xterm", COLUMNS="100", LINES="30"),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    written = b""
+    try:
+        while part := os.read(master, 65536):
+            written += part
+    except OSError:  # the end of the output, on Linux
+        pass
+    finally:
+        os.close(master)
+    assert process.wait(60) == 0, written.decode()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+
+
+def test_a_terminal_shows_at_once_what_happens(tmp_path: Path) -> None:
+    (tmp_path / "layers.yaml").write_text(EXPERIMENT)
+    shown = on_a_terminal(
+        sys.executable, "-m", "fedbn_flwr.cli", "run", "layers.yaml", "--out", str(tmp_path / "out"), cwd=tmp_path
+    )
+    places = [
+        shown.index(text)
+        for text in (
+            "loading PyTorch and Flower ...",
+            "loading data ...  0:0",
+            "run folders: ",
+            "[1/1] FedTAN ━",
+            "[1/1] FedTAN: 2 rounds in ",
+            "writing the report ...",
+            "table: ",
+        )
+    ]
+    assert places == sorted(places)
+    assert re.search(r"\[1/1\] FedTAN ━+ +0/2  0:\d\d\s+round 1, starting", shown)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that a Progress sees."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def state(round: int, rounds: int = 4) -> SimpleNamespace:
+    line = {"round": round, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
+    return SimpleNamespace(run=SimpleNamespace(rounds=rounds), round=round, line=line, stop=False)
+
+
+def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
+    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress([4], plain=True) as progress:
+        progress.next_run("FedTAN")
+        progress.on_start(state(0))
+        for layer in range(1, 21):
+            clock.seconds += 2
+            progress.report("forward pass, layers", layer, 20)
+        clock.seconds += 2
+        progress.on_round(state(1))
+    assert capsys.readouterr().out.splitlines() == [
+        "[1/1] FedTAN: 4 rounds",
+        "[1/1] FedTAN: round 1/4  forward pass, layers: 5 of 20 after 10 s",
+        "[1/1] FedTAN: round 1/4  forward pass, layers: 10 of 20 after 20 s",
+        "[1/1] FedTAN: round 1/4  forward pass, layers: 15 of 20 after 30 s",
+        "[1/1] FedTAN: round 1/4  forward pass, layers: 20 of 20 after 40 s",
+        "[1/1] FedTAN: round 1/4  accuracy 0.5000  loss 2.0000  train loss 1.5000  about 2 min left",
+    ]
+
+
+def drawn(progress: Progress, width: int) -> list[str]:
+    console = Console(width=width, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(progress.render(width))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_the_bar_has_rounds_time_passed_and_time_left(clock: SimpleNamespace) -> None:
+    progress = Progress([4, 4], quiet=True)
+    clock.seconds = 5
+    progress.status("loading data")
+    assert drawn(progress, 80) == ["loading data ...  0:05"]
+    progress.next_run("FixBN")
+    progress.on_start(state(0))
+    clock.seconds = 25
+    progress.on_round(state(1))
+    clock.seconds = 31
+    progress.report("clients trained", 3, 5)
+    bar, below = drawn(progress, 110)
+    assert re.fullmatch(r"\[1/2\] FixBN ━+ +1/4  0:31  about 2 min left", bar.replace("╸", "━").replace("╺", "━"))
+    assert (
+        below == "  round 2, clients trained: 3 of 5  |  after round 1: accuracy 0.5000  loss 2.0000  train loss 1.5000"
+    )
+    assert all(len(line) <= 50 for line in drawn(progress, 50)), "a narrow terminal has two lines too"
+    assert len(drawn(progress, 50)) == 2
+
+
+def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), Progress([4], quiet=True):
+        os.kill(os.getpid(), 2)
