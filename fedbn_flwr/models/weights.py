@@ -77,8 +77,8 @@ def _torchvision(name: str, weights: str) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) -> None:
     """Copy `state` into the model, statistics of batch norm included. Counters may be absent.
 
-    The last layer keeps its initial values if it has another number of outputs; the log reports it. Other differences are
-    errors that name the keys.
+    The last layer keeps its initial values if it has another number of outputs; the log reports it. Other differences
+    are errors that name the keys.
     """
     own = model.state_dict()
     wanted = [key for key, role in roles(model).items() if role is not Role.COUNTER]
@@ -100,7 +100,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
         )
     if different:
         before, now = state[different[0]].shape[0], own[different[0]].shape[0]
-        _say(f"model.weights={weights!r} has {before} outputs and the data {now} classes: {last!r} keeps its initial values")
+        outputs = f"has {before} outputs and the data {now} classes"
+        _say(f"model.weights={weights!r} {outputs}: {last!r} keeps its initial values")
     with torch.no_grad():
         for key, value in state.items():
             if key not in different:
