@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import bench, flwr, listing, new, partition, report, run
+from .commands import bench, check, completion, explain, flwr, listing, new, partition, report, run
 from .errors import FedbnError
 
-COMMANDS = (new, run, report, partition, listing, bench, flwr)  # as the help lists them
+COMMANDS = (new, explain, run, report, partition, listing, check, bench, flwr, completion)  # as the help lists them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,7 +58,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     node = context.node_config
     check_node_keys(node)
     client = number_of(context, run.clients)
-    dataset, indices, own = _data_of(run, node, client, str(device))
+    dataset, indices, own = data_of(run, node, client, str(device))
     pool, tensors = _model_of(run, dataset, device)
     made = BNClient(
         tensors,
@@ -113,7 +113,7 @@ def number_of(context: Context, clients: int) -> int:
     return client
 
 
-def _data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -> tuple[DataSet, Tensor, Tensor]:
+def data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -> tuple[DataSet, Tensor, Tensor]:
     """The data set of a client, and the indices of its training images and of its own test images."""
     if "data-path" not in node and "domain" not in node:
         dataset = load_data(run.data, device)

@@ -181,6 +181,16 @@ def run_in_simulation(experiment: Experiment, out: Path, *, resume: bool) -> Non
         run_installed(experiment.runs[0].clients, run_config)
 
 
+def workers_of(run: Settings) -> int:
+    """The number of worker processes on this machine."""
+    if choose_device(run.engine.device).type == "cuda" or run.engine.threads > 1:
+        return 0  # neither a GPU nor a pool of threads survives a fork
+    if run.engine.workers != "auto":
+        return run.engine.workers
+    cores = os.cpu_count() or 1
+    return cores if cores > 1 else 0
+
+
 def run_locally(
     experiment: Experiment,
     out: Path,
@@ -194,16 +204,10 @@ def run_locally(
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:
-        workers = run.engine.workers
-        if choose_device(run.engine.device).type == "cuda" or run.engine.threads > 1:
-            workers = 0  # neither a GPU nor a pool of threads survives a fork
-        elif workers == "auto":
-            cores = os.cpu_count() or 1
-            workers = cores if cores > 1 else 0
         with LocalGrid(
             app,
             run.clients,
-            workers=workers,
+            workers=workers_of(run),
             threads=run.engine.threads,
             node_config=node_config,
             state_memory=run.engine.state_memory,

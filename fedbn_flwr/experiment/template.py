@@ -30,8 +30,9 @@ MEANINGS: Mapping[str, str] = {
     "model.name": "see `fedbn list models`, or module:callable for a network of your own",
     "model.norm": "replaces every batch norm: see `fedbn list norms`",
     "train.lr": "learning rate",
+    "train.optimizer": "of torch.optim, or module:callable",
     "train.momentum": "of SGD",
-    "train.weight_decay": "of SGD",
+    "train.weight_decay": "default: that of the optimiser",
     "train.batch_size": "images in a step",
     "train.epochs": "passes over a client's images in a round (1 if steps is not given either)",
     "train.steps": "or: steps in a round",
@@ -125,3 +126,15 @@ def _flow(value: Any) -> str:
     plain = json.loads(json.dumps(value))  # tuples as lists
     text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return text.removesuffix("...\n").strip()
+
+
+def setting_choices(prefix: str = "", model: type[BaseModel] = Settings) -> dict[str, tuple[str, ...]]:
+    """Every key of the settings, with its values if it is an enumeration."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found |= setting_choices(f"{prefix}{name}.", inner)
+        elif name != "label":
+            found[prefix + name] = choices(inner)
+    return found

@@ -15,6 +15,7 @@ from .text import in_plot
 
 _SHOWN_CLASSES = 12  # more columns do not fit in a line, and more colours are hard to distinguish
 _SHOWN_CLIENTS = 40
+_PICTURED_CLASSES = 24
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,29 @@ def partition_table(partition: PartitionCounts) -> str:
     total = [sum(column) for column in zip(*partition.counts, strict=True)]
     lines.append(("all", str(sum(sizes)), str(sum(n > 0 for n in total)), *(map(str, total) if few else ("",))))
     return f"{partition.title}\n\n{as_text(lines)}\n{_rest(partition)}{spread}"
+
+
+_SHADES = {True: " ░▒▓█", False: " .:+#"}  # from no images of a class to the most that a client has of it
+
+
+def partition_picture(partition: PartitionCounts, *, unicode: bool) -> str:
+    """A line for each class and a column for each client; darker where the client has more of the class."""
+    shades = _SHADES[unicode]
+    clients, classes = partition.counts[:_SHOWN_CLIENTS], partition.classes[:_PICTURED_CLASSES]
+    width = min(16, max(len("client"), *map(len, classes)))
+    column = max(2, len(str(len(clients) - 1)) + 1)
+    lines = ["client".ljust(width) + " " + "".join(str(i).rjust(column) for i in range(len(clients)))]
+    for label, name in enumerate(classes):
+        counts = [row[label] for row in clients]
+        most = max(1, *(row[label] for row in partition.counts))
+        # The lightest shade stands for one image, the darkest for the most.
+        marks = [shades[-(-4 * count // most)] if count else shades[0] for count in counts]
+        lines.append(f"{name[:width].ljust(width)} " + "".join((mark * (column - 1)).rjust(column) for mark in marks))
+    more = len(partition.classes) - len(classes)
+    rest = f"... and {more} more classes\n" if more > 0 else ""
+    sizes = partition.sizes
+    spread = f"images per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
+    return f"{partition.title}\n\n" + "\n".join(line.rstrip() for line in lines) + f"\n{rest}{_rest(partition)}{spread}"
 
 
 def _rest(partition: PartitionCounts) -> str:

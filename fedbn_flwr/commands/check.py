@@ -1,0 +1,92 @@
+"""`fedbn check`: whether a site can take part, before a run waits for it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbn_flwr.errors import SettingsError
+
+from .common import Commands, add_command
+
+if TYPE_CHECKING:
+    from fedbn_flwr.engines.reach import Check
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "check",
+        check,
+        summary="at a site: key, certificates, server, data and machine",
+        description=(
+            "Check whether a site can take part in a federation, before a run waits for it. The options are those of "
+            "flower-supernode; what is not given is not checked. The exit code is 1 if a check failed."
+        ),
+        epilog=(
+            "Example: fedbn check --superlink fl.example.org:8000 --root-certificates keys/ca.crt "
+            "--auth-supernode-private-key keys/node.key --node-config \"data-path='/srv/images'\" mine.yaml"
+        ),
+    )
+    parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT", help="check the data for this experiment")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, such as clients=10")
+    parser.add_argument("--superlink", metavar="HOST:PORT", help="address of the SuperLink")
+    parser.add_argument("--root-certificates", type=Path, metavar="FILE", help="ca.crt (the system's certificates)")
+    parser.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key, node.key")
+    parser.add_argument("--node-config", metavar="TEXT", help="as for flower-supernode: data-path, domain, state, ...")
+    parser.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
+    parser.add_argument("--timeout", type=float, default=5, metavar="S", help="seconds to wait for the server (5)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def check(arguments: argparse.Namespace) -> int:
+    if not arguments.timeout > 0:
+        raise SettingsError(f"--timeout is {arguments.timeout:g}; expected seconds, more than 0")
+    if arguments.insecure and arguments.root_certificates:
+        raise SettingsError("--insecure and --root-certificates exclude each other; give one")
+    checks: list[Check] = []
+    marks = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
+    for found in _checks(arguments):
+        checks.append(found)
+        if not arguments.json:  # at once, since reading data can take long
+            cure = f"\n         {'':16}  -> {found.cure}" if found.cure else ""
+            print(f"{marks[found.status]}  {found.name.ljust(18)}{found.found}{cure}", flush=True)
+    counts = {status: sum(each.status == status for each in checks) for status in marks}
+    if arguments.json:
+        print(json.dumps({"checks": [dataclasses.asdict(each) for each in checks], **counts}, indent=2))
+    else:
+        print(f"\n{counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed")
+    return 1 if counts["failed"] else 0
+
+
+def _checks(arguments: argparse.Namespace) -> Any:
+    from flwr.common.config import parse_config_args
+
+    from fedbn_flwr.engines.reach import check_authority, check_key, check_server
+    from fedbn_flwr.experiment.find import load_experiment
+    from fedbn_flwr.experiment.site import check_data, check_machine, check_node_config, check_versions
+
+    experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
+    text = arguments.node_config or ""
+    try:
+        node = parse_config_args([text]) if text else {}
+    except ValueError as error:
+        raise SettingsError(f"--node-config: {error}; expected for instance \"data-path='/data'\"") from None
+    if text.strip() and not node:  # Flower ignores such a text
+        raise SettingsError(f"--node-config is {text!r}; expected for instance \"data-path='/data'\"")
+    yield check_versions()
+    if arguments.auth_supernode_private_key:
+        yield check_key(arguments.auth_supernode_private_key)
+    if arguments.root_certificates:
+        yield check_authority(arguments.root_certificates)
+    if arguments.superlink:
+        yield from check_server(
+            arguments.superlink, arguments.root_certificates, arguments.timeout, insecure=arguments.insecure
+        )
+    yield from check_node_config(node)
+    if experiment is not None or "data-path" in node:
+        yield from check_data(experiment, node)
+    yield from check_machine(experiment, Path(str(node.get("state", "."))))

@@ -1,0 +1,168 @@
+"""`fedbn explain`: what an experiment will do, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .common import Commands, add_command, add_experiment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fedbn_flwr.experiment.explain import ExplainedRun, Explanation
+    from fedbn_flwr.experiment.origins import Setting
+    from fedbn_flwr.experiment.trial import RoundTraffic
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "explain",
+        explain,
+        summary="what an experiment sends, who has which images, how long it takes",
+        description=(
+            "Explain an experiment without running it: its settings and where each was given, the images of each "
+            "client, the arrays that travel and their bytes, and the time and memory it needs. For the last three, two "
+            "clients train a few steps of a few rounds on this machine."
+        ),
+        epilog="Example: fedbn explain demo clients=10 strategy='{name: FedTAN}' only=FixBN",
+    )
+    add_experiment(parser, "rounds=10")
+    parser.add_argument("--all", action="store_true", help="settings with default values too")
+    parser.add_argument("--no-trial", action="store_true", help="train nothing: no bytes, time and memory")
+    parser.add_argument("--json", action="store_true", help="as JSON, with all settings")
+
+
+def explain(arguments: argparse.Namespace) -> None:
+    import logging
+
+    from fedbn_flwr.experiment.explain import explain
+    from fedbn_flwr.experiment.find import load_experiment
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    explanation = explain(load_experiment(arguments.experiment, arguments.overrides), trial=not arguments.no_trial)
+    if arguments.json:
+        print(json.dumps(_as_json(explanation), indent=2))
+    else:
+        print("\n\n".join(_pages(explanation, every=arguments.all)))
+
+
+def _as_json(explanation: Explanation) -> dict[str, Any]:
+    runs = []
+    for run in explanation.runs:
+        entry = dataclasses.asdict(run)
+        if run.measured is not None:
+            down, up = run.measured.total()
+            entry["measured"]["traffic"] = [
+                dataclasses.asdict(each)
+                | {"first_round": first, "bytes_down": each.bytes_down, "bytes_up": each.bytes_up}
+                for first, each in run.measured.traffic
+            ]
+            entry["measured"] |= {"total_bytes_down": down, "total_bytes_up": up}
+        runs.append(entry)
+    return {
+        "name": explanation.experiment.name,
+        "description": explanation.experiment.description,
+        "partitions": [dataclasses.asdict(each) for each in explanation.partitions],
+        "runs": runs,
+    }
+
+
+def _pages(explanation: Explanation, *, every: bool) -> list[str]:
+    from fedbn_flwr.results.partition import partition_picture
+
+    experiment, runs = explanation.experiment, explanation.runs
+    first, *others = runs
+    shared = [each for each in first.settings if all(each in other.settings for other in others)]
+    pages = [f"{experiment.name}: {experiment.description}" if experiment.description else experiment.name]
+    pages.append(_settings("settings", shared, every))
+    if others:
+        for run in runs:
+            pages.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    pages += [f"data {partition_picture(each, unicode=unicode)}" for each in explanation.partitions]
+    pages += list(dict.fromkeys(_model(run) for run in runs))
+    pages += [_costs(run) for run in runs if run.measured is not None]
+    if not explanation.partitions:
+        pages.append("The data are at the sites (evaluate.server: false); bytes, time and memory are not measured.")
+    return pages
+
+
+def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
+    from fedbn_flwr.results.report import as_text
+
+    shown = [each for each in settings if every or each.origin != "default"]
+    rows = [(each.key, _value(each.value), each.origin) for each in shown]
+    hidden = len(settings) - len(shown)
+    rest = f"\n... and {hidden} with default values (--all)" if hidden else ""
+    return as_text([(title, "value", "given in"), *rows]) + rest
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _model(run: ExplainedRun) -> str:
+    from fedbn_flwr.results.report import as_text
+
+    values = {each.key: each.value for each in run.settings}
+    rows = [(role, str(part.arrays), f"{part.values:,}", size(part.bytes)) for role, part in run.model.items()]
+    title = f"model {values['model.name']}, {values['model.norm']}"
+    return as_text([(title, "arrays", "values", "size"), *rows])
+
+
+def _costs(run: ExplainedRun) -> str:
+    from fedbn_flwr.results.report import as_text
+
+    measured, estimate = run.measured, run.estimate
+    assert measured is not None
+    assert estimate is not None
+    rows = [("run " + run.label, "down", "up", "what")]
+    ends = [*(first - 1 for first, _ in measured.traffic[1:]), measured.rounds]
+    for (first, traffic), last in zip(measured.traffic, ends, strict=True):
+        when = "a round" if len(ends) == 1 else f"round {first}" if first == last else f"a round from {first} to {last}"
+        down, up, clients = traffic.bytes_down, traffic.bytes_up, measured.clients
+        rows.append((f"{when}: each client", size(down), size(up), _what(traffic)))
+        rows.append((f"{' ' * len(when)}  all {clients} clients", size(clients * down), size(clients * up), ""))
+    down, up = measured.total()
+    rows.append((f"all {measured.rounds} rounds", size(down), size(up), "training only"))
+    seeds = "" if len(run.seeds) == 1 else f", for each of {len(run.seeds)} seeds"
+    at_once = f"{estimate.workers} client{'s' if estimate.workers > 1 else ''} at a time"
+    lines = [
+        as_text(rows),
+        f"time:   about {seconds(estimate.run)} on this machine, {at_once}{seeds}",
+        f"        a round {seconds(estimate.train)}: {estimate.steps} steps at {seconds(measured.step)}; "
+        f"an evaluation {seconds(estimate.evaluate)}",
+        f"memory: {size(measured.memory)}, the peak of this process with its libraries (of a GPU: its own memory)",
+    ]
+    return "\n".join(lines)
+
+
+def _what(traffic: RoundTraffic) -> str:
+    """What travels in a round, by role of the arrays."""
+    down, up = list(traffic.down), list(traffic.up)
+    if down == up:
+        text = ", ".join(down) or "no arrays"
+    else:
+        text = f"down: {', '.join(down) or 'no arrays'}; up: {', '.join(up) or 'no arrays'}"
+    return text + (f"; {traffic.exchanges} exchanges" if traffic.exchanges else "")
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, as in the report."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
+    return f"{count} B"
+
+
+def seconds(value: float) -> str:
+    if value >= 5400:
+        return f"{value / 3600:.1f} h"
+    if value >= 90:
+        return f"{value / 60:.0f} min"
+    return f"{value:.2g} s" if value >= 0.1 else f"{value * 1000:.2g} ms"

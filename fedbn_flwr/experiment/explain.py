@@ -1,0 +1,121 @@
+"""What an experiment will do, for `fedbn explain`: settings, data, model, what it sends and how long it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.results.partition import PartitionCounts
+
+from .data import partition_of
+from .origins import Setting, settings_of
+from .partition import count_partitions
+from .prepare import Prepared, prepare
+from .run import workers_of
+from .settings import Experiment, Settings
+from .trial import Measured, try_out
+
+
+@dataclass(frozen=True)
+class Part:
+    """The arrays of one role in a model."""
+
+    arrays: int
+    values: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds on the local engine of this machine."""
+
+    workers: int  # processes that train at the same time
+    steps: int  # of all clients of a round; of an average choice if not all take part
+    train: float  # a round of training
+    evaluate: float  # an evaluation on the server's test images
+    run: float  # the whole run
+
+
+@dataclass(frozen=True)
+class ExplainedRun:
+    label: str
+    seeds: tuple[int, ...]
+    settings: tuple[Setting, ...]
+    model: dict[str, Part]  # by role
+    measured: Measured | None  # None: not measured
+    estimate: Estimate | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    experiment: Experiment
+    partitions: tuple[PartitionCounts, ...]  # empty if the server has no data
+    runs: tuple[ExplainedRun, ...]  # those of further seeds are not repeated
+
+
+def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
+    """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients."""
+    first: dict[str, Prepared] = {}
+    for prepared in prepare(experiment):
+        first.setdefault(prepared.run.label, prepared)
+    seeds = {label: tuple(run.seed for run in experiment.runs if run.label == label) for label in first}
+    by_label = {run.label: run for run in reversed(experiment.runs)}
+    explained = []
+    for label, prepared in first.items():
+        measured = try_out(prepared) if trial and prepared.dataset is not None else None
+        explained.append(
+            ExplainedRun(
+                label,
+                seeds[label],
+                tuple(settings_of(experiment, by_label[label])),
+                _parts_of(prepared),
+                measured,
+                None if measured is None else _estimate(prepared, measured),
+            )
+        )
+    has_data = all(prepared.dataset is not None for prepared in first.values())
+    counts = count_partitions(experiment) if has_data else []
+    return Explanation(experiment, tuple(counts), tuple(explained))
+
+
+def _parts_of(prepared: Prepared) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    tensors = prepared.model.state_dict()
+    for key, role in roles(prepared.model).items():
+        before, tensor = parts.get(str(role), Part(0, 0, 0)), tensors[key]
+        size = tensor.numel() * tensor.element_size()
+        parts[str(role)] = Part(before.arrays + 1, before.values + tensor.numel(), before.bytes + size)
+    return parts
+
+
+def _estimate(prepared: Prepared, measured: Measured) -> Estimate:
+    run, dataset = prepared.run, prepared.dataset
+    assert dataset is not None
+    workers = min(max(workers_of(run), 1), measured.clients)
+    sizes = [len(part) for part in partition_of(run.data, run.clients, run.seed, str(prepared.device))]
+    steps = round(_steps(run, sizes) * measured.clients / run.clients)
+    train = (steps * measured.step + measured.clients * measured.message) / workers
+    evaluate = _evaluation(prepared, dataset, measured, workers)
+    evaluations = math.ceil(run.rounds / run.evaluate.every)
+    return Estimate(workers, steps, train, evaluate, run.rounds * train + evaluations * evaluate)
+
+
+def _steps(run: Settings, sizes: Sequence[int]) -> int:
+    """The steps of all clients in a round."""
+    if run.train.steps is not None:
+        return run.train.steps * len(sizes)
+    return (run.train.epochs or 1) * sum(math.ceil(size / run.train.batch_size) for size in sizes)
+
+
+def _evaluation(prepared: Prepared, dataset: DataSet, measured: Measured, workers: int) -> float:
+    """The seconds of an evaluation on the server and by clients, each of which tests on all images and on its own."""
+    run, images = prepared.run, len(dataset.test.labels)
+    personal = prepared.rule.traits.personal
+    by_clients = personal if run.evaluate.clients is None else run.evaluate.clients
+    per_image = measured.test_image or 0.0
+    domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
+    server = domains * images * per_image
+    return server + (run.clients * images + images) * per_image / workers * by_clients

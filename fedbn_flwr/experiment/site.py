@@ -1,0 +1,154 @@
+"""Checks what a site needs to train: versions, data, memory, disk and GPU. `fedbn check` prints them.
+
+The checks of its connection are in `fedbn_flwr.engines.reach`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context, RecordDict
+from packaging.requirements import Requirement
+from torch import Tensor
+
+from fedbn_flwr import __version__
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.engines.reach import Check, check_writable
+from fedbn_flwr.errors import FedbnError, SettingsError
+
+from .data import resolve, shape_without_data
+from .model import choose_device, make_model, try_model
+from .node import check_node_keys, data_of, number_of
+from .settings import Experiment, Settings
+
+_LITTLE_MEMORY = 2.0  # GB; PyTorch and Flower take about one
+_LITTLE_DISK = 2.0  # GB
+_SHOWN_CLASSES = 12
+
+
+def check_versions() -> Check:
+    """Whether the packages are installed in versions that this project works with."""
+    problems, found = [], [f"python {platform.python_version()}", f"fedbn-flwr {__version__}"]
+    for text in importlib.metadata.requires("fedbn-flwr") or []:
+        needed = Requirement(text)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{needed.name} is not installed, needed {needed.specifier}")
+            continue
+        if not needed.specifier.contains(version, prereleases=True):
+            problems.append(f"{needed.name} is {version}, needed {needed.specifier}")
+        if needed.name in ("flwr", "torch", "torchvision"):
+            found.append(f"{needed.name} {version}")
+    if problems:
+        return Check("versions", "failed", "; ".join(problems), "pip install --upgrade fedbn-flwr")
+    return Check("versions", "ok", ", ".join(sorted(found)))
+
+
+def check_node_config(node: Mapping[str, Any]) -> list[Check]:
+    """Whether the keys of the node config are known, and its state folder can be written to."""
+    try:
+        check_node_keys(node)
+    except SettingsError as error:
+        return [Check("node config", "failed", str(error), "correct --node-config")]
+    return [check_writable(Path(str(node["state"])))] if "state" in node else []
+
+
+def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> list[Check]:
+    """Whether the data of the site's client can be read, what they are, and whether they suit the experiment."""
+    runs = experiment.runs if experiment is not None else (Settings(),)
+    checks: list[Check] = []
+    for run in map(resolve, runs):
+        for check in _data_of_run(run, node, expected=experiment is not None):
+            if check not in checks:  # most runs have the same data
+                checks.append(check)
+    return checks
+
+
+def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> Iterator[Check]:
+    try:
+        context = Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={})
+        client = number_of(context, run.clients)
+        dataset, train, test = data_of(run, node, client, "cpu")
+        where = str(node.get("data-path", run.data.name))
+        yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
+        if not len(test):
+            yield Check(
+                "data", "warning", f"{where}: no test images", "add a test split; the site cannot evaluate its model"
+            )
+        if expected:
+            yield _suits(run, dataset)
+    except FedbnError as error:
+        yield Check("data", "failed", str(error), "correct the data, the node config or the experiment")
+
+
+def _suits(run: Settings, dataset: DataSet) -> Check:
+    """Whether the data have the form that the experiment names, and the model accepts them."""
+    if not run.evaluate.server:
+        shape = shape_without_data(run)
+        given = {"classes": shape.classes, "channels": shape.channels, "size": shape.size}
+        here = {"classes": dataset.classes, "channels": dataset.channels, "size": tuple(dataset.size)}
+        if wrong := [f"{key} {here[key]}, expected {value}" for key, value in given.items() if here[key] != value]:
+            return Check("experiment", "failed", "the data have " + "; ".join(wrong), "correct data or experiment")
+    try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
+    return Check("experiment", "ok", f"{run.name}: {run.model.name} takes these images")
+
+
+def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
+    height, width = dataset.size
+    channels = {1: "grey", 3: "RGB"}.get(dataset.channels, f"{dataset.channels} channels")
+    parts = [f"{len(train):,} training and {len(test):,} test images of {height}x{width} pixels, {channels}"]
+    if dataset.dense:
+        parts.append(f"{dataset.classes} classes per pixel")
+    else:
+        counts = torch.bincount(dataset.train.labels[train].cpu(), minlength=dataset.classes).tolist()
+        named = [f"{name}: {count}" for name, count in zip(dataset.class_names, counts, strict=True)]
+        more = f", ... ({len(named)} classes)" if len(named) > _SHOWN_CLASSES else ""
+        parts.append(f"classes: {', '.join(named[:_SHOWN_CLASSES])}{more}")
+    if (domains := dataset.domains) is not None:
+        here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
+        parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")
+    return "; ".join(parts)
+
+
+def check_machine(experiment: Experiment | None, folder: Path) -> list[Check]:
+    """Memory, disk and GPU."""
+    free = _free_memory() / 1e9
+    memory = Check("memory", "ok", f"{free:.1f} GB free, {os.cpu_count()} cores")
+    if free < _LITTLE_MEMORY:
+        memory = Check("memory", "warning", memory.found, f"have {_LITTLE_MEMORY:g} GB free: end other programs")
+    space = shutil.disk_usage(folder if folder.is_dir() else Path.cwd()).free / 1e9
+    disk = Check("disk", "ok", f"{space:.1f} GB free")
+    if space < _LITTLE_DISK:
+        disk = Check("disk", "warning", disk.found, f"have {_LITTLE_DISK:g} GB free for images, state and models")
+    return [memory, disk, _gpu(experiment)]
+
+
+def _free_memory() -> int:
+    """Bytes that programs can still get without swapping."""
+    known = Path("/proc/meminfo")
+    for line in known.read_text().splitlines() if known.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # without the page cache
+
+
+def _gpu(experiment: Experiment | None) -> Check:
+    try:
+        for run in experiment.runs if experiment is not None else ():
+            choose_device(run.engine.device)
+    except SettingsError as error:
+        return Check("GPU", "failed", str(error), "install PyTorch for CUDA, or set engine.device to auto")
+    if not torch.cuda.is_available():
+        return Check("GPU", "ok", "none: the client trains on the CPU")
+    free, total = torch.cuda.mem_get_info()
+    return Check("GPU", "ok", f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")

@@ -1,0 +1,228 @@
+"""`fedbn check`, with real keys and certificates, and a real TLS server on loopback."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import json
+import shutil
+import socket
+import ssl
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from PIL import Image
+
+from fedbn_flwr import cli
+from tests.support.network import make_keys, needs_tools
+
+pytestmark = needs_tools
+
+
+@pytest.fixture(scope="module")
+def keys() -> Iterator[Path]:
+    """Keys of deploy/keys.sh in a folder that other users can enter, unlike pytest's."""
+    folder = Path(tempfile.mkdtemp(prefix="fedbn-keys-"))
+    done = make_keys(folder / "keys", "--nodes", "1")
+    assert done.returncode == 0, done.stderr
+    for each in (folder, folder / "keys", folder / "keys" / "site-0"):
+        each.chmod(0o755)
+    (folder / "keys" / "site-0" / "node.key").chmod(0o600)
+    yield folder / "keys"
+    shutil.rmtree(folder)
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, dict[str, dict[str, str]]]:
+    """The exit code, and the checks by name: of several with one name, the last that is not ok."""
+    code = cli.main(["check", "--json", *map(str, words)])
+    found = json.loads(capsys.readouterr().out)["checks"]
+    assert all(bool(each["cure"]) == (each["status"] != "ok") for each in found)
+    ordered = sorted(found, key=lambda each: each["status"] != "ok")
+    return code, {each["name"]: each for each in ordered}
+
+
+def valid_until(days: float, file: Path, keys: Path) -> Path:
+    """A copy of the SuperLink's certificate with another end, signed by the same authority."""
+    old = x509.load_pem_x509_certificate((keys / "superlink" / "server.pem").read_bytes())
+    authority = x509.load_pem_x509_certificate((keys / "ca.crt").read_bytes())
+    now = datetime.datetime.now(datetime.UTC)
+    new = x509.CertificateBuilder(
+        authority.subject, old.subject, old.public_key(), x509.random_serial_number(),
+        now - datetime.timedelta(days=90), now + datetime.timedelta(days=days), list(old.extensions),
+    )  # fmt: skip
+    signer = load_pem_private_key((keys / "ca" / "ca.key").read_bytes(), None)
+    file.write_bytes(new.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM))
+    return file
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that rejects the certificate ends the handshake."""
+
+
+@contextmanager
+def served(keys: Path, certificate: Path | None = None, host: str = "127.0.0.1", *, tls: bool = True) -> Iterator[str]:
+    with Server((host, 0), Healthy) as server:
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate or keys / "superlink" / "server.pem", keys / "superlink" / "server.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"{host}:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_site_that_is_ready_passes(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--root-certificates", keys / "site-0" / "ca.crt", "--auth-supernode-private-key"]
+    words += [keys / "site-0" / "node.key", "--node-config", "partition-id=1 num-partitions=3"]
+    with served(keys) as address:
+        code, found = check(capsys, *words, "--superlink", address, "quick")
+    assert code == 0, found
+    assert {each["status"] for name, each in found.items() if name not in ("memory", "disk")} == {"ok"}
+    assert "a SuperLink, with TLS" in found["server"]["found"]
+    assert "superlink, localhost, 127.0.0.1" in found["server certificate"]["found"]
+    assert "824 days" in found["server certificate"]["found"]
+    assert "secp384r1" in found["key"]["found"]
+    assert "flwr 1.41" in found["versions"]["found"]
+    assert "8x8 pixels, grey; classes: 0: " in found["data"]["found"]
+    assert "cnn takes these images" in found["experiment"]["found"]
+
+
+def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--auth-supernode-private-key", str(keys / "no.key")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("FAILED   key"))
+    assert "No such file" in lines[at]
+    assert lines[at + 1].strip().startswith("-> ")
+    assert lines[-1].endswith(" 1 failed")
+
+
+def test_a_key_that_others_can_read_fails(keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = keys / "site-0" / "node.key"
+    for mode, folder, says in ((0o644, 0o755, "all users"), (0o640, 0o755, "its group"), (0o644, 0o700, None)):
+        key.chmod(mode)
+        key.parent.chmod(folder)
+        code, found = check(capsys, "--auth-supernode-private-key", key)
+        assert code == (1 if says else 0), (oct(mode), found)
+        assert (says or "by its owner only") in found["key"]["found"]
+    key.chmod(0o600)
+    key.parent.chmod(0o755)
+    for name in ("superlink/server.key", "nodes/node-0.pub"):  # neither is a private key of ssh-keygen
+        code, found = check(capsys, "--auth-supernode-private-key", keys / name)
+        assert code == 1
+        assert "no private key" in found["key"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("days", "status", "says"),
+    [(-1, "failed", "expired on"), (10.5, "warning", "(10 days)"), (31, "ok", "valid until")],
+)
+def test_the_validity_of_certificates_is_checked(
+    days: float, status: str, says: str, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate = valid_until(days, tmp_path / "server.pem", keys)
+    code, found = check(capsys, "--root-certificates", certificate)
+    assert code == (status == "failed")
+    assert found["root certificate"]["status"] == status
+    assert says in found["root certificate"]["found"]
+    with served(keys, certificate) as address:
+        code, found = check(capsys, "--root-certificates", keys / "ca.crt", "--superlink", address)
+    assert code == (status == "failed")
+    which = found["server" if status == "failed" else "server certificate"]
+    assert which["status"] == status
+    if status != "ok":
+        assert "keys.sh --add" in which["cure"]
+
+
+def test_a_server_that_cannot_be_trusted_or_reached_is_named(
+    keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def server(address: str, *words: str | Path, authority: Path = keys / "ca.crt") -> dict[str, str]:
+        code, found = check(capsys, "--root-certificates", authority, "--superlink", address, *words)
+        assert code == 1
+        return found["server"]
+
+    with served(keys, host="127.0.0.2") as address:
+        found = server(address)
+        assert "is not for '127.0.0.2' but for superlink, localhost, 127.0.0.1" in found["found"], found
+        assert "keys.sh --add 127.0.0.2" in found["cure"]
+    assert make_keys(tmp_path / "other", "--nodes", "1").returncode == 0
+    with served(keys) as address:
+        assert "is not signed by" in server(address, authority=tmp_path / "other" / "ca.crt")["found"]
+    with served(keys, tls=False) as address:
+        assert "has no TLS" in server(address)["found"]
+        code, plain = check(capsys, "--insecure", "--superlink", address)
+        assert (code, plain["server"]["status"]) == (0, "warning")
+    assert "refused" in server(address)["found"]  # closed by now
+    assert "unknown here" in server("no-such-host.invalid:8000")["found"]
+    assert "HOST:PORT" in server("localhost")["cure"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        found = server(f"127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.3")
+        assert "ends the connection" in found["found"] or "timed out" in found["found"], found
+
+
+def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    for split, count in (("train", 4), ("test", 2)):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(random.integers(0, 255, (12, 10, 3), np.uint8)).save(folder / f"{number}.png")
+    config = ["--node-config", f"data-path='{tmp_path / 'images'}' state='{tmp_path}'"]
+    code, found = check(capsys, *config)
+    assert code == 0
+    assert "8 training and 4 test images of 12x10 pixels, RGB; classes: cat: 4, dog: 4" in found["data"]["found"]
+    assert "can be written to" in found["state folder"]["found"]
+    site = ["{data: {classes: 3, channels: 3, size: [12, 10], normalise: unit}, evaluate: {server: false}}"]
+    code, found = check(capsys, *config, *site)
+    assert code == 1
+    assert "data.classes is 3" in found["data"]["found"]
+    code, found = check(capsys, *config, *site, "data.classes=2", "model.name=lenet")
+    assert code == 1
+    assert "at least 12x12 pixels; these have 12x10" in found["data"]["found"]
+    code, found = check(capsys, *config, *site, "data.classes=2")
+    assert code == 0
+    shutil.copytree(tmp_path / "images", tmp_path / "broken")
+    (tmp_path / "broken" / "train" / "cat" / "0.png").write_bytes(b"no image")
+    code, found = check(capsys, "--node-config", f"data-path='{tmp_path / 'broken'}'")
+    assert code == 1
+    assert "0.png" in found["data"]["found"]
+    code, found = check(capsys, "--node-config", "data-path='/no/such/folder'")
+    assert code == 1
+    assert "/no/such/folder" in found["data"]["found"]
+    code, found = check(capsys, "--node-config", "data-pth='/data'")
+    assert code == 1
+    assert "'data-path'" in found["node config"]["found"]
+    code, found = check(capsys, "--node-config", "partition-id=0 num-partitions=5", "quick")
+    assert code == 1
+    assert "clients=3" in found["data"]["found"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--timeout", "0"], ["--insecure", "--root-certificates", "ca.crt"], ["--node-config", "data-path"]]
+)
+def test_wrong_usage_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *words]) == 2
+    assert capsys.readouterr().err.startswith("fedbn: error: --")

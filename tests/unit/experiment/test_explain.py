@@ -1,0 +1,121 @@
+"""`fedbn explain`: what it says is what a run then does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.experiment.explain import explain
+from fedbn_flwr.experiment.find import load_experiment, run_names
+from fedbn_flwr.experiment.origins import settings_of
+from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.results.partition import PartitionCounts, partition_picture
+
+SMALL = """
+rounds: 5
+clients: 4
+train: {steps: 2, batch_size: 8, momentum: 0.5}
+engine: {workers: 0}
+evaluate: {every: 5}
+"""
+STRATEGIES = """
+runs:
+  FedAvg: {}
+  half: {strategy: {name: FedAvg, fraction_train: 0.5}}
+  three: {strategy: {name: FedAvg, fraction_train: 0.5, min_train_nodes: 3}}
+  FedBN: {strategy: {name: FedBN}}
+  initial: {strategy: {name: FedBN, global_norm: initial}}
+  SiloBN: {strategy: {name: SiloBN}}
+  FixBN: {strategy: {name: FixBN, freeze_round: 2}}
+  Scaffold: {strategy: {name: Scaffold}}
+  momentum: {strategy: {name: GlobalMomentum, base: {name: FedTAN}}}
+  Standalone: {strategy: {name: Standalone}}
+  FedTAN: {strategy: {name: FedTAN, exchange: paper}}
+  FedTANII: {strategy: {name: FedTANII, fedtan_rounds: 3}}
+"""
+
+
+def test_the_bytes_are_those_of_the_ledger_in_every_round(tmp_path: Path) -> None:
+    experiment = load_experiment(SMALL + STRATEGIES)
+    explained = {run.label: run.measured for run in explain(experiment).runs}
+    run_locally(experiment, tmp_path, resume=False)
+    for name, run in zip(run_names(experiment), experiment.runs, strict=True):
+        measured = explained[run.label]
+        assert measured is not None
+        lines = [json.loads(line) for line in (tmp_path / name / "history.jsonl").read_text().splitlines()]
+        phases = dict(measured.traffic)
+        now = phases[1]
+        for line in lines:
+            now = phases.get(line["round"], now)
+            assert measured.clients * now.bytes_down == line["bytes_down"], (name, line["round"])
+            assert measured.clients * now.bytes_up == line["bytes_up"], (name, line["round"])
+            assert measured.clients * (1 + now.exchanges) == line["messages_up"], (name, line["round"])
+        assert measured.total() == tuple(sum(line[key] for line in lines) for key in ("bytes_down", "bytes_up"))
+
+
+def test_what_travels_is_named_by_role() -> None:
+    runs = {
+        run.label: run for run in explain(load_experiment(SMALL + STRATEGIES, ["only=[FedBN,FedTANII,Scaffold]"])).runs
+    }
+    sizes = {role: part.bytes for role, part in runs["FedBN"].model.items()}
+    fedbn, fedtan, scaffold = (runs[label].measured for label in ("FedBN", "FedTANII", "Scaffold"))
+    assert fedbn is not None
+    assert fedtan is not None
+    assert scaffold is not None
+    assert dict(fedbn.traffic[0][1].down) == {"weights": sizes["weights"]}
+    assert dict(fedbn.traffic[0][1].up) == {key: sizes[key] for key in ("weights", "affine", "statistics")}
+    for _, each in fedtan.traffic:
+        assert dict(each.down) == dict(each.up) == {key: sizes[key] for key in ("weights", "affine", "statistics")}
+    assert [(first, each.exchanges) for first, each in fedtan.traffic] == [(1, 4), (4, 0)]
+    (_, one), (first, two) = scaffold.traffic
+    assert first == 2
+    assert set(two.down) - set(one.down) == {"control"} == set(one.up) - {"weights", "affine", "statistics"}
+    assert two.down["control"] == sizes["weights"] + sizes["affine"]
+
+
+def test_every_setting_has_its_origin() -> None:
+    text = "{rounds: 3, data: {name: digits}, train: {lr: 0.5}, seeds: [1, 2], "
+    text += "runs: {a: {train: {steps: 1}}, b: {strategy: {name: FixBN, freeze_round: 2}}}}"
+    experiment = load_experiment(text, ["train.lr=0.1", "strategy.freeze_round=1", "only=b"])
+    run = experiment.runs[0]
+    assert run.label == "b, strategy.freeze_round=1"
+    found = {each.key: (each.value, each.origin) for each in settings_of(experiment, run)}
+    assert found["rounds"] == (3, "file")
+    assert found["seed"] == (1, "file")
+    assert found["train.lr"] == (0.1, "command line")
+    assert found["strategy.name"] == ("FixBN", "run b")
+    assert found["strategy.freeze_round"] == (1, "command line")
+    assert found["data.normalise"] == ("moments", "data set")
+    assert found["train.batch_size"] == (32, "default")
+    assert "train.steps" not in found
+
+
+def test_the_picture_has_a_mark_where_a_client_has_a_class() -> None:
+    counts = PartitionCounts("digits: iid", ("zero", "one"), ((100, 0), (1, 0), (50, 7)))
+    for unicode, expected in ((False, ["zero    # . :", "one         #"]), (True, ["zero    █ ░ ▒", "one         █"])):
+        lines = partition_picture(counts, unicode=unicode).splitlines()
+        assert lines[2:5] == ["client  0 1 2", *expected]
+        assert lines[-1] == "images per client: 1 to 100, median 57"
+
+
+def test_explain_prints_all_parts_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(SMALL)
+    assert cli.main(["explain", str(file), "rounds=3"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["explain", str(file), "rounds=3", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    for line in ("rounds +3 +command line", "clients +4 +file", "images per client: 359 to 360", "weights, affine"):
+        assert re.search(line, text), line
+    assert run["measured"]["total_bytes_up"] == 3 * 4 * run["measured"]["traffic"][0]["bytes_up"]
+    assert run["estimate"]["steps"] == 8
+    assert 0 < run["estimate"]["train"] < run["estimate"]["run"]
+    assert cli.main(["explain", str(file), "--no-trial"]) == 0
+    assert "time:" not in capsys.readouterr().out
+    assert cli.main(["explain", str(file), "evaluate.server=false", "data={classes: 10, channels: 1, size: 8}"]) == 0
+    assert "The data are at the sites" in capsys.readouterr().out
+    assert not list(tmp_path.glob("runs*"))
