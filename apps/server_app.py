@@ -5,6 +5,7 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedbn_flwr.engines.logs import OneLine
 from fedbn_flwr.experiment.run import serve
 
 app = ServerApp()
@@ -12,6 +13,8 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
+    log = logging.getLogger("flwr")
     # In every round Flower logs figures that the progress lines and the run folders contain.
-    logging.getLogger("flwr").setLevel(logging.WARNING)
+    log.setLevel(logging.WARNING)
+    log.addFilter(OneLine())
     serve(grid, context.run_config).announce()

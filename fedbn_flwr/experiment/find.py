@@ -64,7 +64,7 @@ def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
 # Cached, because a client is made for each message.
 @functools.lru_cache(maxsize=8)
 def _from_run_config(source: str, changes: str) -> Experiment:
-    return load_experiment(source, shlex.split(changes))
+    return load_experiment(source, split_changes(changes))
 
 
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
@@ -194,6 +194,35 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise SettingsError(f"not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+def split_changes(text: str) -> list[str]:
+    """The changes in `set`, separated by blanks that are neither in quotes nor in brackets.
+
+    Quotes are removed as in a shell, except inside brackets, where they are YAML's.
+    """
+    words: list[str] = []
+    word: str | None = None
+    quote, open_brackets = "", ""
+    for char in text:
+        if quote and char != quote:
+            is_content = True
+        elif char in "'\"":
+            quote, is_content = "" if quote else char, bool(open_brackets)
+        elif char.isspace() and not open_brackets:
+            words += [] if word is None else [word]
+            word = None
+            continue
+        else:
+            is_content = True
+            if char in "{[":
+                open_brackets += char
+            elif char in "}]":
+                open_brackets = open_brackets[:-1]
+        word = (word or "") + (char if is_content else "")
+    if quote or open_brackets:
+        raise SettingsError(f"set={text!r} has {quote or open_brackets[-1]} without its closing counterpart")
+    return words if word is None else [*words, word]
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:

@@ -106,6 +106,22 @@ def test_bad_input_to_flwr_run_ends_before_anything_is_started(capsys: pytest.Ca
     assert printed.out == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ("rouns=3", "unknown key 'rouns' (= 3); did you mean 'rounds'?"),
+        ("strategy={name: FedTN, exchange: paper}", "strategy.name='FedTN' is not a strategy; did you mean 'FedTAN'?"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_of_flower_s_log(deployment: Deployment, changes: str, line: str) -> None:
+    run_id = deployment.submit({"experiment": "quick", "set": changes})
+    assert deployment.wait_for_end(run_id) == "finished:failed"
+    log = deployment.log(run_id)
+    assert log.count(line) == 1
+    assert "Traceback" not in log
+    assert "Exit Code" not in log
+
+
 def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(tmp_path: Path) -> None:
     """The server cannot read its nodes' states, and the run resumes on Ray: FedBN needs them, FedAvg does not."""
     out = tmp_path / "out"
