@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
@@ -138,12 +138,52 @@ class Wrapper(_Around):
 
     # --- the run ---
 
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the federation; if the wrapped strategy is not a rule and has a `start` of its own, by that one."""
+        innermost: Rule = self
+        while isinstance(innermost, Wrapper):
+            innermost = innermost.rule
+        if not isinstance(innermost, Foreign) or type(innermost.strategy).start is Strategy.start:
+            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        self.check(num_rounds)
+        self.begin(num_rounds, initial_arrays)
+        return _calling(innermost.strategy, self).start(
+            grid=grid,
+            initial_arrays=initial_arrays,
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train_config,
+            evaluate_config=evaluate_config,
+            evaluate_fn=evaluate_fn,
+        )
+
     def state(self) -> RecordDict:
         return RecordDict({**super().state(), **nested("base", self.rule.state())})
 
     def restore(self, records: RecordDict) -> None:
         super().restore(records)
         self.rule.restore(inside("base", records))
+
+
+_ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary")
+
+
+def _calling(strategy: Strategy, rule: Rule) -> Strategy:
+    """A strategy with the attributes and the `start` of `strategy`, where `self.configure_train` etc. are `rule`'s."""
+    cls = type(strategy)
+    methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
+    calling: Strategy = object.__new__(type(cls.__name__, (cls,), methods))
+    calling.__dict__ = strategy.__dict__
+    return calling
 
 
 class Foreign(_Around):

@@ -113,9 +113,10 @@ class FedTAN(FedAvg):
             )
 
     def instructions(self, round: Round) -> dict[str, Any]:
+        asked = {protocol.REPORT_BATCH: True} if self.weights_by == "batch" else {}
         if _frozen(round.config):  # frozen batch norms compute no batch statistics
-            return {}
-        return {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward}
+            return asked
+        return {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward, **asked}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -8,26 +8,30 @@ additional communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays
-from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.screening import Reply
+from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.screening import Reply, one_line
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
 from ._wrapper import Wrapper
+from .meanstatistics import server_optimiser
 
 
 class FixBN(Wrapper):
@@ -90,10 +94,16 @@ class FixBN(Wrapper):
             raise SettingsError(f"window is {window}; expected at least 2 rounds, since a variance needs two values")
         if not threshold > 0:
             raise SettingsError(f"threshold is {threshold}; expected a number above zero")
+        if "statistics" in names and (name := server_optimiser(strategy)) is not None:
+            raise SettingsError(
+                f"FixBN freezes batch norm's statistics, which {name} changes by steps of its optimiser, so that they "
+                f"are no statistics of the data; wrap it: FixBN(MeanStatistics({name}(...)), ...)"
+            )
         self.freeze_round = freeze_round
         self.freeze = frozenset(Role(name) for name in names)
         self.window = window
         self.threshold = threshold
+        self._asks = True  # before the first round, whether clients honour the freeze
         if isinstance(freeze_round, int):
             self.memory.last_free = freeze_round
 
@@ -122,11 +132,22 @@ class FixBN(Wrapper):
                 self.argument, self.freeze_round, num_rounds, self.argument,
             )  # fmt: skip
         freezes = self.freeze_round == "auto" or last_free < num_rounds
+        # In round 1 a reply shows whether the client honours the freeze, and FedTAN inside needs a BNClient anyway.
+        self._asks = freezes and last_free > 0 and not self.traits.replaces_norm
         if freezes and not split_by_role(arrays, roles(arrays), self.freeze)[0]:
             raise SettingsError(
                 "FixBN freezes batch norm, and the model has none (no key ends in running_mean); use its base "
                 "strategy, or a model with model.norm=bn"
             )
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        # The clients of an experiment (which has a name) are always those of this library.
+        if self._asks and protocol.RUN not in config:
+            _check_honoured(grid, FREEZE, server_round)
+        self._asks = False
+        return super().configure_train(server_round, arrays, config, grid)
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "freeze_round": self.memory.last_free, "frozen": sorted(self.freeze)}
@@ -164,9 +185,10 @@ class FixBN(Wrapper):
     def _frozen(self, round: Round, which: frozenset[Role] | None = None) -> Arrays:
         """The arrays that are frozen in a round: none up to round T*."""
         if self.memory.last_free is None:
-            raise RuntimeError(
-                f"freeze_round={self.freeze_round!r} depends on the number of rounds, which is unknown; start the "
-                "run by the start() of the outermost strategy, or give freeze_round as an int"
+            raise SettingsError(
+                f"{self.argument}={self.freeze_round!r} depends on the number of rounds, which only the start() of a "
+                "strategy of fedbn_flwr knows: another strategy is around this one, or start() was not called. Give "
+                f"{self.argument} as a round (an int), or wrap the other strategy instead: FixBN(OtherStrategy(...))"
             )
         if round.number <= self.memory.last_free:
             return {}
@@ -189,3 +211,34 @@ class FixBN(Wrapper):
             del changes[: -self.window]
         self.memory.last[who] = vector
         return len(changes) == self.window and float(np.var(changes)) < self.threshold
+
+
+_TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers
+
+
+def _check_honoured(grid: Grid, key: str, server_round: int) -> None:
+    """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not say so.
+
+    The rounds before the first message with the key would be lost if a client ignored it.
+    """
+    nodes = wait_for_nodes(grid, 1, _TIMEOUT, "start SuperNodes")
+    content = RecordDict({"config": ConfigRecord({protocol.ROUND: server_round})})
+    queries = [Message(content, node, protocol.KEYS_QUERY) for node in nodes]
+    problems = []
+    for reply in grid.send_and_receive(queries, timeout=_TIMEOUT):
+        node = reply.metadata.src_node_id
+        if reply.has_content():
+            if key not in next(iter(metrics_in(reply.content).values()), MetricRecord()):
+                problems.append(f"node {node}: its client does not honour it")
+            continue
+        reason = str(reply.error.reason)
+        if reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION and protocol.KEYS_TASK not in reason:
+            problems.append(f"node {node}: {one_line(reason)}")
+        # A node that is offline, or cannot make its client, is left to the rounds: other nodes may suffice.
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in sorted(problems))
+        raise RunFailed(
+            f"the run cannot begin: its later rounds need clients that honour the config key {key!r}, and these do not "
+            f"say that they do. Serve them by fedbn_flwr.client_app with a BNClient, or answer {protocol.KEYS_QUERY!r} "
+            f"as docs/plugin.md shows:{listed}"
+        )

@@ -1,27 +1,46 @@
-"""Averages batch norm's statistics, for use around server optimisers.
+"""Averages batch norm's statistics, for use around server optimisers and other strategies of Flower.
 
 FedAdam, FedAvgM and others treat the clients' mean change as a pseudo-gradient and take an optimiser step along it
 (Reddi et al. 2021, https://arxiv.org/abs/2003.00295). Such a step can make a running variance negative. This wrapper
-replaces the statistics and counters by the weighted mean of the clients' values and leaves the other arrays to the
-wrapped strategy:
+averages statistics and counters by number of examples and leaves the other arrays to the wrapped strategy:
 
     MeanStatistics(FedAdam(eta=0.01))
 
-Robust strategies such as Krum choose among whole replies and do not need this wrapper.
+A strategy of Flower does not receive statistics and counters at all. So QFedAvg, which cannot compute with integers,
+works; robust strategies measure distances without them and keep the counters' dtype; Flower's wrappers for differential
+privacy neither count them in the norm that they clip nor add noise to them, which means that they are not protected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvgM, QFedAvg, Strategy
+from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
-from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.screening import Reply, number_problem
+from fedbn_flwr.messages.arrays import record_of, unpack
+from fedbn_flwr.messages.screening import Reply, arrays_of, number_problem, with_records
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
-from ._wrapper import Wrapper
+from ._wrapper import Foreign, Wrapper
+
+OF_NORMS = frozenset({Role.STATISTICS, Role.COUNTER})
+
+
+def server_optimiser(strategy: Strategy) -> str | None:
+    """The name of the strategy, or of one inside it, whose optimiser would change statistics; None if there is none."""
+    inside: object = strategy
+    while isinstance(inside, Strategy) and not isinstance(inside, MeanStatistics):
+        if isinstance(inside, FedOpt | FedAvgM | QFedAvg):
+            return type(inside).__name__
+        inside = getattr(inside, "strategy", None)
+    return None
 
 
 class MeanStatistics(Wrapper):
@@ -34,10 +53,40 @@ class MeanStatistics(Wrapper):
     def problem(self, round: Round, reply: Reply) -> str | None:
         return number_problem(reply.metrics, protocol.NUM_EXAMPLES) or fault(reply.arrays, unpack(round.arrays))
 
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        if not isinstance(self.rule, Foreign):
+            return super().configure_train(server_round, arrays, config, grid)
+        messages = list(super().configure_train(server_round, _without_norms(arrays), config, grid))
+        assert self.round is not None
+        self.round = replace(self.round, arrays=arrays)
+        merged: dict[int, ArrayRecord] = {}  # the messages of a round share their arrays
+
+        def whole(sent: ArrayRecord) -> ArrayRecord:
+            return merged.setdefault(id(sent), merged.get(id(sent)) or record_of({**arrays, **sent}))
+
+        return [_with_arrays(message, whole) for message in messages]
+
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
+        inner = replies
+        if isinstance(self.rule, Foreign):
+            inner = [replace(reply, message=_with_arrays(reply.message, _without_norms)) for reply in replies]
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.
-        stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, replies, weights).items()}
-        of_norms = split_by_role(sent, roles(sent), {Role.STATISTICS, Role.COUNTER})[0]
+        stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, inner, weights).items()}
+        of_norms = split_by_role(sent, roles(sent), OF_NORMS)[0]
         statistics = [{key: reply.arrays[key] for key in of_norms} for reply in replies]
-        return {**stepped, **weighted_mean(statistics, weights)}
+        model = {**stepped, **weighted_mean(statistics, weights)}
+        return {key: model[key] for key in sent}
+
+
+def _without_norms(arrays: ArrayRecord) -> ArrayRecord:
+    return record_of(split_by_role(arrays, roles(arrays), OF_NORMS)[1])
+
+
+def _with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:
+    """A copy of the message with changed arrays of the model; the original keeps its content."""
+    arrays = arrays_of(message.content)
+    name = next(name for name, record in message.content.items() if record is arrays)
+    return with_records([message], {name: change(arrays)})[0]

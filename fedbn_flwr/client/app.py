@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from logging import ERROR
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ from fedbn_flwr.errors import FedbnError, MessageError
 from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.screening import arrays_of
 
 from .client import BNClient, Config
 from .layerwise import abandon_parked, parked_rounds, train_by_messages, train_over_stream
 from .node_state import return_to_round, stored_state
-from .rules import Update
+from .rules import Update, known_keys
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
 Make = Callable[[], NumPyClient]
@@ -35,12 +36,15 @@ class ClientFailed(FedbnError, RuntimeError):
     """The error of a client that could not handle a message; Flower sends it to the server as an error reply."""
 
 
-def client_app(make_client: MakeClient) -> ClientApp:
+def client_app(make_client: MakeClient, *, metric_names: Mapping[str, str] = MappingProxyType({})) -> ClientApp:
     """A ClientApp that handles the messages of Flower's and this project's strategies.
 
     `make_client(context)` is called for each message and returns a BNClient or any other NumPyClient. If the function
     has a second parameter, it receives the config of the message. An exception becomes Flower's error reply, which
     names the partition and the task that failed.
+
+    `metric_names` renames metrics in replies, for instance {"train-loss": "train_loss"} for a server that expects this
+    name.
     """
     app = ClientApp()
     takes_config = len(inspect.signature(make_client).parameters) > 1
@@ -54,7 +58,10 @@ def client_app(make_client: MakeClient) -> ClientApp:
         try:
             on_disk = "state" in context.node_config
             with stored_state(message, _config(message), context) if on_disk else nullcontext():
-                return Message(handle(make, message, context), reply_to=message)
+                content = handle(make, message, context)
+                if metric_names:
+                    _rename_metrics(content, metric_names)
+                return Message(content, reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             who = context.node_config.get("partition-id", f"node {context.node_id}")
             problem = f"{type(error).__name__}: {error}"
@@ -86,6 +93,10 @@ def client_app(make_client: MakeClient) -> ClientApp:
     @app.query(protocol.PARTITION_QUERY.split(".")[1])
     def partition(message: Message, context: Context) -> Message:
         return answer("report its partition", _partition, message, context)
+
+    @app.query(protocol.KEYS_QUERY.split(".")[1])
+    def keys(message: Message, context: Context) -> Message:
+        return answer(protocol.KEYS_TASK, _keys, message, context)
 
     return app
 
@@ -125,7 +136,7 @@ def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
     else:
         loss, num_examples, extra = client.evaluate([a.numpy() for a in record.values()], _plain(config))
         metrics = {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
-    return RecordDict({"metrics": _numbers(metrics)})
+    return RecordDict({**_records(metrics)})
 
 
 def _partition(make: Make, message: Message, context: Context) -> RecordDict:
@@ -139,6 +150,11 @@ def _place(context: Context) -> dict[str, Any]:
     """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
     partition = context.node_config.get("partition-id")
     return {} if partition is None else {protocol.PARTITION: int(partition)}
+
+
+def _keys(make: Make, message: Message, context: Context) -> RecordDict:
+    honoured = known_keys() if isinstance(make(), BNClient) else protocol.OF_RUN
+    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1))})
 
 
 def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
@@ -185,11 +201,25 @@ def _extras(message: Message, record: ArrayRecord) -> dict[str, Arrays]:
 
 def _reply(update: Update) -> RecordDict:
     extras = {name: pack(arrays) for name, arrays in update.extras.items()}
-    return RecordDict({"arrays": pack(update.arrays), "metrics": _numbers(update.metrics), **extras})
+    return RecordDict({"arrays": pack(update.arrays), **_records(update.metrics), **extras})
 
 
 def _plain(config: ConfigRecord) -> dict[str, Any]:
     return {key: config[key] for key in config}
+
+
+def _rename_metrics(content: RecordDict, names: Mapping[str, str]) -> None:
+    for name, metrics in metrics_in(content).items():
+        content[name] = MetricRecord({names.get(key, key): value for key, value in metrics.items()})
+
+
+def _records(metrics: Mapping[str, Any]) -> dict[str, MetricRecord | ConfigRecord]:
+    """The metrics, and the partition in a record of its own: Flower's strategies average all metrics."""
+    numbers = _numbers(metrics)
+    partition = numbers.pop(protocol.PARTITION, None)
+    if not isinstance(partition, int):
+        return {"metrics": numbers}
+    return {"metrics": numbers, "client": ConfigRecord({protocol.PARTITION: partition})}
 
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:

@@ -254,8 +254,9 @@ class BNClient(NumPyClient):
         metrics: Metrics = {
             protocol.NUM_EXAMPLES: self.num_examples,
             protocol.TRAIN_LOSS: loss,
-            protocol.BATCH_EXAMPLES: first_batch,
         }
+        if config.get(protocol.REPORT_BATCH):
+            metrics[protocol.BATCH_EXAMPLES] = first_batch
         update = Update(sent, metrics | self.identity, {})
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
         self._state.save("local", self._parts.taken(key for key in self.roles if key not in received))

@@ -5,8 +5,8 @@ key would train the wrong model. Other unknown keys are ignored. A key is absent
 module defines the keys of runs and exchanges; all other keys are declared by the client rules in
 `fedbn_flwr/client/rules`.
 
-Replies contain `arrays` with the keys that were sent, and `metrics` with `num-examples`, `train-loss` and, if the
-client has one, `partition-id`, by which the server sorts replies and names clients in errors.
+Replies contain `arrays` with the keys that were sent and `metrics` with `num-examples` and `train-loss`. A client's
+`partition-id`, if it has one, is in a ConfigRecord `client`; the server sorts replies by it and names clients by it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
 COHORT_BATCH = "fedbn.cohort-batch"
+REPORT_BATCH = "fedbn.report-batch"
 DIRECT = "fedbn.direct"
 DIRECT_TOKEN = "fedbn.direct-token"
 DIRECT_CA = "fedbn.direct-ca"
@@ -67,6 +68,8 @@ METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id and, with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
+KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours
+KEYS_TASK = "report the config keys that it honours"  # in the error of a client that cannot be made
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
 

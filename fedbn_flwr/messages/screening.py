@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError, RunFailed
@@ -16,7 +16,7 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from . import protocol
 from .aggregate import Arrays, fault
-from .arrays import arrays_in, metrics_in, unpack
+from .arrays import arrays_in, configs_in, metrics_in, unpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +53,10 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 
 def partition_of(content: RecordDict) -> int | None:
-    """The partition in the client's metrics, or None."""
-    for metrics in metrics_in(content).values():
-        if isinstance(partition := metrics.get(protocol.PARTITION), int):
+    """The partition that a client reports, in a ConfigRecord or among its metrics, or None."""
+    records: list[ConfigRecord | MetricRecord] = [*configs_in(content).values(), *metrics_in(content).values()]
+    for record in records:
+        if isinstance(partition := record.get(protocol.PARTITION), int):
             return partition
     return None
 

@@ -300,7 +300,7 @@ def test_too_few_usable_replies_end_the_run_with_their_reasons(federation: Feder
     fed = federation((8, 12, 6))
 
     def change(content: RecordDict) -> None:
-        partition = content["metrics"]["partition-id"]
+        partition = content["client"]["partition-id"]
         SPOILS["NaN" if partition == 0 else "missing key"][0](content)
 
     with pytest.raises(RunFailed) as caught:
@@ -345,7 +345,7 @@ def test_replies_are_left_unmodified(federation: Federations) -> None:
     for reply, old in zip(replies, before, strict=True):
         for key, value in unpack(reply.content["arrays"]).items():
             np.testing.assert_array_equal(value, old[key])
-        assert "partition-id" in reply.content["metrics"]
+        assert "partition-id" in reply.content["client"]
 
 
 def test_waiting_for_nodes_has_an_end(federation: Federations) -> None:

@@ -19,8 +19,10 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FixBN
+from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.federations import Arrays, models_of
+from tests.support.foreign import Foreign
+from tests.support.plugin import RecordingGrid
 
 Federations = Callable[..., Any]
 STATISTICS = {"1.running_mean", "1.running_var"}
@@ -210,6 +212,7 @@ def ignoring(fed: Any, partition: int) -> ClientApp:
             message.content["config"].pop("fedbn.freeze", None)
         return inner(message, context)
 
+    app.query("keys")(inner)  # its answer is not true
     return app
 
 
@@ -270,8 +273,100 @@ def test_around_flower_s_own_fedprox(federation: Federations) -> None:
 
 def test_a_fraction_needs_to_know_the_number_of_rounds(federation: Federations) -> None:
     fed = federation()
-    with pytest.raises(RuntimeError, match=r"freeze_round=0\.5 depends on the number of rounds"):
+    with pytest.raises(SettingsError, match=r"freeze_round=0\.5 depends on the number of rounds"):
         FixBN(FedAvg(), freeze_round=0.5).configure_train(1, fed.arrays(), ConfigRecord(), fed.grid())
+
+
+# --- before the first round --------------------------------------------------
+
+
+def honours(message: Message, context: Context) -> Message:
+    """The answer to query.keys of a client that honours the freeze."""
+    return Message(RecordDict({"metrics": MetricRecord({"fedbn.freeze": 1})}), reply_to=message)
+
+
+def without_answer(fed: Any) -> ClientApp:
+    """Honours the freeze and does not say so."""
+    app = ClientApp()
+    app.train()(fed.app())
+    return app
+
+
+def other_answer(fed: Any) -> ClientApp:
+    """A NumPyClient of another project, which knows no key."""
+    return client_app(lambda context: Foreign())
+
+
+@pytest.mark.parametrize("freeze_round", [2, 0.5, "auto"])
+@pytest.mark.parametrize(
+    ("app", "problem"),
+    [
+        (without_answer, r"node 1: No query function registered with name 'keys'"),
+        (other_answer, "node 1: its client does not honour it"),
+    ],
+)
+def test_no_round_is_lost_with_clients_that_cannot_freeze(
+    federation: Federations, app: Any, problem: str, freeze_round: Any
+) -> None:
+    fed = federation()
+    grid = RecordingGrid(app(fed), 2)
+    with pytest.raises(RunFailed, match=rf"^the run cannot begin: .*'fedbn\.freeze'(.|\n)*{problem}"):
+        FixBN(FedAvg(), freeze_round=freeze_round).start(grid, fed.arrays(), num_rounds=4)
+    assert grid.count("train") == 0
+
+
+def test_clients_are_asked_once_and_only_if_a_later_round_freezes(federation: Federations) -> None:
+    fed = federation()
+    for strategy, queries in [
+        (FixBN(FedAvg(), freeze_round=2), 2),
+        (FixBN(FedAvg(), freeze_round=0), 0),
+        (FixBN(FedAvg(), freeze_round=4), 0),
+    ]:
+        grid = RecordingGrid(fed.app(), 2)
+        strategy.start(grid, fed.arrays(), num_rounds=4)
+        assert grid.errors() == []
+        assert grid.count("query.keys") == queries
+
+
+def test_a_client_that_cannot_be_made_does_not_prevent_the_run(federation: Federations) -> None:
+    """As in any round, the others may suffice."""
+    fed = federation((4, 4, 4))
+
+    def make(context: Context) -> BNClient:
+        if context.node_config["partition-id"] == 2:
+            raise OSError("no data")
+        return fed.make_client(context)
+
+    models = models_of(fed, FixBN(FedAvg(), freeze_round=1), 2, client_app(make))
+    assert moved(models[1], models[2]) == WEIGHTS | AFFINE
+
+
+def test_around_a_server_optimiser_it_needs_mean_statistics() -> None:
+    adam = flower.FedAdam()
+    with pytest.raises(SettingsError, match=r"which FedAdam changes .* FixBN\(MeanStatistics\(FedAdam\(...\)\), ...\)"):
+        FixBN(adam)
+    with pytest.raises(SettingsError, match="which FedAvgM changes"):
+        FixBN(flower.FedAvgM())
+    with pytest.raises(SettingsError, match="which FedAdam changes"):
+        FixBN(private(adam))
+    FixBN(MeanStatistics(adam))
+    FixBN(adam, freeze=["affine"])
+
+
+def private(strategy: flower.Strategy) -> flower.Strategy:
+    """Flower's wrapper for differential privacy, with neither noise nor clipping."""
+    return flower.DifferentialPrivacyServerSideFixedClipping(
+        strategy, noise_multiplier=0.0, clipping_norm=1e6, num_sampled_clients=2
+    )
+
+
+def test_inside_a_strategy_of_flower_it_needs_a_round_as_an_int(federation: Federations) -> None:
+    fed = federation()
+    words = r"freeze_round=0\.5 depends on the number of rounds, .* another strategy is around this one(.|\n)*an int"
+    with pytest.raises(SettingsError, match=words):
+        models_of(fed, private(FixBN(FedAvg(), freeze_round=0.5)), 2)
+    models = models_of(fed, private(FixBN(FedAvg(), freeze_round=1)), 3)
+    assert moved(models[2], models[3]) == WEIGHTS | AFFINE
 
 
 # --- automatic ---------------------------------------------------------------
@@ -297,6 +392,7 @@ def scripted(drifts: dict[int, list[float]], window: int, threshold: float, roun
 
     app = ClientApp()
     app.train()(train)
+    app.query("keys")(honours)
     strategy = FixBN(
         FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1),
         freeze_round="auto", window=window, threshold=threshold,
@@ -332,7 +428,7 @@ def test_no_round_is_chosen_before_the_window_is_full() -> None:
 def test_choosing_automatically_sends_no_further_message(federation: Federations) -> None:
     fed = federation((4, 4))
     counts = []
-    for freeze_round in ("auto", 6):
+    for freeze_round in ("auto", 5):
         metered = MeteredGrid(fed.grid())
         rule = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=freeze_round, window=2, threshold=10.0)
         rule.start(metered, fed.arrays(), num_rounds=6)

@@ -20,6 +20,7 @@ class FedTAN(ClientRule):
             "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
         ),
         protocol.COHORT_BATCH: Key("int", "images in the batches of all clients, sent with the result of an exchange"),
+        protocol.REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the images in the first batch"),
         protocol.DIRECT: Key("`HOST:PORT`", "run the exchanges of this `train` message on a stream to this address"),
         protocol.DIRECT_TOKEN: Key("text", "authenticate by this token, valid for one stream of one node in one round"),
         protocol.DIRECT_CA: Key("PEM", "trust this certificate authority; without it, the client's default ones"),

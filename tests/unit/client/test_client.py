@@ -171,7 +171,7 @@ def test_a_reply_has_the_keys_that_were_sent(federation: Federations) -> None:
         assert list(reply.content["arrays"]) == list(arrays)
         metrics = reply.content["metrics"]
         assert metrics["num-examples"] == count
-        assert metrics["partition-id"] == partition
+        assert reply.content["client"]["partition-id"] == partition
         assert metrics["train-loss"] > 0
 
 
@@ -187,7 +187,7 @@ def test_evaluation_replies_with_metrics_only(federation: Federations) -> None:
     fed = federation()
     (reply,) = ask(fed.grid(), message(1, fed.arrays(), "evaluate"))
     assert not reply.content.array_records
-    assert set(reply.content["metrics"]) == {"loss", "accuracy", "num-examples", "partition-id"}
+    assert set(reply.content["metrics"]) == {"loss", "accuracy", "num-examples"}
 
 
 def test_the_partition_is_sent_when_asked(federation: Federations) -> None:
@@ -424,7 +424,7 @@ def test_a_foreign_numpy_client_is_served() -> None:
         "a": [[1, 1], [1, 1]],
         "b": [2, 2, 2],
     }
-    assert train.content["metrics"] == MetricRecord({"num-examples": 7, "flag": 1, "score": 0.5, "partition-id": 0})
+    assert train.content["metrics"] == MetricRecord({"num-examples": 7, "flag": 1, "score": 0.5})
     assert evaluate.content["metrics"] == MetricRecord({"loss": 0.25, "num-examples": 3, "accuracy": 0.5, "count": 4})
 
 
