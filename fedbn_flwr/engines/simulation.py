@@ -64,11 +64,11 @@ def run_installed(clients: int, run_config: Mapping[str, Any]) -> int:
 
 
 def federation_config(clients: int) -> str:
-    """One node per client, one core each, and as many at a time as there are cores."""
-    cores = min(clients, os.cpu_count() or 1)
-    return (
-        f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={cores} init-args-log-to-driver=false"
-    )
+    """One node per client, one core each, and as many at a time as there are cores, here or on the Ray cluster."""
+    nodes = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-log-to-driver=false"
+    if os.environ.get("RAY_ADDRESS"):  # Ray refuses a number of cores for a cluster that is running already
+        return nodes
+    return f"{nodes} init-args-num-cpus={min(clients, os.cpu_count() or 1)}"
 
 
 def write_app(folder: Path, run_config: Mapping[str, Any]) -> None:

@@ -199,9 +199,7 @@ class Tracked(flower.FedAvg):
         (self.folder / f"round-{server_round}").write_text(str(metrics))
         return metrics
 
-    def start(
-        self, grid: Any, initial_arrays: ArrayRecord, num_rounds: int = 3, timeout: float = 60, **more: Any
-    ) -> Any:
+    def start(self, grid: Any, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **options: Any) -> Any:
         arrays, result = initial_arrays, flower.Result()
         for number in range(1, num_rounds + 1):
             replies = grid.send_and_receive(self.configure_train(number, arrays, ConfigRecord(), grid))
