@@ -13,7 +13,7 @@ privacy neither count them in the norm that they clip nor add noise to them, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -24,7 +24,7 @@ from flwr.serverapp.strategy.fedopt import FedOpt
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
-from fedbn_flwr.messages.screening import Reply, arrays_of, number_problem, with_records
+from fedbn_flwr.messages.screening import Reply, number_problem, with_arrays, without_norm_state
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
@@ -58,7 +58,7 @@ class MeanStatistics(Wrapper):
     ) -> Iterable[Message]:
         if not isinstance(self.rule, Foreign):
             return super().configure_train(server_round, arrays, config, grid)
-        messages = list(super().configure_train(server_round, _without_norms(arrays), config, grid))
+        messages = list(super().configure_train(server_round, without_norm_state(arrays), config, grid))
         assert self.round is not None
         self.round = replace(self.round, arrays=arrays)
         merged: dict[int, ArrayRecord] = {}  # the messages of a round share their arrays
@@ -66,27 +66,16 @@ class MeanStatistics(Wrapper):
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return merged.setdefault(id(sent), merged.get(id(sent)) or record_of({**arrays, **sent}))
 
-        return [_with_arrays(message, whole) for message in messages]
+        return [with_arrays(message, whole) for message in messages]
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
         inner = replies
         if isinstance(self.rule, Foreign):
-            inner = [replace(reply, message=_with_arrays(reply.message, _without_norms)) for reply in replies]
+            inner = [replace(reply, message=with_arrays(reply.message, without_norm_state)) for reply in replies]
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.
         stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, inner, weights).items()}
         of_norms = split_by_role(sent, roles(sent), OF_NORMS)[0]
         statistics = [{key: reply.arrays[key] for key in of_norms} for reply in replies]
         model = {**stepped, **weighted_mean(statistics, weights)}
         return {key: model[key] for key in sent}
-
-
-def _without_norms(arrays: ArrayRecord) -> ArrayRecord:
-    return record_of(split_by_role(arrays, roles(arrays), OF_NORMS)[1])
-
-
-def _with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:
-    """A copy of the message with changed arrays of the model; the original keeps its content."""
-    arrays = arrays_of(message.content)
-    name = next(name for name, record in message.content.items() if record is arrays)
-    return with_records([message], {name: change(arrays)})[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from logging import ERROR
 from types import MappingProxyType
@@ -14,9 +14,10 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from flwr.common import log
 
-from fedbn_flwr.errors import FedbnError, MessageError
+from fedbn_flwr.errors import FedbnError, MessageError, did_you_mean
 from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -36,17 +37,27 @@ class ClientFailed(FedbnError, RuntimeError):
     """The error of a client that could not handle a message; Flower sends it to the server as an error reply."""
 
 
-def client_app(make_client: MakeClient, *, metric_names: Mapping[str, str] = MappingProxyType({})) -> ClientApp:
+def client_app(
+    make_client: MakeClient,
+    *,
+    mods: Sequence[Mod] | Mapping[str, Sequence[Mod]] = (),
+    metric_names: Mapping[str, str] = MappingProxyType({}),
+) -> ClientApp:
     """A ClientApp that handles the messages of Flower's and this project's strategies.
 
     `make_client(context)` is called for each message and returns a BNClient or any other NumPyClient. If the function
     has a second parameter, it receives the config of the message. An exception becomes Flower's error reply, which
     names the partition and the task that failed.
 
+    `mods` are Flower's mods: functions of (message, context, call_next) around the handling of each message, the first
+    one outermost. A dict has them by kind of message, for instance {"train": [fixedclipping_mod]}; the kinds are
+    "train", "evaluate" and "query".
+
     `metric_names` renames metrics in replies, for instance {"train-loss": "train_loss"} for a server that expects this
     name.
     """
     app = ClientApp()
+    around = _mods_by_kind(mods)
     takes_config = len(inspect.signature(make_client).parameters) > 1
 
     def answer(task: str, handle: Handler, message: Message, context: Context) -> Message:
@@ -69,7 +80,7 @@ def client_app(make_client: MakeClient, *, metric_names: Mapping[str, str] = Map
                 _log_once(task, problem)
             raise ClientFailed(f"client {who} could not {task}: {problem}") from error
 
-    @app.train()
+    @app.train(mods=around["train"])
     def train(message: Message, context: Context) -> Message:
         config = _config(message)
         if protocol.COHORT_STEP in config:
@@ -78,27 +89,44 @@ def client_app(make_client: MakeClient, *, metric_names: Mapping[str, str] = Map
             abandon_parked(context)  # this message starts another round, so the server has ended the parked one
         return answer("train", _train_over_stream if protocol.DIRECT in config else _train, message, context)
 
-    @app.evaluate()
+    @app.evaluate(mods=around["evaluate"])
     def evaluate(message: Message, context: Context) -> Message:
         return answer("evaluate", _evaluate, message, context)
 
-    @app.query(protocol.COHORT_QUERY.split(".")[1])
+    @app.query(protocol.COHORT_QUERY.split(".")[1], mods=around["query"])
     def cohort(message: Message, context: Context) -> Message:
         return answer("take part in a layer-wise step", _train_by_messages, message, context)
 
-    @app.query(protocol.STATISTICS_QUERY.split(".")[1])
+    @app.query(protocol.STATISTICS_QUERY.split(".")[1], mods=around["query"])
     def statistics(message: Message, context: Context) -> Message:
         return answer("report its statistics", _statistics, message, context)
 
-    @app.query(protocol.PARTITION_QUERY.split(".")[1])
+    @app.query(protocol.PARTITION_QUERY.split(".")[1], mods=around["query"])
     def partition(message: Message, context: Context) -> Message:
         return answer("report its partition", _partition, message, context)
 
-    @app.query(protocol.KEYS_QUERY.split(".")[1])
+    @app.query(protocol.KEYS_QUERY.split(".")[1], mods=around["query"])
     def keys(message: Message, context: Context) -> Message:
         return answer(protocol.KEYS_TASK, _keys, message, context)
 
     return app
+
+
+_KINDS = ("train", "evaluate", "query")
+
+
+def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str, list[Mod]]:
+    by_kind = mods if isinstance(mods, Mapping) else dict.fromkeys(_KINDS, mods)
+    for kind, some in by_kind.items():
+        if kind not in _KINDS:
+            raise ValueError(f"mods has the key {kind!r}; {did_you_mean(str(kind), _KINDS)}")
+        for mod in some:
+            if not callable(mod) or isinstance(mod, type):
+                raise TypeError(
+                    f"mods has {mod!r}; expected functions of (message, context, call_next), or instances such as "
+                    "flwr.clientapp.mod.LocalDpMod(...)"
+                )
+    return {kind: list(by_kind.get(kind, ())) for kind in _KINDS}
 
 
 @functools.lru_cache(maxsize=64)

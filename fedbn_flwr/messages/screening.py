@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
@@ -16,7 +16,7 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from . import protocol
 from .aggregate import Arrays, fault
-from .arrays import arrays_in, configs_in, metrics_in, unpack
+from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +132,18 @@ def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arra
 def with_records(messages: Iterable[Message], records: Mapping[str, ArrayRecord]) -> list[Message]:
     """Copies of the messages with additional records; the originals keep their content."""
     return [_with_content(message, RecordDict({**message.content, **records})) for message in messages]
+
+
+def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:
+    """A copy of the message with changed arrays of the model; the original keeps its content."""
+    arrays = arrays_of(message.content)
+    name = next(name for name, record in message.content.items() if record is arrays)
+    return _with_content(message, RecordDict({**message.content, name: change(arrays)}))
+
+
+def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
+    """The arrays without statistics and counters of batch norm."""
+    return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])
 
 
 def without_records(messages: Iterable[Message], names: Collection[str]) -> list[Message]:

@@ -1,0 +1,134 @@
+"""Flower's mods around our client: which messages they see, clipping with and without the state of batch norm."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
+
+from fedbn_flwr import client_app
+from fedbn_flwr.client.mods import weights_only
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN
+from tests.support.command import ROOT, python_blocks
+from tests.support.plugin import RecordingGrid
+
+Federations = Callable[..., Any]
+KINDS = {"train": "train", "evaluate": "evaluate", "query.cohort": "query", "query.keys": "query"}
+
+
+class Seen:
+    """A mod that notes the messages."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def __call__(self, message: Message, context: Context, call_next: Any) -> Message:
+        self.kinds.append(message.metadata.message_type)
+        reply = call_next(message, context)
+        assert isinstance(reply, Message)
+        return reply
+
+
+@pytest.mark.parametrize("strategy", [lambda: FixBN(FedAvg(), freeze_round=1), lambda: FedTAN(direct=False)])
+@pytest.mark.parametrize("only", [None, "train", "evaluate", "query"])
+def test_a_mod_sees_every_message_of_its_kind(federation: Federations, strategy: Any, only: str | None) -> None:
+    fed, mod = federation(), Seen()
+    grid = RecordingGrid(client_app(fed.make_client, mods=[mod] if only is None else {only: [mod]}), 2)
+    strategy().start(grid, fed.arrays(), num_rounds=2)
+    assert grid.errors() == []
+    sent = Counter(message.kind for message in grid.sent)
+    assert Counter(mod.kinds) == {kind: count for kind, count in sent.items() if only in (None, KINDS[kind])}
+
+
+def test_the_first_mod_is_outermost(federation: Federations) -> None:
+    fed, order = federation(), []
+
+    def named(name: str) -> Any:
+        def mod(message: Message, context: Context, call_next: Any) -> Any:
+            order.append(name)
+            return call_next(message, context)
+
+        return mod
+
+    FedAvg(fraction_evaluate=0.0).start(
+        fed.grid(client_app(fed.make_client, mods=[named("outer"), named("inner")])), fed.arrays(), num_rounds=1
+    )
+    assert order == ["outer", "inner"] * 2
+
+
+@pytest.mark.parametrize(
+    ("mods", "words"), [({"trian": []}, "did you mean 'train'"), (["a"], "mods has 'a'"), ([LocalDpMod], "instances")]
+)
+def test_what_is_no_mod_is_refused(federation: Federations, mods: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        client_app(federation().make_client, mods=mods)
+
+
+def test_message_size_mod_logs_bytes(federation: Federations, caplog: pytest.LogCaptureFixture) -> None:
+    fed = federation()
+    caplog.set_level(logging.INFO, logger="flwr")
+    FedAvg().start(fed.grid(client_app(fed.make_client, mods=[message_size_mod])), fed.arrays(), num_rounds=1)
+    assert caplog.text.count("Incoming message size: ") == 4
+
+
+# --- clipping ----------------------------------------------------------------
+
+CLIP = 0.05
+
+
+def change(fed: Any, app: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What was sent to client 0 under Flower's client-side clipping, and its reply, as float64."""
+    grid = RecordingGrid(app, 2)
+    strategy = flower.DifferentialPrivacyClientSideFixedClipping(
+        flower.FedAvg(), noise_multiplier=0.0, clipping_norm=CLIP, num_sampled_clients=2
+    )
+    whole = ArrayRecord(fed.model.state_dict())
+    replies = grid.send_and_receive(strategy.configure_train(1, whole, ConfigRecord(), grid))
+    (reply,) = [reply for reply in replies if reply.metadata.src_node_id == 1]
+    assert grid.errors() == []
+    return (
+        {key: value.astype(np.float64) for key, value in unpack(whole).items()},
+        {key: value.astype(np.float64) for key, value in unpack(reply.content["arrays"]).items()},
+    )
+
+
+def norm(sent: dict[str, np.ndarray], reply: dict[str, np.ndarray], keys: list[str]) -> float:
+    return float(np.sqrt(sum(np.sum((reply[key] - sent[key]) ** 2) for key in keys)))
+
+
+def test_clipping_counts_counters_and_statistics_unless_it_sees_weights_only(federation: Federations) -> None:
+    fed = federation((8, 12), lr=0.1)
+    free = client_app(fed.make_client)
+    bare = client_app(fed.make_client, mods={"train": [fixedclipping_mod]})
+    ours = client_app(fed.make_client, mods={"train": [weights_only(fixedclipping_mod)]})
+    sent, trained = change(fed, free)
+    of_norms = [key for key, role in roles(fed.model).items() if role in (Role.STATISTICS, Role.COUNTER)]
+    weights = [key for key in sent if key not in of_norms]
+    length = norm(sent, trained, weights)
+    assert length > CLIP
+    _, clipped = change(fed, ours)
+    for key in weights:
+        expected = sent[key] + (trained[key] - sent[key]) * CLIP / length
+        np.testing.assert_allclose(clipped[key], expected, rtol=1e-5, atol=1e-7)
+    for key in of_norms:
+        np.testing.assert_array_equal(clipped[key], trained[key])
+    _, squeezed = change(fed, bare)
+    assert norm(sent, squeezed, weights) < CLIP / 2, "the counter and the statistics take most of the norm"
+
+
+def test_the_documented_mods_work(federation: Federations) -> None:
+    (code,) = [code for code in python_blocks((ROOT / "docs" / "plugin.md").read_text()) if "weights_only(" in code]
+    fed = federation()
+    names: dict[str, Any] = {"make_client": fed.make_client}
+    exec(code, names)
+    sent, reply = change(fed, names["app"])
+    assert (sent["0.weight"] != reply["0.weight"]).any()
