@@ -217,7 +217,7 @@ _TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers
 
 
 def _check_honoured(grid: Grid, key: str, server_round: int) -> None:
-    """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not say so.
+    """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not confirm it.
 
     The rounds before the first message with the key would be lost if a client ignored it.
     """
@@ -239,6 +239,6 @@ def _check_honoured(grid: Grid, key: str, server_round: int) -> None:
         listed = "".join(f"\n  - {problem}" for problem in sorted(problems))
         raise RunFailed(
             f"the run cannot begin: its later rounds need clients that honour the config key {key!r}, and these do not "
-            f"say that they do. Serve them by fedbn_flwr.client_app with a BNClient, or answer {protocol.KEYS_QUERY!r} "
+            f"confirm it. Serve them by fedbn_flwr.client_app with a BNClient, or answer {protocol.KEYS_QUERY!r} "
             f"as docs/plugin.md shows:{listed}"
         )

@@ -1,7 +1,7 @@
 """`weights_only(mod)`: one of Flower's mods without the statistics and counters of batch norm.
 
 Flower's clipping and noise mods take the norm of the change of all arrays and change all of them. A counter of batch
-norm alone can then exceed the clipping norm, and noise can make a variance negative.
+norm can then exceed the clipping norm, and noise can make a variance negative.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def honours(message: Message, context: Context) -> Message:
 
 
 def without_answer(fed: Any) -> ClientApp:
-    """Honours the freeze and does not say so."""
+    """Honours the freeze and has no answer to the query."""
     app = ClientApp()
     app.train()(fed.app())
     return app
