@@ -171,7 +171,8 @@ def _partition(make: Make, message: Message, context: Context) -> RecordDict:
     config = _config(message)
     if config.get(protocol.READY):
         make()  # raises errors in the site's data or model before any training
-    return RecordDict({"metrics": _numbers(_place(context) | return_to_round(config, context))})
+    own = {protocol.OWN_DATA: True} if {"data-path", "domain"} & {*context.node_config} else {}
+    return RecordDict({"metrics": _numbers(_place(context) | own | return_to_round(config, context))})
 
 
 def _place(context: Context) -> dict[str, Any]:

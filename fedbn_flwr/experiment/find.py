@@ -75,6 +75,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     description = base.pop("description", "")
     variants = base.pop("runs", None) or {"": {}}
     seeds = base.pop("seeds", None)
+    published = _published(base.pop("published", None), variants, name)
     changes = parse_overrides(overrides)
     # `seed` on the command line replaces `seeds` of the file.
     seeds = changes.pop("seeds", None if "seed" in changes else seeds)
@@ -90,6 +91,8 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     for label, variant in variants.items():
         planned = merge(base, variant or {})
         settings = merge(planned, changes)
+        if str(label) in published:
+            settings["published"] = published[str(label)]
         where = f"{name}, run {label!r}" if label else name
         settings["label"] = str(label) or str(settings.get("label") or _strategy_name(settings))
         settings["label"] += _changed_by_overrides(
@@ -102,6 +105,19 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     # Nodes on other machines cannot read the file: they receive its content.
     run_config = {"experiment": json.dumps({"name": name, **content}, default=str), "set": shlex.join(overrides)}
     return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs), run_config=run_config)
+
+
+def _published(figures: Any, variants: Mapping[Any, Any], name: str) -> dict[str, Any]:
+    """The published figures by the label of their run."""
+    labels = [str(label) for label in variants]
+    if figures is None or labels == [""]:
+        return {} if figures is None else {"": figures}
+    if not isinstance(figures, Mapping):
+        raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
+    for label in figures:
+        if str(label) not in labels:
+            raise SettingsError(f"{name}: published has {label!r}, which is no run; {did_you_mean(str(label), labels)}")
+    return {str(label): content for label, content in figures.items()}
 
 
 def _select(variants: Mapping[Any, Any], only: Any, name: str) -> dict[str, Any]:
@@ -155,7 +171,7 @@ def _strategy_name(settings: Mapping[str, Any]) -> str:
 
 def run_names(experiment: Experiment) -> list[str]:
     """The folder name of each run: its label, with the seed if labels repeat."""
-    labels = [re.sub(r"[^\w+.=-]+", "-", run.label).strip("-") or "run" for run in experiment.runs]
+    labels = [_folder_name(run.label) for run in experiment.runs]
     repeated = len(set(labels)) < len(labels)
     names = [
         f"{label}-seed{run.seed}" if repeated else label for label, run in zip(labels, experiment.runs, strict=True)
@@ -164,6 +180,12 @@ def run_names(experiment: Experiment) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise SettingsError(f"two runs are both called {twice!r}; give each run its own label and list each seed once")
     return names
+
+
+def _folder_name(label: str) -> str:
+    """A name below the folder of the experiment, never "..", which file systems accept: at most 255 bytes."""
+    name = re.sub(r"[^\w+.=-]+", "-", label).strip("-.") or "run"
+    return name.encode()[:200].decode(errors="ignore")
 
 
 # --- YAML and changes to it --------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -17,11 +18,14 @@ from fedbn_flwr.messages.screening import number_of, partition_of
 from .settings import Settings
 
 
-def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[int, int]:
-    """Check that exactly one node holds each partition. `config` identifies the run and its last round.
+@dataclass(frozen=True)
+class Nodes:
+    folders: dict[int, int]  # the round of the stored state for each partition whose node has a state folder
+    own_data: bool  # at least one node has data of its own
 
-    Returns the round of the stored state for each partition whose node has a state folder.
-    """
+
+def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
+    """Check that exactly one node holds each partition. `config` identifies the run and its last round."""
     nodes = wait_for_nodes(
         grid,
         run.clients,
@@ -34,6 +38,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
     replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
     folders: dict[int, int] = {}
+    own_data = False
     problems = []
     for reply in replies:
         node = reply.metadata.src_node_id
@@ -42,6 +47,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
             continue
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
         holders.setdefault(partition_of(reply.content), []).append(node)
+        own_data |= protocol.OWN_DATA in answer
         if protocol.STATE_ROUND in answer:
             folders[number_of(reply)] = int(answer[protocol.STATE_ROUND])  # type: ignore[arg-type]
     if (silent := len(nodes) - len(replies)) > 0:
@@ -51,7 +57,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> dict[in
     if problems:
         listed = "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems))
         raise RunFailed(f"the run cannot begin:{listed}")
-    return folders
+    return Nodes(folders, own_data or None in holders)
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from .listeners.track import Track
 from .model import choose_device
 from .node import client_of
 from .nodes import check_nodes
+from .partition import counts_of
 from .prepare import Prepared, prepare
 from .resume import read_snapshot, restore_clients
 from .settings import Experiment, Settings
@@ -67,11 +68,13 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
     for listener in listeners:
         listener.on_start(state)
     try:
-        folders = check_nodes(ledger, run, {**identity, protocol.ROUND: done})
+        nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done})
+        if prepared.dataset is not None and not nodes.own_data:
+            folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
         rule.check(run.rounds)
         rule.begin(run.rounds, state.arrays)
         if snapshot is not None and snapshot.strategy is not None:
-            restore_clients(prepared, ledger, folder, snapshot.trained, folders)
+            restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
             rule.restore(snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         while state.round < run.rounds:

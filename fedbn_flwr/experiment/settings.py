@@ -322,6 +322,25 @@ class Engine(_Section):
         return self
 
 
+class Published(BaseModel):
+    """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, float | tuple[float, float]]
+
+    source: Annotated[str, Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _fractions(self) -> Published:
+        figures = self.__pydantic_extra__
+        if not figures:
+            raise ValueError("there is no figure; give one by its key in summary.json, for instance accuracy: 0.7689")
+        for key, value in figures.items():
+            if "accuracy" in key and (value[0] if isinstance(value, tuple) else value) > 1:
+                raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
+        return self
+
+
 class Settings(_Section):
     """One training run."""
 
@@ -337,6 +356,7 @@ class Settings(_Section):
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
     track: Track = ()  # records the run in other programs too
+    published: Published | None = None  # for this run; an experiment gives it by label
 
     @model_validator(mode="after")
     def _strategy_is_named(self) -> Settings:

@@ -58,6 +58,7 @@ ROUND = "server-round"
 PARTITION = "partition-id"
 NUM_EXAMPLES = "num-examples"
 TRAIN_LOSS = "train-loss"
+OWN_DATA = "own-data"  # the node has data of its own instead of a partition of the server's
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # images in the first batch of the round
 EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
@@ -65,7 +66,8 @@ EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow 
 # Metrics beside loss and accuracy that evaluations can report, by their names in the history.
 METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 
-# Message types. The reply to PARTITION_QUERY has the metrics partition-id and, with a state folder, state-round.
+# Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data if that is so, and,
+# with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
 KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours

@@ -3,6 +3,7 @@
 config.yaml         the resolved settings
 environment.json    commit, versions, hardware, command
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
+partition.json      the images of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
 summary.json        the figures of the whole run so far, and its status
@@ -118,6 +119,9 @@ class RunFolder:
         # A last line without a line break was cut off by a crash.
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.strip() and line.endswith("\n")]
+
+    def write_partition(self, counts: Mapping[str, Any]) -> None:
+        self._write("partition.json", json.dumps(dict(counts)) + "\n")
 
     def write_summary(self, summary: Summary) -> None:
         self._write("summary.json", json.dumps(summary.to_json(), indent=2) + "\n")

@@ -1,0 +1,72 @@
+"""The published figures of an experiment, the partition in a run folder, and folder names from labels."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedbn_flwr import cli
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names
+from fedbn_flwr.results.folder import deciding
+from tests.support.command import ROOT
+from tests.support.experiments import fault, read
+
+RUNS = "{runs: {FixBN: {rounds: 2}, FedAvg: {rounds: 1}}, published: {FixBN: {accuracy: [0.7, 0.01], source: Table 1}}}"
+
+
+def test_published_figures_belong_to_the_run_of_their_label() -> None:
+    fixbn, fedavg = read_experiment(parse_yaml(RUNS), ("seeds=[3]",)).runs
+    assert fixbn.model_dump(mode="json")["published"] == {"source": "Table 1", "accuracy": [0.7, 0.01]}
+    assert fedavg.published is None
+    assert "published" not in deciding(fixbn.model_dump(mode="json")), "a run may be resumed with other figures"
+    single = read("{published: {accuracy: 0.7, source: Table 1}}").published
+    assert single is not None
+    assert single.model_dump() == {"source": "Table 1", "accuracy": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("published", "says"),
+    [
+        ("{FixBM: {accuracy: 0.7, source: a}}", ["'FixBM'", "'FixBN'"]),
+        ("[1]", ["published is [1]", "labels"]),
+        ("{FixBN: {accuracy: 0.7}}", ["source", "missing"]),
+        ("{FixBN: {source: a}}", ["no figure", "accuracy: 0.7689"]),
+        ("{FixBN: {accuracy: 70.1, source: a}}", ["accuracy is 70.1", "fraction"]),
+        ("{FixBN: {accuracy: high, source: a}}", ["published.accuracy", "'high'", "number"]),
+    ],
+)
+def test_wrong_published_figures_are_refused(published: str, says: list[str]) -> None:
+    message = fault(RUNS.replace("{FixBN: {accuracy: [0.7, 0.01], source: Table 1}}", published))
+    for words in says:
+        assert words in message
+
+
+def test_a_label_never_leaves_the_folder_of_its_experiment() -> None:
+    labels = ["..", ".", "../../x", "a/b", ".hidden", "\u00e9" * 300]
+    runs = {"runs": {label: {"rounds": i + 1} for i, label in enumerate(labels)}}
+    names = run_names(read_experiment(runs, ("only=[..]",)))
+    assert names == ["run"]
+    names = run_names(read_experiment(runs, ("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",)))
+    assert names[:3] == ["x", "a-b", "hidden"]
+    assert len(names[3].encode()) <= 200
+
+
+def test_the_experiment_of_the_docs_reports_its_partition_and_published_figures(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "my.yaml").write_text(block)
+    out = tmp_path / "out"
+    words = ["seed=7", "data.partition={kind: classes, classes_per_client: 4}", "engine.workers=0"]
+    assert cli.main(["run", str(tmp_path / "my.yaml"), *words, "--out", str(out)]) == 0
+    partition = json.loads((out / "FixBN" / "partition.json").read_text())
+    assert partition["title"].startswith("digits: classes, classes_per_client=4")
+    assert [sum(count > 0 for count in counts) for counts in partition["counts"]] == [4, 4, 4]
+    assert sum(map(sum, partition["counts"])) == 1438
+    assert yaml.safe_load((out / "FixBN" / "config.yaml").read_text())["published"]["accuracy"] == [0.7689, 0.004]
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "76.89% ± 0.40" in page
+    assert "FixBN, Table 1" in page
