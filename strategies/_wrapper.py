@@ -14,7 +14,15 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.screening import Reply, check_some_left, read_reply, refuse_records, refused, with_records
+from fedbn_flwr.messages.screening import (
+    Reply,
+    check_some_left,
+    read_reply,
+    refuse_records,
+    refused,
+    with_common_metrics,
+    with_records,
+)
 
 from ._records import inside, load, nested, save
 from ._rule import Round, Rule
@@ -38,7 +46,7 @@ class _Around(Rule):
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.strategy.aggregate_evaluate(server_round, replies)
+        return self.strategy.aggregate_evaluate(server_round, with_common_metrics(replies))
 
     def summary(self) -> None:
         self.strategy.summary()

@@ -215,7 +215,7 @@ class BNClient(NumPyClient):
         self._load(arrays, config)
         local = LocalRound(
             config, arrays, extras, self.model, self._state, self.num_examples, self.identity.get(protocol.PARTITION),
-            exchange,
+            exchange, self.clip,
         )  # fmt: skip
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self.lr(server_round) if callable(self.lr) else self.lr

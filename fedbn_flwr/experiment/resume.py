@@ -56,7 +56,7 @@ def restore_clients(
 def _needed_client_state(prepared: Prepared) -> str | None:
     """A description of the client state that training needs, or None."""
     if prepared.run.train.keep_momentum:
-        return "their momentum"
+        return "their optimisers' state"
     norms = [module for module in prepared.model.modules() if isinstance(module, _BatchNorm)]
     if any(isinstance(norm, BatchRenorm) or norm.momentum is None for norm in norms):
         return "their batch counters"

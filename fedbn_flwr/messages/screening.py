@@ -154,6 +154,27 @@ def without_records(messages: Iterable[Message], names: Collection[str]) -> list
     ]
 
 
+def with_common_metrics(replies: Iterable[Message]) -> list[Message]:
+    """The replies with the metrics that all of them have: Flower's strategies end the run if clients differ.
+
+    A client leaves out a metric that its images do not define, such as the AUC of images of one class.
+    """
+    messages = list(replies)
+    keys = [set(record) for reply in messages if reply.has_content() for record in metrics_in(reply.content).values()]
+    if all(each == keys[0] for each in keys):
+        return messages
+    common = set.intersection(*keys)
+
+    def reduced(reply: Message) -> Message:
+        records = {
+            name: MetricRecord({key: value for key, value in record.items() if key in common})
+            for name, record in metrics_in(reply.content).items()
+        }
+        return _with_content(reply, RecordDict({**reply.content, **records}))
+
+    return [reduced(reply) if reply.has_content() else reply for reply in messages]
+
+
 def _with_content(message: Message, content: RecordDict) -> Message:
     changed = copy.copy(message)
     changed.content = content

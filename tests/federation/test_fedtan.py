@@ -93,6 +93,14 @@ def test_class_weights_and_label_smoothing_leave_it_exact(federation: Federation
     assert distance(divided, centralised(fed, 5, lr=0.1, loss=fed.options["loss"])) > 1e-3
 
 
+@pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"clip": 1.0}])
+def test_a_client_refuses_a_first_step_that_is_not_linear(federation: Federations, options: dict[str, Any]) -> None:
+    fed = federation((6, 6), model=two_norms, dtype=torch.float64, **options)
+    with pytest.raises(RunFailed, match="holds only for SGD without clipping; expected optimizer sgd and no clip"):
+        last_model(fed, FedTAN(fraction_evaluate=0.0), 1)
+    last_model(fed, FedAvgGlobalStats(fraction_evaluate=0.0), 1)
+
+
 def test_weights_by_data_and_by_batch_differ_for_equal_batches(federation: Federations) -> None:
     fed = federation((4, 8), model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
     fed.data[1].batches = [(x[:2], y[:2]) for x, y in fed.data[1].batches]  # as large as the other's

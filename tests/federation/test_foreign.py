@@ -15,6 +15,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.client import NumPyClient
+from flwr.serverapp.exception import InconsistentMessageReplies
 
 from fedbn_flwr import client_app
 from fedbn_flwr.client.rules import known_keys
@@ -471,3 +472,17 @@ def test_the_documented_server_optimiser_runs(federation: Federations) -> None:
 def test_the_documented_keys_are_those_of_the_protocol() -> None:
     documented = set(re.findall(r"^\| `(fedbn\.[\w-]+)`", (ROOT / "docs" / "plugin.md").read_text(), re.MULTILINE))
     assert documented == {key for key in known_keys() if key.startswith(protocol.PREFIX)}
+
+
+def test_a_metric_that_one_client_lacks_does_not_end_a_run_by_flower_s_strategy(
+    federation: Federations,
+) -> None:
+    """Flower raises an error where the metrics of clients differ."""
+    fed = federation((12, 12), metrics=["auc", "macro_f1"])
+    fed.data[1].batches = [(inputs, torch.zeros_like(labels)) for inputs, labels in fed.data[1].batches]
+    with pytest.raises(InconsistentMessageReplies):
+        flower.FedMedian().start(fed.grid(), fed.arrays(), num_rounds=1)
+    result = FixBN(flower.FedMedian(), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=1)
+    reported = set(result.evaluate_metrics_clientapp[1])
+    assert {"loss", "accuracy", "macro-f1"} <= reported
+    assert "auc" not in reported

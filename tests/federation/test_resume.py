@@ -153,7 +153,7 @@ def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> 
 SERVERS = ["FixBN auto", "FedAdam", "GlobalMomentum"]  # their state is the server's
 
 
-@pytest.mark.parametrize("case", ["FedBN", "Scaffold", "keep_momentum", "brn", *SERVERS])
+@pytest.mark.parametrize("case", ["FedBN", "Scaffold", "keep_momentum", "adamw", "brn", *SERVERS])
 def test_a_lost_state_changes_the_numbers(
     case: str, straight: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

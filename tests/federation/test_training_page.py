@@ -13,19 +13,18 @@ import yaml
 
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.run import run_locally
-from tests.support.command import ROOT
+from tests.support.command import ROOT, python_blocks
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+EXPERIMENTS = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.fixture
 def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The module of the page, in the folder in which the command is started."""
-    (code,) = [block for block in blocks("python") if block.startswith("# my_training.py")]
+    (code,) = [block for block in python_blocks(PAGE) if block.startswith("# my_training.py")]
     (tmp_path / "my_training.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -36,11 +35,11 @@ SMALL = ["rounds=3", "clients=2", "model.name=cnn", "train.steps=2", "engine.wor
 
 
 @pytest.mark.usefixtures("own_parts")
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(len(EXPERIMENTS)))
 def test_the_experiments_train(tmp_path: Path, number: int) -> None:
-    text = blocks("yaml")[number]
+    text = EXPERIMENTS[number]
     wanted = yaml.safe_load(text)["evaluate"]["metrics"]
-    run_locally(load_experiment(text, [*SMALL, "evaluate.clients=true"]), tmp_path / "out", resume=False)
+    outcome = run_locally(load_experiment(text, [*SMALL, "evaluate.clients=true"]), tmp_path / "out", resume=False)
     (folder,) = [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
     lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -48,11 +47,12 @@ def test_the_experiments_train(tmp_path: Path, number: int) -> None:
         for key in (name, f"clients_{name}", f"clients_own_{name}"):
             assert all(-1 <= line[key] <= 1 for line in lines), key
             assert summary[key] == lines[-1][key]
+        assert f"clients' {name.replace('_', ' ')} on own data" in outcome.table
     assert summary["status"] == "finished"
 
 
 def test_the_clients_of_the_page_train() -> None:
-    (code,) = [block for block in blocks("python") if block.startswith("import functools")]
+    (code,) = [block for block in python_blocks(PAGE) if block.startswith("import functools")]
     scope: dict[str, Any] = {}
     exec(compile(code, "docs/training.md", "exec", dont_inherit=True), scope)
     for name in ("client", "other"):

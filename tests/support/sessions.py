@@ -59,6 +59,7 @@ MORE: dict[str, str] = {
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
     "keep_momentum": "train: {keep_momentum: true}",
+    "adamw": "train: {optimizer: adamw, momentum: 0.0, keep_momentum: true}\nevaluate: {metrics: [auc, macro_f1]}",
     "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",
 }
 OPTIMISERS: dict[str, Callable[[], Rule]] = {

@@ -49,6 +49,7 @@ class LocalRound:
     num_examples: int  # in the client's training data
     partition: int | None
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
+    clip: float | None = None  # the client's limit for the norm of gradients
     optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
 
     @property

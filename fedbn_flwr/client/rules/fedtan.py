@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.client.training import Gradient
+from fedbn_flwr.client.training import SGD, Gradient
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
@@ -34,10 +34,16 @@ class FedTAN(ClientRule):
             return None
         if exchange is None:
             raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
+        backward = bool(config.get(protocol.COHORT_BACKWARD, True))
+        if backward and not (isinstance(self.local.optimizer, SGD) and self.local.clip is None):
+            raise MessageError(
+                f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
+                "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
+            )
         return LayerwiseStep(
             exchange,
             fused=config[protocol.COHORT] == "fused",
-            backward=bool(config.get(protocol.COHORT_BACKWARD, True)),
+            backward=backward,
             examples=self.local.num_examples,
             partition=self.local.partition,
         )
