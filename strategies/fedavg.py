@@ -306,7 +306,8 @@ class FedAvg(Rule, FlowerFedAvg):
         """The mean of each metric that all clients sent; identifiers and numbers of examples are left out."""
         records = [metrics_of(reply.content) for reply in replies]
         common = set.intersection(*(set(record) for record in records))
-        common -= {protocol.PARTITION, protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES} - {self.weighted_by_key}
+        counts = {key for key in common if key.endswith(protocol.NUM_EXAMPLES)}  # of further test sets too
+        common -= {protocol.PARTITION, protocol.BATCH_EXAMPLES, *counts} - {self.weighted_by_key}
         averaged = [
             RecordDict({"metrics": MetricRecord({key: value for key, value in record.items() if key in common})})
             for record in records

@@ -23,10 +23,11 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.screening import arrays_of
+from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config
 from .layerwise import abandon_parked, parked_rounds, train_by_messages, train_over_stream
-from .node_state import return_to_round, stored_state
+from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rules import Update, known_keys
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
@@ -101,6 +102,10 @@ def client_app(
     def statistics(message: Message, context: Context) -> Message:
         return answer("report its statistics", _statistics, message, context)
 
+    @app.query(protocol.PERSONAL_QUERY.split(".")[1], mods=around["query"])
+    def personal(message: Message, context: Context) -> Message:
+        return answer("send its personal model", _personal, message, context)
+
     @app.query(protocol.PARTITION_QUERY.split(".")[1], mods=around["query"])
     def partition(message: Message, context: Context) -> Message:
         return answer("report its partition", _partition, message, context)
@@ -162,6 +167,7 @@ def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
     if isinstance(client, BNClient):
         metrics = client.evaluate_round(unpack(record), config)
     else:
+        protocol.check_known(config, protocol.OF_RUN)
         loss, num_examples, extra = client.evaluate([a.numpy() for a in record.values()], _plain(config))
         metrics = {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
     return RecordDict({**_records(metrics)})
@@ -191,6 +197,18 @@ def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
     if not isinstance(client, BNClient):
         raise MessageError(f"{type(client).__name__} cannot report statistics of its data; a BNClient can")
     return _reply(client.statistics_round(unpack(arrays_of(message.content)), _config(message)))
+
+
+def _personal(make: Make, message: Message, context: Context) -> RecordDict:
+    client = make()
+    if not isinstance(client, BNClient) or not client.share_personal:
+        raise MessageError(
+            "the server asks for the arrays that stay on this client, and it does not send them; expected a BNClient "
+            "with share_personal=True (in an experiment, evaluate.matrix: true)"
+        )
+    own = NodeState(client.records, run_of(_config(message))).load("local")
+    sent = {key: value for key, value in own.items() if client.roles.get(key) is not Role.COUNTER}
+    return _reply(Update(sent, client.identity, {}))
 
 
 # --- layer-wise rounds -------------------------------------------------------

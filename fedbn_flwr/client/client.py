@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,15 +26,15 @@ from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
 
-from .evaluation import evaluate
+from .evaluation import evaluate_sets
 from .metrics import Metric, name_of
 from .model_tensors import ModelTensors, exclusive
 from .node_state import NodeState, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
-from .rules import ClientRule, LocalRound, Update, known_keys, rules_by_key
+from .rules import ALWAYS_KNOWN, ClientRule, LocalRound, Update, known_keys, rules_by_key
 from .rules.globalmomentum import GlobalMomentum
-from .training import SGD, Batch, Epochs, LocalOptimizer, Loss, cross_entropy, local_batches, train
+from .training import SGD, Batch, Epochs, LocalOptimizer, Loss, clipping, cross_entropy, local_batches, size_of, train
 
 Config = Mapping[str, Any]
 Metrics = dict[str, Any]  # numbers
@@ -96,6 +95,8 @@ class BNClient(NumPyClient):
     seed
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
+    share_personal
+        Send the arrays that stay on the client to a server that asks for them by `query.personal`.
     device
         The device for training; by default that of the model's parameters.
     context
@@ -125,6 +126,7 @@ class BNClient(NumPyClient):
         channels_last: bool = False,
         precision: torch.dtype | None = None,
         seed: int = 0,
+        share_personal: bool = False,
         device: torch.device | str | None = None,
         context: Context | None = None,
     ) -> None:
@@ -155,6 +157,7 @@ class BNClient(NumPyClient):
         self.precision = precision
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.share_personal = share_personal
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
         self._is_fixed = isinstance(model, ModelTensors)
         self._state = NodeState(RecordDict() if context is None else context.state)
@@ -235,18 +238,12 @@ class BNClient(NumPyClient):
                 stack.enter_context(rule.around())
             trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
             local.optimizer = self._make_optimizer(trained, lr)
-            if self.clip is not None:
-                adjust.append(functools.partial(nn.utils.clip_grad_norm_, list(trained.values()), self.clip))
-            loss, _, first_batch = train(
-                self.model,
-                self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps)),
+            adjust += clipping(trained, self.clip)
+            loss, _, first_batch = self._train(
+                local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
                 local.optimizer,
-                self.loss,
-                device=self.device,
                 adjust=adjust,
                 first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
-                channels_last=self.channels_last,
-                precision=self.precision,
             )
             begin()  # if the round had no step
         returned, received = frozenset[Role]().union(*(rule.returned() for rule in rules)), set(arrays)
@@ -268,21 +265,39 @@ class BNClient(NumPyClient):
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
 
         If there are several test sets, the names of the metrics of the second and later ones begin with the set's name.
+        If the message asks for fine-tuning, the metrics after it begin with "tuned"; the model is then restored.
         """
         rules_for(config)
         if self.eval_data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         self._load(arrays, config)
-        data = self.eval_data() if callable(self.eval_data) else self.eval_data
-        sets = data if isinstance(data, Mapping) else {"": data}
-        metrics: Metrics = {}
-        for name, data in sets.items():
-            measured = evaluate(self.model, self._pairs(data), self.eval_loss, self.device, self.metrics)
-            if not metrics:
-                metrics = dict(measured)
-            else:
-                metrics |= {f"{name}-{key}": value for key, value in measured.items() if key != protocol.NUM_EXAMPLES}
+        metrics = self._measure(config)
+        if steps := int(config.get(protocol.TUNE_STEPS, 0)):
+            before = self._parts.taken(self.roles)
+            try:
+                self._tune(steps, config)
+                tuned = self._measure(config)
+            finally:
+                self._parts.load(before)
+            metrics |= {f"{protocol.TUNED}-{key}": value for key, value in tuned.items()}
         return metrics | self.identity
+
+    def _measure(self, config: Config) -> Metrics:
+        data = self.eval_data() if callable(self.eval_data) else self.eval_data
+        assert data is not None
+        sets = {name: self._pairs(each) for name, each in (data if isinstance(data, Mapping) else {"": data}).items()}
+        names = config.get(protocol.TEST_SETS)
+        return evaluate_sets(self.model, sets, self.eval_loss, self.device, self.metrics, names)
+
+    def _tune(self, steps: int, config: Config) -> None:
+        """Train some steps without client rules; nothing is stored."""
+        server_round = int(config.get(protocol.ROUND, 1))
+        lr = config.get(protocol.TUNE_LR) or (self.lr(server_round) if callable(self.lr) else self.lr)
+        trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
+        self._parts.set_training()
+        with seeding.streams(seeding.seed_for(self.seed, "fine-tuning", server_round, self._number), self.device):
+            batches = local_batches(self.train_data, server_round, epochs=None, steps=steps)
+            self._train(batches, self._make_optimizer(trained, lr), adjust=clipping(trained, self.clip))
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
@@ -316,18 +331,7 @@ class BNClient(NumPyClient):
 
     @property
     def num_examples(self) -> int:
-        data = self.train_data
-        if isinstance(data, Epochs):
-            return data.num_examples
-        dataset = getattr(data, "dataset", None)  # a DataLoader
-        if isinstance(dataset, Sized):
-            return len(dataset)
-        if isinstance(data, Sequence):  # batches in a list
-            return sum(len(targets) for _, targets in self._pairs(data))
-        raise TypeError(
-            f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
-            "data set with a length, a list of batches, or an object with num_examples and epoch(server_round, epoch)"
-        )
+        return size_of(self.train_data, self._pairs)
 
     def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
         for batch in batches:
@@ -349,6 +353,10 @@ class BNClient(NumPyClient):
             weight_decay=self.weight_decay,
             other_decay=other_decay,
         )
+
+    def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int, int]:
+        options |= {"device": self.device, "channels_last": self.channels_last, "precision": self.precision}
+        return train(self.model, self._pairs(batches), optimizer, self.loss, **options)
 
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
@@ -381,10 +389,7 @@ class BNClient(NumPyClient):
 
 def rules_for(config: Config) -> set[type[ClientRule]]:
     """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
-    wanted, by_key = set(), rules_by_key()
-    for key, value in config.items():
-        if key in by_key:
-            wanted |= {by_key[key]} if value else set()
-        elif key.startswith(protocol.PREFIX) and key not in protocol.RUN_KEYS:
-            protocol.check_known(config, known_keys())
-    return wanted
+    by_key = rules_by_key()
+    if any(key.startswith(protocol.PREFIX) and key not in by_key and key not in ALWAYS_KNOWN for key in config):
+        protocol.check_known(config, known_keys())
+    return {by_key[key] for key, value in config.items() if key in by_key and value}

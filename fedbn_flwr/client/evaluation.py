@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -57,3 +57,24 @@ def evaluate(
         "mean-iou": mean_iou(pixels),
     }
     return figures | others.values()
+
+
+def evaluate_sets(
+    model: nn.Module,
+    sets: Mapping[str, Iterable[Batch]],
+    loss_fn: Loss,
+    device: torch.device,
+    metrics: Sequence[Metric],
+    names: object,
+) -> dict[str, float | int]:
+    """The figures of each test set, or of those whose `names` are given with commas between them.
+
+    The keys of all sets but the first begin with the name of the set.
+    """
+    first = next(iter(sets), "")
+    found: dict[str, float | int] = {}
+    for name, batches in sets.items():
+        if names is None or name in str(names).split(","):
+            figures = evaluate(model, batches, loss_fn, device, metrics)
+            found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
+    return found

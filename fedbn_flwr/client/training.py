@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,6 +135,26 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits, targets)
     total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp(min=1)  # all pixels of a crop may be ignored
+
+
+def clipping(parameters: Mapping[str, nn.Parameter], limit: float | None) -> list[Callable[[], Any]]:
+    """The function, if there is a limit, that scales all gradients so that their norm is at most the limit."""
+    return [] if limit is None else [partial(nn.utils.clip_grad_norm_, list(parameters.values()), limit)]
+
+
+def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Iterable[Batch]]) -> int:
+    """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
+    if isinstance(data, Epochs):
+        return data.num_examples
+    dataset = getattr(data, "dataset", None)  # a DataLoader
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    if isinstance(data, Sequence):  # batches in a list
+        return sum(len(targets) for _, targets in pairs(data))
+    raise TypeError(
+        f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
+        "data set with a length, a list of batches, or an object with num_examples and epoch(server_round, epoch)"
+    )
 
 
 def local_batches(

@@ -17,7 +17,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import partition, share_test
+from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError
 
@@ -111,6 +111,18 @@ def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[
         # The classes of each domain are split separately: a client is tested on the domains that it trains on.
         train, test = train + dataset.classes * domains.train, test + dataset.classes * domains.test
     return share_test(parts, train, test, seed)
+
+
+def validation_rows(run: Settings, device: str) -> Tensor:
+    """Indices of the training images that all clients together hold out; SettingsError if there is none."""
+    parts = partition_of(run.data, run.clients, run.seed, device)[: run.trained]
+    held = [hold_out(part, run.evaluate.validation, run.seed, client)[1] for client, part in enumerate(parts)]
+    if not any(map(len, held)):
+        raise SettingsError(
+            f"evaluate.validation is {run.evaluate.validation:g}, which is less than half an image for each of the "
+            f"{len(parts)} clients; use a larger share or fewer clients"
+        )
+    return torch.cat(held)
 
 
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:

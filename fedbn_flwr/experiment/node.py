@@ -18,6 +18,7 @@ from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
@@ -59,11 +60,12 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     check_node_keys(node)
     client = number_of(context, run.clients)
     dataset, indices, own = data_of(run, node, client, str(device))
+    indices, held = hold_out(indices, run.evaluate.validation if trains(run, client) else 0.0, run.seed, client)
     pool, tensors = _model_of(run, dataset, device)
     made = BNClient(
         tensors,
         client_batches(run, dataset, indices, client),
-        functools.partial(_tests_of, run, dataset, own),
+        functools.partial(_tests_of, run, dataset, own, held),
         lr=functools.partial(learning_rate, run),
         epochs=run.train.epochs,
         steps=run.train.steps,
@@ -80,6 +82,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         channels_last=run.train.channels_last,
         precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
         seed=run.seed,
+        share_personal=run.evaluate.matrix,
         device=device,
         context=context,
     )
@@ -146,13 +149,20 @@ def _is_own(run: Settings) -> bool:
     return is_name(run.model.name) or is_name(run.model.norm)
 
 
-def _tests_of(run: Settings, dataset: DataSet, own: Tensor) -> dict[str, TestBatches]:
-    """A client's test sets: all test images, its own, and its own of each domain."""
-    test = functools.partial(TestBatches, dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size)
-    tests = {"": test(), "own": test(own)} if len(own) else {"": test()}
+def trains(run: Settings, client: int) -> bool:
+    return not run.evaluate.unseen or client < run.trained
+
+
+def _tests_of(run: Settings, dataset: DataSet, own: Tensor, held: Tensor) -> dict[str, TestBatches]:
+    """A client's test sets: all test images, its own, its own of each domain, and the training images held out."""
+    normalisation = normalisation_of(run, dataset)
+    test = functools.partial(TestBatches, dataset.test, normalisation, run.evaluate.batch_size)
+    tests = {"": test(), protocol.OWN: test(own)} if len(own) else {"": test()}
     for domain, rows in rows_by_domain(dataset).items():
         if len(both := own[torch.isin(own, rows)]):
-            tests[f"own@{domain}"] = test(both)
+            tests[f"{protocol.OWN}@{domain}"] = test(both)
+    if len(held):
+        tests[protocol.VALIDATION] = TestBatches(dataset.train, normalisation, run.evaluate.batch_size, held)
     return tests
 
 

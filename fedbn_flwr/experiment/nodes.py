@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.engines.base import GridAround, wait_for_nodes
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
@@ -18,8 +18,20 @@ from fedbn_flwr.messages.screening import number_of, partition_of
 from .settings import Settings
 
 
+class TrainedNodes(GridAround):
+    """A grid without the nodes of clients that never train; strategies do not see them."""
+
+    def __init__(self, inner: Grid, unseen: Collection[int]) -> None:
+        super().__init__(inner)
+        self.unseen = unseen
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in self.inner.get_node_ids() if node not in self.unseen]
+
+
 @dataclass(frozen=True)
 class Nodes:
+    ids: dict[int, int]  # the node of each client
     folders: dict[int, int]  # the round of the stored state for each partition whose node has a state folder
     own_data: bool  # at least one node has data of its own
 
@@ -54,10 +66,16 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
         problems.append(f"{silent} nodes did not answer within {run.engine.timeout:g} s")
     if not problems:
         problems += _wrong_numbers(holders, run.clients)
+    if not problems and run.evaluate.unseen and None in holders:
+        problems.append(
+            f"evaluate.unseen is {run.evaluate.unseen}, but the nodes have no partition-id that says which clients "
+            "are the last; give each node a partition-id"
+        )
     if problems:
         listed = "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems))
         raise RunFailed(f"the run cannot begin:{listed}")
-    return Nodes(folders, own_data or None in holders)
+    ids = {number_of(reply): reply.metadata.src_node_id for reply in replies}
+    return Nodes(ids, folders, own_data or None in holders)
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:

@@ -18,7 +18,16 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
-from .data import check_labels, load_data, normalisation_of, partition_of, resolve, shape_without_data, try_data
+from .data import (
+    check_labels,
+    load_data,
+    normalisation_of,
+    partition_of,
+    resolve,
+    shape_without_data,
+    try_data,
+    validation_rows,
+)
 from .find import run_names
 from .model import choose_device, make_model, model_arguments, try_model
 from .settings import Experiment, Settings, strategy_name
@@ -56,6 +65,8 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
         parts = partition_of(run.data, run.clients, run.seed, str(device))
         check_labels(run, dataset)
         try_data(run, dataset, parts[0])
+        if run.evaluate.validation:
+            validation_rows(run, str(device))
     shape = dataset or shape_without_data(run)
     check_labels(run, shape)
     model = make_model(run, shape).to(device)
@@ -86,8 +97,8 @@ def _in_words(run: Settings, normalise: Normalise) -> Any:
 def make_rule(run: Settings) -> Rule:
     # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
     # (nodes.check_nodes) and continues without those that fail.
-    least = 1 if run.clients == 1 else 2
-    _check_demands(run.strategy, run.clients)
+    least = 1 if run.trained == 1 else 2
+    _check_demands(run.strategy, run.trained)
     strategy = build_strategy(
         run.strategy,
         seed=run.seed,
@@ -104,6 +115,16 @@ def make_rule(run: Settings) -> Rule:
             f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "
             "can be evaluated; leave evaluate.clients out"
         )
+    if run.evaluate.unseen and not rule.traits.has_global_model:
+        raise SettingsError(
+            f"evaluate.unseen is {run.evaluate.unseen}, but {strategy_name(run.strategy)} trains no global "
+            "model that a new client could use; leave evaluate.unseen out"
+        )
+    if run.evaluate.matrix and not rule.traits.personal:
+        raise SettingsError(
+            f"evaluate.matrix is true, but with {strategy_name(run.strategy)} all clients have the global model; "
+            "expected a strategy with a model per client: FedBN, SiloBN or Standalone"
+        )
     return rule
 
 
@@ -111,7 +132,7 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
     """Refuse a minimum number of nodes above the number of clients: a round would wait for them until its timeout."""
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if isinstance(needed := spec.get(key), int) and needed > clients:
-            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
+            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but {clients} clients train")
     about, bad = FLOWER.get(str(spec.get("name"))), spec.get("num_malicious_nodes", 0)
     if about is not None and about.needs is not None and isinstance(bad, int) and about.needs(bad) > clients:
         raise SettingsError(

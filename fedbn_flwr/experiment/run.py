@@ -33,16 +33,18 @@ from fedbn_flwr.results.write import write_report
 
 from .find import from_run_config
 from .listeners.base import Listener, RunState
+from .listeners.best import Best
 from .listeners.checkpoint import Checkpoint
 from .listeners.clients import values_of
 from .listeners.dynamics import Dynamics
 from .listeners.evaluate import Evaluate
+from .listeners.final import Final
 from .listeners.history import History
 from .listeners.progress import Progress
 from .listeners.track import Track
 from .model import choose_device
-from .node import client_of
-from .nodes import check_nodes
+from .node import client_of, trains
+from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
 from .prepare import Prepared, prepare
 from .resume import read_snapshot, restore_clients
@@ -63,6 +65,10 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         state = RunState(prepared, ledger, identity, arrays, done, dict(snapshot.trained), kept_round=done)
     listeners: list[Listener] = [Evaluate(prepared), History(folder, ledger), progress, Checkpoint(folder)]
     listeners += [Track(tracker, folder) for tracker in run.track]
+    if run.evaluate.unseen or run.evaluate.matrix:
+        listeners.insert(1, Final(folder))
+    if run.evaluate.validation:
+        listeners.insert(1, Best(folder, run.evaluate.patience, run.evaluate.min_delta))
     if run.evaluate.dynamics:
         listeners.insert(0, Dynamics(folder))
     for listener in listeners:
@@ -71,13 +77,17 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done})
         if prepared.dataset is not None and not nodes.own_data:
             folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
+        state.nodes = {client: node for client, node in nodes.ids.items() if trains(run, client)}
+        if run.evaluate.unseen:
+            state.unseen = {client: node for client, node in nodes.ids.items() if client not in state.nodes}
+            state.grid = TrainedNodes(ledger, frozenset(state.unseen.values()))
         rule.check(run.rounds)
         rule.begin(run.rounds, state.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
             rule.restore(snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
-        while state.round < run.rounds:
+        while state.round < run.rounds and state.ended is None:
             if state.stop:
                 raise KeyboardInterrupt
             train_round(state, listeners)

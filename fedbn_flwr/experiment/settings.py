@@ -25,19 +25,11 @@ from pydantic import (
 
 from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.errors import did_you_mean
-from fedbn_flwr.messages.protocol import METRICS
 from fedbn_flwr.named import is_name
 
+from .evaluation import Evaluate as Evaluate
+from .evaluation import Names, Positive, Section
 from .trackers import Track
-
-
-class _Section(BaseModel):
-    # Strict: the text "3" is not the number 3. Frozen: settings can be keys of a cache.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-Positive = Annotated[int, Field(ge=1)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 def _size(value: Any) -> int | tuple[int, int]:
@@ -77,7 +69,7 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     ]
 
 
-class Part(_Section):
+class Part(Section):
     """A part of the user with arguments: `{name: module:callable, ...}`."""
 
     model_config = ConfigDict(extra="allow")
@@ -85,7 +77,7 @@ class Part(_Section):
     name: str
 
 
-class Arguments(_Section):
+class Arguments(Section):
     """The arguments of a part of the user, whose names only that part knows."""
 
     model_config = ConfigDict(extra="allow")
@@ -116,7 +108,7 @@ NORMALISATIONS = ("moments", "unit", "official")
 Normalise = Annotated[str, PlainValidator(_normalisation)]
 
 
-class Data(_Section):
+class Data(Section):
     name: str = "digits"  # "digits", a name of the catalogue, a folder, a hub name, or module:callable
     options: Arguments = Arguments()  # of module:callable
     root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
@@ -151,7 +143,7 @@ class Data(_Section):
         return self
 
 
-class Renorm(_Section):
+class Renorm(Section):
     """Batch renormalisation: bounds of r and d, and the first and last steps of their widening."""
 
     r_max: float = Field(default=3.0, ge=1)
@@ -168,7 +160,7 @@ class Renorm(_Section):
         return self
 
 
-class Model(_Section):
+class Model(Section):
     name: str = "cnn"  # or module:callable
     norm: str = "bn"  # or module:callable
     weights: str | None = None  # a safetensors file, or torchvision's name such as DEFAULT
@@ -207,7 +199,7 @@ Weights = Annotated[
 ]
 
 
-class Schedule(_Section):
+class Schedule(Section):
     kind: str = "constant"  # constant, step, cosine, exponential, or module:function
     warmup: int = Field(default=0, ge=0)  # rounds in which the rate rises to `lr`
     # step: multiply by gamma at each milestone, given as a fraction of the rounds or as a round
@@ -228,7 +220,7 @@ def _of_kind(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
-class Train(_Section):
+class Train(Section):
     lr: float = Field(default=0.1, gt=0)
     optimizer: Named = "sgd"  # of torch.optim, or module:callable
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -277,33 +269,7 @@ class Train(_Section):
         return self
 
 
-class Evaluate(_Section):
-    every: Positive = 1  # rounds between evaluations of the global model; the last round is always evaluated
-    # Clients evaluate their models too; None: if the strategy personalises, or if the server does not evaluate.
-    clients: bool | None = None
-    server: bool = True  # false: the server has no data
-    statistics: Literal["model", "reestimated"] = "model"  # of the global model's batch norms, on the test images
-    batch_size: Positive = 500
-    dynamics: bool = False  # record how batch norm's statistics change, in every evaluated round
-    metrics: Names = ()  # beside loss and accuracy: names, or module:function
-
-    @model_validator(mode="after")
-    def _metrics_are_known(self) -> Evaluate:
-        for name in self.metrics:
-            if name not in METRICS and ":" not in name:
-                raise ValueError(f"metrics has {name!r}; {did_you_mean(name, METRICS)}, or module:function")
-        return self
-
-    @model_validator(mode="after")
-    def _one_of_them_does(self) -> Evaluate:
-        if not self.server and self.clients is False:
-            raise ValueError("server and clients are both false; one of them must evaluate")
-        if not self.server and self.statistics == "reestimated":
-            raise ValueError("statistics is 'reestimated', which needs the server's test images, but server is false")
-        return self
-
-
-class Engine(_Section):
+class Engine(Section):
     name: Literal["local", "ray"] = "local"
     workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: no worker processes
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -341,7 +307,7 @@ class Published(BaseModel):
         return self
 
 
-class Settings(_Section):
+class Settings(Section):
     """One training run."""
 
     name: str = "experiment"
@@ -358,6 +324,20 @@ class Settings(_Section):
     track: Track = ()  # records the run in other programs too
     published: Published | None = None  # for this run; an experiment gives it by label
 
+    @property
+    def trained(self) -> int:
+        """The number of clients that train, those of the first partitions."""
+        return self.clients - self.evaluate.unseen
+
+    @model_validator(mode="after")
+    def _some_client_trains(self) -> Settings:
+        if self.trained < 1:
+            raise ValueError(
+                f"evaluate.unseen is {self.evaluate.unseen}, but there are {self.clients} clients; expected at most "
+                f"{self.clients - 1}, so that one trains"
+            )
+        return self
+
     @model_validator(mode="after")
     def _strategy_is_named(self) -> Settings:
         if not isinstance(self.strategy.get("name"), str):
@@ -371,7 +351,7 @@ class Settings(_Section):
         return self
 
 
-class Experiment(_Section):
+class Experiment(Section):
     """One run, or several that differ in their settings under `runs` and in their seeds."""
 
     name: str

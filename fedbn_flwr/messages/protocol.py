@@ -40,6 +40,16 @@ RUN_KEYS = {
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
+# The keys of an evaluate message.
+TEST_SETS = "fedbn.test-sets"
+TUNE_STEPS = "fedbn.tune-steps"
+TUNE_LR = "fedbn.tune-lr"
+EVALUATION_KEYS = {
+    TEST_SETS: Key("names, comma separated", "(evaluate) use only these of the test sets"),
+    TUNE_STEPS: Key("int", "(evaluate) then train this many steps, evaluate again, and restore the model"),
+    TUNE_LR: Key("float", "(evaluate) the learning rate of these steps; default: that of the round"),
+}
+
 # The keys of a layer-wise round (FedTAN), which fedbn_flwr.client.rules.fedtan declares.
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
@@ -61,6 +71,9 @@ TRAIN_LOSS = "train-loss"
 OWN_DATA = "own-data"  # the node has data of its own instead of a partition of the server's
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # images in the first batch of the round
+TUNED = "tuned"  # the beginning of metrics after the steps that TUNE_STEPS asks for
+VALIDATION = "validation"  # the test set that is a share of the client's training data
+OWN = "own"  # the test set that is the client's own share of all test images
 EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
 
 # Metrics beside loss and accuracy that evaluations can report, by their names in the history.
@@ -72,7 +85,10 @@ PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
 KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours
 KEYS_TASK = "report the config keys that it honours"  # in the error of a client that cannot be made
+PERSONAL_QUERY = "query.personal"  # reply: the arrays that stay on the client, if it was made with share_personal
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
+
+QUERIES = frozenset({PARTITION_QUERY, KEYS_QUERY, PERSONAL_QUERY, STATISTICS_QUERY})  # outside of training
 
 
 def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:

@@ -55,12 +55,19 @@ def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
 
 def evaluated(values: Mapping[str, Values]) -> dict[str, Values]:
     """The metrics without losses and numbers of images; those on the clients' own test images come first."""
-    shown = {key: each for key, each in values.items() if not (key.endswith("images") or is_loss(key))}
+    shown = {key: each for key, each in values.items() if not ("images" in key.split("_") or is_loss(key))}
     return dict(sorted(shown.items(), key=lambda item: (not item[0].startswith("own_"), item[0] not in _FIRST)))
 
 
 def heading(metric: str) -> str:
     """The words for a metric in tables and plots: "accuracy on own test images"."""
+    if metric.startswith("unseen_"):
+        tuned = ", fine-tuned" if metric.endswith("_tuned") else ""
+        return (
+            f"{heading(metric.removeprefix('unseen_').removesuffix('_tuned')).split(' on ')[0]} of new clients{tuned}"
+        )
+    if metric.startswith("validation_"):
+        return metric.replace("_", " ")
     owned = metric.startswith("own_")
     name = metric.removeprefix("own_").replace("_", " ").replace(" iou", " IoU")
     return f"{name} on {'own' if owned else 'all'} test images"
@@ -109,7 +116,7 @@ def box_plot(panel: Any, groups: Mapping[str, Sequence[float]], colours: Sequenc
             capprops={"color": colour},
             meanprops={"marker": "D", "markerfacecolor": colour, "markeredgecolor": colour, "markersize": 4},
         )
-        # Side by side, so that equal clients are told apart.
+        # Side by side, so that equal clients can be distinguished.
         step = 0.4 / max(len(shown) - 1, 1)
         places = [number + step * (i - (len(shown) - 1) / 2) for i in range(len(shown))]
         panel.plot(places, shown, ".", color=colour, alpha=0.5, markersize=4)
@@ -117,3 +124,32 @@ def box_plot(panel: Any, groups: Mapping[str, Sequence[float]], colours: Sequenc
     panel.set_xlim(-0.6, len(groups) - 0.4)
     panel.set_ylabel("%")
     panel.grid(axis="y", alpha=0.3)
+
+
+def plot_matrix(matrix: Mapping[str, Any], file: Path) -> None:
+    """Write a heat map: row = client whose personal model, column = client whose test images."""
+    from .figure import Plot
+
+    side = min(12.0, 2.5 + 0.45 * len(matrix["clients"]))
+    figure = Plot(figsize=(side + 1, side), layout="constrained")
+    panel = figure.add_subplot()
+    image = heat_map(panel, matrix)
+    figure.colorbar(image, ax=panel, label="accuracy, %")
+    figure.savefig(file, dpi=130)
+
+
+def heat_map(panel: Any, matrix: Mapping[str, Any]) -> Any:
+    clients = matrix["clients"]
+    shown = [[math.nan if value is None else 100 * value for value in row] for row in matrix["accuracy"]]
+    image = panel.imshow(shown, cmap="viridis", vmin=0, vmax=100)
+    places = range(0, len(clients), math.ceil(len(clients) / 20))
+    panel.set_xticks(places, [clients[place] for place in places])
+    panel.set_yticks(places, [clients[place] for place in places])
+    panel.set_xlabel("test images of client")
+    panel.set_ylabel("model of client")
+    if len(clients) <= 12:
+        for row, values in enumerate(shown):
+            for column, value in enumerate(values):
+                text = "-" if math.isnan(value) else f"{value:.0f}"
+                panel.text(column, row, text, ha="center", va="center", color="black" if value > 60 else "white")
+    return image

@@ -7,8 +7,9 @@ partition.json      the images of each client by class, unless nodes have data o
 clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
 summary.json        the figures of the whole run so far, and its status
-model.safetensors   the global model
+model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its images
+matrix.json         the accuracy of each personal model on each client's test images
 checkpoint          everything needed to resume the run, see checkpoint.py
 """
 
@@ -131,10 +132,18 @@ class RunFolder:
         file = self.path / "summary.json"
         return Summary.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
-    def write_model(self, arrays: Arrays) -> None:
+    def write_matrix(self, matrix: Mapping[str, Any]) -> None:
+        self._write("matrix.json", json.dumps(dict(matrix)) + "\n")
+
+    def matrix(self) -> dict[str, Any] | None:
+        file = self.path / "matrix.json"
+        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return found
+
+    def write_model(self, arrays: Arrays, name: str = "model.safetensors") -> None:
         from safetensors.numpy import save_file
 
-        with replacing(self.path / "model.safetensors", durable=False) as file:
+        with replacing(self.path / name, durable=False) as file:
             save_file({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}, file)
 
     def write_model_description(self, description: Mapping[str, Any]) -> None:

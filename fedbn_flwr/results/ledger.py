@@ -132,4 +132,4 @@ def _content(message: Message) -> RecordDict:
 
 def _trains(message: Message) -> bool:
     kind = message.metadata.message_type
-    return not kind.startswith("evaluate") and kind not in (protocol.PARTITION_QUERY, protocol.STATISTICS_QUERY)
+    return not kind.startswith("evaluate") and kind not in protocol.QUERIES

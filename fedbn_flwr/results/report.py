@@ -119,10 +119,13 @@ _HEADINGS = ("run", "accuracy", "best on test", "rounds", "communication rounds"
 
 # Columns that a table has only if one of its runs has these figures.
 _OPTIONAL = {
+    "best_round_accuracy": "best by validation",
     "mean_iou": "mean IoU",
     "clients_accuracy": "clients' accuracy",
     "clients_own_accuracy": "on own data",
     "clients_mean_iou": "clients' mean IoU",
+    "unseen_accuracy": "new clients",
+    "unseen_accuracy_tuned": "fine-tuned",
 }
 
 

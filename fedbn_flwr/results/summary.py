@@ -25,6 +25,8 @@ _LATEST = (
     "clients_accuracy",
     "clients_own_accuracy",
     "clients_mean_iou",
+    "unseen_accuracy",
+    "unseen_accuracy_tuned",
 )
 
 # Endings of the keys of a spread over clients, which follow the name of the metric.
@@ -48,6 +50,8 @@ class Summary:
     status: Status = "running"
     error: str | None = None  # of a run that failed
 
+    stopped_early: str | None = None  # the reason why a finished run has fewer rounds than it might have had
+
     # Options in use that make training faster and change results.
     memory_format: str | None = None
     precision: str | None = None
@@ -56,6 +60,11 @@ class Summary:
     seconds: float = 0.0  # of all rounds
     accuracy: float | None = None
     best_test_accuracy: float | None = None  # over all rounds; a choice by test images, so it is optimistic
+    best_round: int | None = None  # the one with the highest validation accuracy
+    best_validation_accuracy: float | None = None
+    best_round_accuracy: float | None = None  # on the test images, of the model of that round
+    unseen_accuracy: float | None = None  # of clients that never trained: the global model's on their own test images
+    unseen_accuracy_tuned: float | None = None  # and after fine-tuning
     loss: float | None = None
     evaluated_with: str | None = None  # the source of the statistics in the global model's batch norms
     mean_iou: float | None = None
@@ -80,6 +89,9 @@ class Summary:
         if line.get("accuracy") is not None:
             self.best_test_accuracy = max(self.best_test_accuracy or 0.0, line["accuracy"])
         self.measured |= {key: line[key] for key in keys_of(self.metrics) if line.get(key) is not None}
+        if "best_round" in line:
+            self.best_round, self.best_round_accuracy = line["best_round"], line.get("accuracy")
+            self.best_validation_accuracy = line["validation_accuracy"]
         spread = {key: value for key, value in line.items() if _is_spread(key)}
         self.spread |= spread
         self.domains |= {

@@ -68,11 +68,15 @@ OPTIMISERS: dict[str, Callable[[], Rule]] = {
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
 CASES |= dict.fromkeys(OPTIMISERS, "")
+CHOICES = {
+    "early end": "strategy: {name: FedBN}\n"
+    "evaluate: {every: 1, validation: 0.1, patience: 3, min_delta: 0.5, unseen: 1, finetune_steps: 2, matrix: true}"
+}
 SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 
 
 def overrides(case: str) -> list[str]:
-    return [line.replace(": ", "=", 1) for line in (CASES | SHORT)[case].splitlines()]
+    return [line.replace(": ", "=", 1) for line in (CASES | CHOICES | SHORT)[case].splitlines()]
 
 
 class Stopping(Progress):

@@ -104,6 +104,10 @@ def rules_by_key() -> Mapping[str, type[ClientRule]]:
     return _BY_KEY
 
 
+# Keys that no rule declares.
+ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS
+
+
 def known_keys() -> dict[str, Key]:
     """Every config key that a BNClient supports."""
-    return protocol.RUN_KEYS | {key: rule.keys[key] for key, rule in rules_by_key().items()}
+    return ALWAYS_KNOWN | {key: rule.keys[key] for key, rule in rules_by_key().items()}

@@ -51,6 +51,15 @@ def partition(
     return [torch.from_numpy(np.sort(part)) for part in parts]
 
 
+def hold_out(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """A client's images for training, and a random share for validation, rounded; at least one is for training."""
+    if not share:
+        return rows, rows[:0]
+    count = min(int(share * len(rows) + 0.5), len(rows) - 1)
+    order = torch.randperm(len(rows), generator=seeding.generator(seed, "validation", client)).to(rows.device)
+    return rows[order[count:].sort().values], rows[order[:count].sort().values]
+
+
 def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, seed: int) -> list[Tensor]:
     """Indices of each client's own test images, ascending; `parts` are its training images, indices of `labels`.
 

@@ -28,6 +28,10 @@ class RunState:
     line: dict[str, Any] = field(default_factory=dict)  # the round's line in the history; listeners add to it
     clients: dict[int, dict[str, float]] = field(default_factory=dict)  # the values of each client
     dynamics: dict[str, Any] | None = None  # the round's line in norms.jsonl, if it has one
+    best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
+    nodes: dict[int, int] = field(default_factory=dict)  # client -> node
+    unseen: dict[int, int] = field(default_factory=dict)  # likewise, of the clients that never train
+    ended: str | None = None  # the reason why training ends before the last round
     stop: bool = False  # the user asked to stop after this round
     error: BaseException | None = None  # that ended the run before its last round
 
@@ -42,6 +46,10 @@ class RunState:
     def is_evaluated(self) -> bool:
         """Whether the models of this round are evaluated."""
         return self.round % self.run.evaluate.every == 0 or self.round == self.run.rounds
+
+    @property
+    def is_last(self) -> bool:
+        return self.round == self.run.rounds or self.ended is not None
 
 
 class Listener:

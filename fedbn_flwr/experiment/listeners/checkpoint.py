@@ -25,7 +25,7 @@ class Checkpoint(Listener):
         run = state.run
         self.latest = _snapshot(state), state.model
         every = run.engine.checkpoint_every or max(1, run.rounds // 20)
-        if state.round % every == 0 or state.round == run.rounds or state.stop:
+        if state.round % every == 0 or state.is_last or state.stop:
             self._write(state, *self.latest)
 
     def on_end(self, state: RunState) -> None:
@@ -34,10 +34,16 @@ class Checkpoint(Listener):
         if state.grid.node_states() is None:  # the nodes store their state of this round themselves
             self._write(state, *self.latest)
         else:  # the engine's nodes may be in the middle of a round
-            self.folder.write_model(unpack(self.latest[1]))
+            self._write_models(state, self.latest[1])
+
+    def _write_models(self, state: RunState, model: ArrayRecord) -> None:
+        self.folder.write_model(unpack(model))
+        if state.best is not None:
+            self.folder.write_model(unpack(state.best), "model-best.safetensors")
+            state.best = None
 
     def _write(self, state: RunState, snapshot: Snapshot, model: ArrayRecord) -> None:
-        self.folder.write_model(unpack(model))
+        self._write_models(state, model)
         states = state.grid.node_states()
         clients = None if states is None else ((node, states.read_state(node)) for node in state.grid.get_node_ids())
         self.folder.write_checkpoint(snapshot, clients)

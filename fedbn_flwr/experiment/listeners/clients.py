@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 
@@ -35,12 +36,25 @@ def name_of(key: str) -> str:
     """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own test images of one domain, as `own_accuracy_sea`."""
     test_set, _, measure = key.partition("-")
     owner, at, domain = test_set.partition("@")
-    return (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
+    name = (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
+    return name.replace("num_examples", "images")
 
 
 def own_means(clients: ByClient) -> dict[str, float]:
     """Means over the clients' own test images, with equal weights, over the clients that have some (of a domain)."""
-    return {name: statistics.fmean(each) for name, each in by_metric(clients).items() if name.startswith("own_")}
+    metrics = {name: each for name, each in by_metric(clients).items() if name.startswith("own_")}
+    return {name: statistics.fmean(each) for name, each in metrics.items() if "images" not in name.split("_")}
+
+
+def validation_means(clients: ByClient) -> dict[str, float]:
+    """Validation loss and accuracy over the images that all clients hold out; empty if none reports any."""
+    held = [metrics for metrics in clients.values() if metrics.get("validation_images")]
+    total = math.fsum(metrics["validation_images"] for metrics in held)
+    return {
+        name: math.fsum(metrics[name] * metrics["validation_images"] for metrics in held) / total
+        for name in ("validation_loss", "validation_accuracy")
+        if held
+    }
 
 
 def spreads(clients: ByClient) -> dict[str, float]:
@@ -49,7 +63,7 @@ def spreads(clients: ByClient) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, each in metrics.items():
         # A metric of a single domain exists only on own test images.
-        if name.removeprefix("own_") in metrics and not name.endswith("images"):
+        if name.removeprefix("own_") in metrics and "images" not in name.split("_"):
             measured = spread(each, name)
             found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}
     return found

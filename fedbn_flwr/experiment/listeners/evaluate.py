@@ -17,11 +17,11 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
-from ..data import normalisation_of, rows_by_domain
+from ..data import normalisation_of, rows_by_domain, validation_rows
 from ..prepare import Prepared
 from ..training import metrics_of, own_loss
 from .base import Listener, RunState
-from .clients import name_of, own_means, spreads, values_of
+from .clients import name_of, own_means, spreads, validation_means, values_of
 
 
 class Evaluate(Listener):
@@ -40,6 +40,11 @@ class Evaluate(Listener):
             test_of = functools.partial(TestBatches, dataset.test, normalisation, run.evaluate.batch_size)
             self.test = test_of()
             self.domains = {name: test_of(rows) for name, rows in rows_by_domain(dataset).items()}
+        self.validation: TestBatches | None = None  # None: clients report it, if there is any
+        if run.evaluate.validation and dataset is not None and not self.asks_clients:
+            held = validation_rows(run, str(prepared.device))
+            normalisation = normalisation_of(run, dataset)
+            self.validation = TestBatches(dataset.train, normalisation, run.evaluate.batch_size, held)
 
     def on_round(self, state: RunState) -> None:
         run = state.run
@@ -53,7 +58,17 @@ class Evaluate(Listener):
             )
         if self.test is not None:
             state.grid.report("test sets evaluated", 0, 1 + len(self.domains))
-            state.line |= self._on_server(self.test, state.model, queried=bool(set(state.model) - set(state.arrays)))
+            queried = bool(set(state.model) - set(state.arrays))
+            used = self._load(state.model, self.test, queried)
+            state.line |= self._measure(self.test) | {"evaluated_with": used}
+            names = ("accuracy", *self.names)
+            for domain, test in self.domains.items():
+                measured = self._measure(test)
+                state.line |= {f"{name}_{domain}": value for name, value in measured.items() if name in names}
+            if self.validation is not None:
+                self._load(state.model, self.validation, queried)
+                measured = self._measure(self.validation)
+                state.line |= {f"validation_{key}": measured[key] for key in ("loss", "accuracy")}
         else:
             means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy", *self.names)}
             state.line |= {key: value for key, value in means.items() if value is not None}
@@ -69,24 +84,25 @@ class Evaluate(Listener):
         for client, measured in values.items():
             state.clients.setdefault(client, {}).update(measured)
         means = {name_of(key): value for key, value in (metrics or {}).items()}
-        return {f"clients_{name}": value for name, value in {**means, **own_means(values), **spreads(values)}.items()}
+        figures = {**means, **own_means(values), **spreads(values)}
+        by_clients = {f"clients_{name}": value for name, value in figures.items() if not name.startswith("validation_")}
+        return by_clients | validation_means(values)
 
-    def _on_server(self, test: TestBatches, arrays: ArrayRecord, queried: bool) -> dict[str, Any]:
-        """Figures of the global model, `accuracy_DOMAIN` included, and the statistics that its batch norms used."""
-        model, device = self.prepared.model, self.prepared.device
+    def _load(self, arrays: ArrayRecord, images: TestBatches, queried: bool) -> str:
+        """Load the global model to evaluate it on `images`; returns the statistics that its batch norms use."""
+        model = self.prepared.model
         state = {key: torch.from_numpy(value.copy()) for key, value in unpack(arrays).items()}
         model.load_state_dict(state, strict=False)
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        used = "model" if all(norm.running_mean is not None for norm in norms) else "batch"
-        if queried:  # the strategy asked clients for statistics
-            used = "query"
         if norms and self.prepared.run.evaluate.statistics == "reestimated":
-            model.load_state_dict(reestimate(model, test, device, pooled=True)[0], strict=False)
-            used = "reestimated"
-        figures = evaluate(model, test, self.loss, device, self.metrics)
+            statistics = reestimate(model, images, self.prepared.device, pooled=True)[0]
+            model.load_state_dict(statistics, strict=False)
+            return "reestimated"
+        if queried:  # the strategy asked clients for statistics
+            return "query"
+        return "model" if all(norm.running_mean is not None for norm in norms) else "batch"
+
+    def _measure(self, images: TestBatches) -> dict[str, Any]:
+        figures = evaluate(self.prepared.model, images, self.loss, self.prepared.device, self.metrics)
         figures.pop("num-examples")
-        for domain, domain_test in self.domains.items():
-            of_domain = evaluate(model, domain_test, self.loss, device, self.metrics)
-            names = ("accuracy", *map(key_of, self.metrics))
-            figures |= {f"{name}_{domain}": of_domain[name] for name in names if name in of_domain}
-        return {key.replace("-", "_"): value for key, value in figures.items()} | {"evaluated_with": used}
+        return {key.replace("-", "_"): value for key, value in figures.items()}

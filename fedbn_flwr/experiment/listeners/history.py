@@ -40,7 +40,7 @@ class History(Listener):
 
     def on_end(self, state: RunState) -> None:
         if state.error is None:
-            self.summary.status = "finished"
+            self.summary.status, self.summary.stopped_early = "finished", state.ended
             self.summary.notes = dict(state.prepared.rule.notes())  # if the run was resumed after its last round
         elif isinstance(state.error, KeyboardInterrupt | SystemExit):
             self.summary.status = "interrupted"

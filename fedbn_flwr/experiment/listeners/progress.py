@@ -143,7 +143,7 @@ class Progress(Listener):
 
     def on_round(self, state: RunState) -> None:
         state.stop = self._stop_asked
-        self._done_rounds += 1
+        self._done_rounds += 1 if state.ended is None else 1 + state.run.rounds - state.round
         self._counted += 1
         self._round, self._within = state.round, ""
         self._last_round = now = time.monotonic()
@@ -152,7 +152,7 @@ class Progress(Listener):
             for key, name in (("accuracy", "accuracy"), ("loss", "loss"), ("train_loss", "train loss"))
             if isinstance(state.line.get(key), float)
         )
-        last = state.round == state.run.rounds
+        last = state.is_last
         if self._draws and last:
             self.message(f"{self.label}: {state.round} rounds in {_duration(now - self._run_began)}  {self._figures}")
         if not last and now - self._printed < (0.2 if self._draws else _BETWEEN_LINES):

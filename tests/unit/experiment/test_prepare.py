@@ -122,7 +122,7 @@ def test_a_round_needs_two_clients_unless_the_experiment_says_otherwise() -> Non
 @pytest.mark.parametrize("spec", ["{name: FedBN, min_train_nodes: 4}", "{name: FixBN, freeze_round: 1, base: {name: "
                                   "FedAvg, min_available_nodes: 4}}"])  # fmt: skip
 def test_more_nodes_than_there_are_cannot_be_asked_for(spec: str) -> None:
-    with pytest.raises(SettingsError, match=r"strategy\.min_\w+ of Fed\w+ is 4, but there are 3 clients"):
+    with pytest.raises(SettingsError, match=r"strategy\.min_\w+ of Fed\w+ is 4, but 3 clients train"):
         strategy_of(f"{{clients: 3, strategy: {spec}}}")
 
 

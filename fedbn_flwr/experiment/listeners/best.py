@@ -1,0 +1,62 @@
+"""Finds the round with the highest validation accuracy, and ends a run that no longer improves.
+
+Everything follows from the history, so a resumed run continues with the same counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedbn_flwr.results.folder import RunFolder
+
+from .base import Listener, RunState
+
+
+class Best(Listener):
+    def __init__(self, folder: RunFolder, patience: int | None, min_delta: float) -> None:
+        self.folder = folder
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best_round = 0
+        self.best = -math.inf
+        self.reference = -math.inf  # the accuracy that the next ones must exceed by more than min_delta
+        self.waited = 0  # evaluations since then
+
+    def on_start(self, state: RunState) -> None:
+        for line in self.folder.history():
+            self._note(line)
+        if state.round < state.run.rounds:
+            state.ended = self._reason()
+
+    def on_round(self, state: RunState) -> None:
+        if self._note(state.line):
+            state.line["best_round"] = state.round
+            if state.prepared.rule.traits.has_global_model:
+                state.best = state.model
+        if state.round < state.run.rounds:
+            state.ended = self._reason()
+
+    def _note(self, line: Mapping[str, Any]) -> bool:
+        """Take a line of the history into account; whether its round is the best so far (the first of equal ones)."""
+        accuracy: float | None = line.get("validation_accuracy")
+        if accuracy is None:
+            return False
+        if accuracy > self.reference + self.min_delta:
+            self.reference, self.waited = accuracy, 0
+        else:
+            self.waited += 1
+        if is_best := accuracy > self.best:
+            self.best, self.best_round = accuracy, line["round"]
+        return is_best
+
+    def _reason(self) -> str | None:
+        if self.patience is None or self.waited < self.patience:
+            return None
+        count = "evaluation" if self.waited == 1 else "evaluations"
+        more = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return (
+            f"validation accuracy has not improved{more} in {self.waited} {count}; its best is "
+            f"{self.best:.4f} in round {self.best_round}"
+        )

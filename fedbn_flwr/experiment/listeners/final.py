@@ -1,0 +1,104 @@
+"""Evaluations after the last round: clients that never trained, and every personal model on every client's data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from logging import WARNING
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.common import log
+
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import arrays_in, record_of
+from fedbn_flwr.messages.screening import number_of, one_line
+from fedbn_flwr.results.folder import RunFolder
+
+from .base import Listener, RunState
+from .clients import by_metric, values_of
+
+
+class Final(Listener):
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def on_round(self, state: RunState) -> None:
+        if not state.is_last:
+            return
+        if state.unseen:
+            evaluate_unseen(state)
+        if state.run.evaluate.matrix:
+            self._evaluate_matrix(state)
+
+    def _evaluate_matrix(self, state: RunState) -> None:
+        from fedbn_flwr.results.clients import plot_matrix
+
+        personal = personal_models(state)
+        clients = sorted(state.nodes)
+        rows: list[list[float | None]] = []
+        for client in clients:
+            measured = {}
+            if client in personal:
+                replies = _evaluate(state, state.nodes.values(), personal[client])
+                measured = values_of(replies, "test_images")
+            rows.append([measured.get(other, {}).get("own_accuracy") for other in clients])
+        matrix = {"clients": [str(client) for client in clients], "accuracy": rows}
+        self.folder.write_matrix(matrix)
+        plot_matrix(matrix, self.folder.path / "matrix.png")
+
+
+def evaluate_unseen(state: RunState) -> None:
+    """Send the whole global model, its batch norm included, to the clients that never trained."""
+    options = state.run.evaluate
+    tuning: dict[str, float] = {}
+    if options.finetune_steps:
+        tuning = {
+            protocol.TUNE_STEPS: options.finetune_steps,
+            protocol.TUNE_LR: options.finetune_lr or state.run.train.lr,
+        }
+    replies = _evaluate(state, state.unseen.values(), state.arrays, **tuning)
+    measured = {client: _renamed(values) for client, values in values_of(replies, "test_images").items()}
+    state.clients |= measured
+    means = {name: statistics.fmean(each) for name, each in by_metric(measured).items()}
+    state.line |= {name: value for name, value in means.items() if not name.startswith("unseen_images")}
+
+
+def _renamed(values: dict[str, float]) -> dict[str, float]:
+    """`own_accuracy` as `unseen_accuracy`, `tuned_own_accuracy` as `unseen_accuracy_tuned`."""
+    tuned, own = f"{protocol.TUNED}_", f"{protocol.OWN}_"
+    return {
+        f"unseen_{name.removeprefix(tuned).removeprefix(own)}" + ("_tuned" if name.startswith(tuned) else ""): value
+        for name, value in values.items()
+    }
+
+
+def personal_models(state: RunState) -> dict[int, ArrayRecord]:
+    """The model of each client that has trained: the global arrays, replaced by those that stay on the client."""
+    config = ConfigRecord({**state.identity, protocol.ROUND: state.round})
+    content = RecordDict({"config": config})
+    replies = _answers(state, [Message(content, node, protocol.PERSONAL_QUERY) for node in state.nodes.values()])
+    models = {}
+    for reply in replies:
+        (own,) = arrays_in(reply.content).values()
+        if own:
+            models[number_of(reply)] = record_of({key: own.get(key, value) for key, value in state.arrays.items()})
+    return models
+
+
+def _evaluate(state: RunState, nodes: Iterable[int], arrays: ArrayRecord, **keys: float) -> list[Message]:
+    """The replies of nodes that evaluate these arrays on their own test images."""
+    config = ConfigRecord({**state.identity, protocol.ROUND: state.round, protocol.TEST_SETS: protocol.OWN, **keys})
+    content = RecordDict({"arrays": arrays, "config": config})
+    return _answers(state, [Message(content, node, MessageType.EVALUATE) for node in nodes])
+
+
+def _answers(state: RunState, messages: list[Message]) -> list[Message]:
+    """The replies that are no errors; the run is complete without the others."""
+    replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
+    if silent := len(messages) - len(replies):
+        log(WARNING, "after the last round: %d of %d nodes did not answer in time", silent, len(messages))
+    for reply in replies:
+        if reply.has_error():
+            reason = one_line(str(reply.error.reason))
+            log(WARNING, "after the last round: without node %d: %s", reply.metadata.src_node_id, reason)
+    return [reply for reply in replies if reply.has_content()]
