@@ -131,7 +131,7 @@ class WandB(Tracker):
         if (self.mode or os.environ.get("WANDB_MODE", "online")) == "online":
             import wandb
 
-            if not wandb.login(prompt=False):
+            if not wandb.login(prompt=False, verify=False):
                 raise SettingsError(
                     "track is 'wandb', but no user is logged in; run `wandb login`, set WANDB_API_KEY, or give "
                     "{name: wandb, mode: offline} and upload later by `wandb sync`"

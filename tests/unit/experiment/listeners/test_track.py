@@ -238,6 +238,22 @@ def test_mlflow_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -
         tracker.check()
 
 
+def test_wandb_needs_a_login_which_is_not_verified_over_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    (tracker,) = read("track: wandb").track
+    with pytest.raises(SettingsError, match="no user is logged in"):
+        tracker.check()
+    read("track: {name: wandb, mode: offline}").track[0].check()
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    tracker.check()
+
+
 def test_a_tracker_does_not_make_another_run_of_it(tmp_path: Path) -> None:
     plain, tracked = load_experiment(EXPERIMENT).runs[0], load_experiment(EXPERIMENT, ["track=tensorboard"]).runs[0]
     assert deciding(plain.model_dump(mode="json")) == deciding(tracked.model_dump(mode="json"))
