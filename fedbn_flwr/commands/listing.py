@@ -70,7 +70,8 @@ def _lines(what: str) -> Mapping[str, str]:
         case "norms":
             from fedbn_flwr.norms.convert import NORMS
 
-            return {name: line for name, (line, _) in NORMS.items()}
+            own = {"MODULE:CALLABLE": "a normaliser of your own: a function of the number of channels"}
+            return {name: line for name, (line, _) in NORMS.items()} | own
         case "datasets":
             from fedbn_flwr.data.catalogue import describe_datasets
 

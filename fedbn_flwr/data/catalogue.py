@@ -199,4 +199,5 @@ def describe_datasets() -> dict[str, str]:
         **lines,
         "FOLDER": "a folder with train*.parquet and test*.parquet, or with train/CLASS/* and test/CLASS/*",
         "OWNER/NAME": "any image classification data set on the Hugging Face hub",
+        "MODULE:CALLABLE": "a data set of your own: a function that returns training and test images",
     }
