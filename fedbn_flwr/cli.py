@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from . import __version__
 from .commands import bench, check, completion, explain, flwr, listing, new, partition, report, run
-from .errors import FedbnError
+from .errors import FedbnError, did_you_mean
 
 COMMANDS = (new, explain, run, report, partition, listing, check, bench, flwr, completion)  # as the help lists them
 
@@ -31,11 +33,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as other errors, with the nearest of the choices; argparse prints the usage first."""
+        if match := re.fullmatch(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            known = match[3].replace("'", "").split(", ")
+            message = f"{match[1]} is {match[2]!r}; {did_you_mean(match[2], known)}"
+        self.exit(2, f"fedbn: error: {message} (see {self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fedbn",
         description="Federated learning of networks with batch normalisation, on Flower and PyTorch.",
-        epilog="FEDBN_DEBUG=1 shows where an error comes from.",
+        epilog=(
+            "Start with: fedbn new mine; fedbn explain mine.yaml; fedbn run mine.yaml. Exit codes: 0 success, 1 a run "
+            "or a check failed, 2 wrong usage or settings, 130 interrupted. FEDBN_DEBUG=1 shows where an error comes "
+            "from."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"fedbn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

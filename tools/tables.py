@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from fedbn_flwr.cli import parser
 from fedbn_flwr.client.rules import rules_by_key
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS
@@ -188,6 +189,20 @@ def keys() -> Table:
     return ("key", "value", "asks the client to"), [(f"`{name}`", key.value, key.asks) for name, key in known.items()]
 
 
+def command(name: str) -> Callable[[], Table]:
+    def table() -> Table:
+        (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+        rows: list[Row] = []
+        for action in commands.choices[name]._actions:
+            value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
+            shown = " ".join([*action.option_strings[-1:], *([str(value)] if action.nargs != 0 else [])])
+            if action.dest != "help":
+                rows.append((f"`{shown.replace('|', chr(92) + '|')}`", action.help or ""))
+        return ("argument", "meaning"), rows
+
+    return table
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "run": run_keys,
     "data": keys_of("data"),
@@ -202,6 +217,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "trackers": trackers,
     "datasets": datasets,
     "keys": keys,
+    **{
+        f"command {name}": command(name)
+        for name in ("new", "explain", "run", "report", "partition", "list", "check", "completion", "bench")
+    },
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
     **{f"cost {name}": cost_of(name) for name in STRATEGIES},
 }

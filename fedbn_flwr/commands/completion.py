@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
             "fish: fedbn completion fish > ~/.config/fish/completions/fedbn.fish. Repeat after an upgrade."
         ),
     )
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
 
 
 def script(shell: str, commands: Commands) -> str:

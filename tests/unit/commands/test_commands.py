@@ -1,0 +1,65 @@
+"""The commands as docs/commands.md shows them, and how wrong words are refused."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from tests.support.command import ROOT
+
+PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_the_page_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    words = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    assert len(words) > 8
+    for fedbn, *arguments in words:
+        assert fedbn == "fedbn"
+        assert cli.main(arguments) == 0, (arguments, capsys.readouterr().err)
+    assert (tmp_path / "report" / "report.md").exists()
+    assert (tmp_path / "partition.png").exists()
+
+
+def test_every_command_is_on_the_page_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    for name in re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE):
+        assert re.search(rf"^## .*\b{name}\b", PAGE, re.MULTILINE), name
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rnu", "demo"], "did you mean 'run'?"),
+        (["list", "strategy"], "did you mean 'strategies'?"),
+        (["run", "demo", "--engine", "rai"], "did you mean 'ray'?"),
+        (["run", "demo", "--bla"], "--bla"),
+        (["bench", "overhed"], "did you mean 'overhead'?"),
+        ([], "COMMAND"),
+    ],
+)
+def test_wrong_words_are_one_line_and_exit_code_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = cli.main(words)
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert says in error
+    assert error.startswith("fedbn: error: ")
+    assert error.count("\n") == 1
