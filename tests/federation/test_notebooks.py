@@ -1,0 +1,76 @@
+"""The notebooks in `examples/`, executed in a real kernel; and what a kernel does with a run that is interrupted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_client.manager import start_new_kernel
+from nbclient import NotebookClient
+
+from fedbn_flwr import Result
+from tests.support.command import ROOT
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+# Else debugpy warns about modules that are part of the interpreter.
+QUIET = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in QUIET.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("FEDBN_OUT", raising=False)
+    notebook = nbformat.read(file, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_committed_without_output(file: Path) -> None:
+    cells = [cell for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"]
+    assert cells
+    assert not [cell for cell in cells if cell.outputs or cell.execution_count]
+
+
+RUN = """
+from fedbn_flwr import run
+result = run("quick", rounds=500, strategy="FedAvg", clients=2, train={"steps": 1, "epochs": None},
+             engine={"workers": 2}, out="stopped")
+"""
+
+
+def test_a_kernel_s_interrupt_stops_after_a_round_and_leaves_a_run_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in QUIET.items():
+        monkeypatch.setenv(key, value)
+    history = tmp_path / "stopped" / "FedAvg" / "history.jsonl"
+    manager, client = start_new_kernel(startup_timeout=200, cwd=str(tmp_path))
+    try:
+        client.execute(RUN)
+        deadline = time.monotonic() + 200
+        while not (history.exists() and history.stat().st_size):
+            assert time.monotonic() < deadline, "no round in 200 seconds"
+            time.sleep(0.05)
+        manager.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=100)
+        messages = []
+        while (message := client.get_iopub_msg(timeout=30))["content"].get("execution_state") != "idle":
+            messages.append(message)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    printed = "".join(message["content"].get("text", "") for message in messages)
+    assert "stopping after this round" in printed
+    assert f"resume with out={str(tmp_path / 'stopped')!r}" in printed
+    bars = [message["content"]["data"]["text/html"] for message in messages if "data" in message["content"]]
+    assert any("FedAvg" in bar and "/500" in bar for bar in bars)
+    summary = Result.read(history.parent).summary
+    assert summary.status == "interrupted"
+    assert 0 < summary.rounds < 500
+    assert (history.parent / "checkpoint").exists()

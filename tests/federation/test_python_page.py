@@ -1,0 +1,59 @@
+"""The code of docs/python.md, run in order as a reader would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fedbn_flwr import run
+from tests.support.command import ROOT, python_blocks
+from tests.support.images import write_parquet
+from tests.support.plugin import imported
+
+BLOCKS = python_blocks((ROOT / "docs" / "python.md").read_text())
+TORCHVISION = [code for code in BLOCKS if "torchvision" in code]
+
+
+def test_the_page_s_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDBN_OUT", raising=False)
+    script = ModuleType("script_of_the_page")  # the reader's own script, whose classes are found by name
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    page: dict[str, Any] = vars(script)
+    with imported():
+        for code in BLOCKS:
+            if code not in TORCHVISION:
+                exec(code, page)
+    assert page["mine"].config["model"]["name"] == "script_of_the_page:Net"
+    right = (page["predicted"] == page["torch"].tensor(page["labels"])).float().mean()
+    assert right == pytest.approx(page["result"].summary.accuracy, abs=0.05)
+    assert len(page["results"]) == 4
+    assert page["best"].summary.accuracy == page["results"].summaries["accuracy"].max()
+    assert page["rehearsal"].summary.status == "finished"
+    assert "FedAvg" not in page["results"].table()
+    assert "round 2" in capsys.readouterr().out
+
+
+def test_torchvision_loads_a_model_as_the_page_says(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        labels: dict[str, list[int] | list[str]] = {"label": list(range(10)) * 2}
+        names = {"label": [str(number) for number in range(10)]}
+        write_parquet(tmp_path / "data" / f"{split}.parquet", (8, 8, 3), labels, names, "image")
+    result = run(
+        {"clients": 2, "rounds": 1, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}},
+        data=str(tmp_path / "data"),
+        model={"name": "resnet18", "stem": "large"},
+        out=tmp_path / "out",
+        progress=False,
+    )
+    (code,) = TORCHVISION
+    page: dict[str, Any] = {"result": result}
+    exec(code, page)
+    assert torch.equal(page["model"].fc.weight, result.model().get_parameter("fc.weight"))
