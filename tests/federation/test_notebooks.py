@@ -51,15 +51,16 @@ def test_a_kernel_s_interrupt_stops_after_a_round_and_leaves_a_run_to_resume(
     history = tmp_path / "stopped" / "FedAvg" / "history.jsonl"
     manager, client = start_new_kernel(startup_timeout=200, cwd=str(tmp_path))
     try:
-        client.execute(RUN)
+        request = client.execute(RUN)
         deadline = time.monotonic() + 200
         while not (history.exists() and history.stat().st_size):
             assert time.monotonic() < deadline, "no round in 200 seconds"
             time.sleep(0.05)
         manager.interrupt_kernel()
-        reply = client.get_shell_msg(timeout=100)
+        while (reply := client.get_shell_msg(timeout=100))["parent_header"]["msg_id"] != request:
+            pass  # the reply to a question of start_new_kernel
         messages = []
-        while (message := client.get_iopub_msg(timeout=30))["content"].get("execution_state") != "idle":
+        while (message := client.get_iopub_msg(timeout=30))["msg_type"] != "error":
             messages.append(message)
     finally:
         client.stop_channels()
