@@ -46,6 +46,7 @@ class Changes(TypedDict, total=False):
     evaluate: Mapping[str, Any] | Evaluate
     engine: Literal["local", "ray"] | Mapping[str, Any] | Engine
     track: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+    published: Mapping[str, Any]
     runs: Mapping[str, Mapping[str, Any]]
 
 
