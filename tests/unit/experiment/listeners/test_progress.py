@@ -81,7 +81,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def state(round: int, rounds: int = 4) -> SimpleNamespace:
     line = {"round": round, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
-    return SimpleNamespace(run=SimpleNamespace(rounds=rounds), round=round, line=line, stop=False)
+    return SimpleNamespace(
+        run=SimpleNamespace(rounds=rounds), round=round, line=line, stop=False, ended=None, is_last=round == rounds
+    )
 
 
 def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
