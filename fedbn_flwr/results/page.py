@@ -2,6 +2,8 @@
 
 The page holds its data, style and program, and its content security policy forbids all requests. Text from run folders
 enters it in two ways only: escaped, in tables, and as JSON, which page.js shows as text.
+
+The files in html/ end in .md because Flower packs no .css, .html or .js files into an app bundle.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from .text import in_csv, in_html, in_script, printable
 
 def write_page(rows: Sequence[Row], file: Path) -> None:
     assets = files("fedbn_flwr.results") / "html"
-    style, program = ((assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, program = ((assets / name).read_text(encoding="utf-8") for name in ("page.css.md", "page.js.md"))
     names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
     data = page_data(rows)
     parts = {
@@ -48,7 +50,7 @@ def write_page(rows: Sequence[Row], file: Path) -> None:
         "data": in_script(_short(data)),
         "program": program,
     }
-    template = (assets / "page.html").read_text(encoding="utf-8")
+    template = (assets / "page.html.md").read_text(encoding="utf-8")
     # One pass: a value that resembles a placeholder is not replaced again.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
     file.write_text(page, encoding="utf-8")

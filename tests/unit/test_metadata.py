@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
+from flwr.cli.build import get_filtered_fab_paths
 from flwr.cli.config_utils import load_and_validate
 from flwr.supercore.fab_format_version import normalize_and_validate_fab_format
 
@@ -28,3 +29,15 @@ def test_flowers_hub_accepts_the_metadata() -> None:
 
 def test_type_checkers_use_the_annotations() -> None:
     assert (ROOT / "fedbn_flwr" / "py.typed").is_file()
+
+
+def test_an_app_bundle_has_all_files_of_the_packages() -> None:
+    """Flower refuses a bundle with patterns for files of kinds that it does not pack, such as .html."""
+    files = {
+        file.relative_to(ROOT).as_posix(): file
+        for top in ("apps", "fedbn_flwr", "strategies")
+        for file in (ROOT / top).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    packed = get_filtered_fab_paths({**files, "LICENSE": ROOT / "LICENSE", "README.md": ROOT / "README.md"}, PROJECT)
+    assert files.keys() - packed == {"fedbn_flwr/py.typed"}
