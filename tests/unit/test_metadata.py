@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
+import pytest
 from flwr.cli.build import get_filtered_fab_paths
 from flwr.cli.config_utils import load_and_validate
 from flwr.supercore.fab_format_version import normalize_and_validate_fab_format
@@ -31,6 +32,7 @@ def test_type_checkers_use_the_annotations() -> None:
     assert (ROOT / "fedbn_flwr" / "py.typed").is_file()
 
 
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 def test_an_app_bundle_has_all_files_of_the_packages() -> None:
     """Flower refuses a bundle with patterns for files of kinds that it does not pack, such as .html."""
     files = {
@@ -39,5 +41,6 @@ def test_an_app_bundle_has_all_files_of_the_packages() -> None:
         for file in (ROOT / top).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    packed = get_filtered_fab_paths({**files, "LICENSE": ROOT / "LICENSE", "README.md": ROOT / "README.md"}, PROJECT)
+    others = {name: ROOT / name for name in ("LICENSE", "README.md", ".gitignore")}
+    packed = get_filtered_fab_paths(files | others, PROJECT)
     assert files.keys() - packed == {"fedbn_flwr/py.typed"}
