@@ -49,11 +49,7 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
 
 def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any]) -> BNClient:
     """The client of a node, for the run that the message's `config` names, else the first one."""
-    names = run_names(experiment)
-    name = str(config.get(protocol.RUN, names[0]))
-    if name not in names:
-        raise SettingsError(f"the server asks for the run {name!r}, but this client's experiment has the runs {names}")
-    run = resolve(experiment.runs[names.index(name)])
+    run = resolve(run_of(experiment, config))
     torch.set_num_threads(run.engine.threads)
     device = choose_device(run.engine.device)
     node = context.node_config
@@ -89,6 +85,14 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     if not _is_own(run):
         pool.lend(tensors, made)
     return made
+
+
+def run_of(experiment: Experiment, config: Mapping[str, Any]) -> Settings:
+    names = run_names(experiment)
+    name = str(config.get(protocol.RUN, names[0]))
+    if name not in names:
+        raise SettingsError(f"the server asks for the run {name!r}, but this client's experiment has the runs {names}")
+    return experiment.runs[names.index(name)]
 
 
 def check_node_keys(node: Mapping[str, Any]) -> None:

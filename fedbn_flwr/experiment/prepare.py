@@ -30,6 +30,7 @@ from .data import (
 )
 from .find import run_names
 from .model import choose_device, make_model, model_arguments, try_model
+from .mods import check_mods
 from .settings import Experiment, Settings, strategy_name
 from .training import check_training
 
@@ -50,6 +51,8 @@ class Prepared:
 def prepare(experiment: Experiment) -> list[Prepared]:
     """Prepare and check all runs. The strategies are checked first, because that is quick."""
     names = run_names(experiment)
+    for run in experiment.runs:
+        check_mods(run)
     for tracker in dict.fromkeys(tracker for run in experiment.runs for tracker in run.track):
         tracker.check()
     rules = [make_rule(run) for run in experiment.runs]

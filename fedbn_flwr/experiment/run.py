@@ -43,6 +43,7 @@ from .listeners.history import History
 from .listeners.progress import Progress
 from .listeners.track import Track
 from .model import choose_device
+from .mods import experiment_mods
 from .node import client_of, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
@@ -213,7 +214,8 @@ def run_locally(
     node_config: UserConfig | Sequence[UserConfig] | None = None,
 ) -> Outcome:
     """Carry out all runs on the local engine; `node_config` is that of `LocalGrid`."""
-    app = client_app(functools.partial(client_of, experiment))
+    mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
+    app = client_app(functools.partial(client_of, experiment), mods=mods)
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:

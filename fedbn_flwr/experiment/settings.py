@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -185,6 +185,16 @@ def name_in(part: str | Mapping[str, Any]) -> str:
     return part if isinstance(part, str) else str(part["name"])
 
 
+_Message = Literal["train", "evaluate", "query"]
+
+
+def _by_message(value: Any) -> Any:
+    return dict.fromkeys(get_args(_Message), value) if isinstance(value, list | tuple) else value
+
+
+Mods = Annotated[Mapping[_Message, Annotated[tuple[Named, ...], Field(strict=False)]], BeforeValidator(_by_message)]
+
+
 def _weights(value: Any) -> Literal["balanced"] | tuple[float, ...]:
     if value == "balanced":
         return "balanced"
@@ -323,6 +333,7 @@ class Settings(Section):
     engine: Engine = Engine()
     track: Track = ()  # records the run in other programs too
     published: Published | None = None  # for this run; an experiment gives it by label
+    mods: Mods = Field(default_factory=dict)  # Flower's mods around the messages that clients handle
 
     @property
     def trained(self) -> int:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
 
 from fedbn_flwr import client_app
+from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.mods import weights_only
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.mods import experiment_mods
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN
 from tests.support.command import ROOT, python_blocks
@@ -132,3 +142,77 @@ def test_the_documented_mods_work(federation: Federations) -> None:
     exec(code, names)
     sent, reply = change(fed, names["app"])
     assert (sent["0.weight"] != reply["0.weight"]).any()
+
+
+# --- in experiments ----------------------------------------------------------
+
+EXPERIMENT = """
+rounds: 1
+clients: 2
+model: {name: cnn}
+train: {lr: 0.05, steps: 1}
+evaluate: {clients: true}
+engine: {workers: 0, device: cpu}
+"""
+
+
+def noted(message: Message, context: Context, call_next: Any) -> Any:
+    """A mod of the user: marks the replies."""
+    reply = call_next(message, context)
+    reply.content["metrics"]["noted"] = 1.0
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("mods", "kinds"),
+    [("[tests.federation.test_mods:noted]", {"train", "evaluate", "query"}),
+     ("{train: [tests.federation.test_mods:noted]}", {"train"})],
+)  # fmt: skip
+def test_an_experiment_s_mods_see_the_messages_on_the_local_engine_and_in_flower_s_client_app(
+    mods: str, kinds: set[str]
+) -> None:
+    from apps.client_app import app
+
+    experiment = read_experiment(parse_yaml(EXPERIMENT + f"mods: {mods}"))
+    here = client_app(
+        functools.partial(client_of, experiment), mods=[functools.partial(experiment_mods, experiment=experiment)]
+    )
+    for grid in (RecordingGrid(here, 2), RecordingGrid(app, 2, run_config=experiment.run_config)):
+        (prepared,) = prepare(experiment)
+        arrays, config = pack(initial_arrays(prepared.model)), ConfigRecord({"fedbn.run": prepared.name})
+        for message in (
+            *prepared.rule.configure_train(1, arrays, config, grid),
+            *prepared.rule.configure_evaluate(1, arrays, config, grid),
+            Message(RecordDict({"config": config}), 1, "query.partition"),
+        ):
+            (reply,) = grid.send_and_receive([message])
+            assert grid.errors() == []
+            kind = message.metadata.message_type.partition(".")[0]
+            assert ("noted" in reply.content["metrics"]) == (kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("mods", "words"),
+    [
+        ("[mesage_size_mod]", "did you mean 'message_size_mod'"),
+        ("{trian: [message_size_mod]}", "'trian': expected 'train', 'evaluate' or 'query'"),
+        ("[{name: LocalDpMod, clipping_norm: 1.0}]", "LocalDpMod with .*missing 3 required"),
+        ("[tests.federation.test_mods:absent]", "has no 'absent'"),
+    ],
+)
+def test_wrong_mods_are_refused_before_anything_runs(mods: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        prepare(read_experiment(parse_yaml(EXPERIMENT + f"mods: {mods}")))
+
+
+def test_an_experiment_with_local_privacy_trains(tmp_path: Path) -> None:
+    private = (
+        "mods: {train: [{name: LocalDpMod, clipping_norm: 1.0, sensitivity: 1.0e-6, epsilon: 10, delta: 1e-5, "
+        "weights_only: true}]}"
+    )
+    losses = []
+    for name, mods in (("plain", ""), ("private", private)):
+        run_locally(read_experiment(parse_yaml(EXPERIMENT + mods)), tmp_path / name, resume=False, quiet=True)
+        (file,) = (tmp_path / name).glob("*/history.jsonl")
+        losses.append(json.loads(file.read_text().splitlines()[-1])["loss"])
+    assert losses[0] != losses[1]
