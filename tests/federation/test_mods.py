@@ -207,7 +207,7 @@ def test_wrong_mods_are_refused_before_anything_runs(mods: str, words: str) -> N
 
 def test_an_experiment_with_local_privacy_trains(tmp_path: Path) -> None:
     private = (
-        "mods: {train: [{name: LocalDpMod, clipping_norm: 1.0, sensitivity: 1.0e-6, epsilon: 10, delta: 1e-5, "
+        "mods: {train: [{name: LocalDpMod, clipping_norm: 0.01, sensitivity: 1.0e-6, epsilon: 10, delta: 1e-5, "
         "weights_only: true}]}"
     )
     losses = []
