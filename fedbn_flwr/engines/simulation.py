@@ -66,7 +66,9 @@ def run_installed(clients: int, run_config: Mapping[str, Any]) -> int:
 def federation_config(clients: int) -> str:
     """One node per client, one core each, and as many at a time as there are cores, here or on the Ray cluster."""
     nodes = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-log-to-driver=false"
-    if os.environ.get("RAY_ADDRESS"):  # Ray refuses a number of cores for a cluster that is running already
+    if (
+        os.environ.get("RAY_ADDRESS", "local") != "local"
+    ):  # Ray refuses a number of cores for a cluster that is running already
         return nodes
     return f"{nodes} init-args-num-cpus={min(clients, os.cpu_count() or 1)}"
 
@@ -182,6 +184,7 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
     environment.setdefault(named.FOLDER, os.getcwd())
     environment.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment.setdefault("RAY_ADDRESS", "local")  # otherwise Ray uses a cluster that was last started here
     environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns
     (home / "config.toml").write_text('[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n')
     if environment.pop("PYTHONDONTWRITEBYTECODE", None):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,8 @@ def is_open(port: int) -> bool:
 def head(tmp_path: Path) -> Iterator[str]:
     """The address of a Ray cluster of one node on this machine, with two cores."""
     port = free_port()
+    # Short, for the paths of sockets. Ray also notes the address there, where other runs do not look for it.
+    folder = tempfile.mkdtemp(prefix="ray-")
     options = [
         "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--include-dashboard=false",
         "--disable-usage-stats",
@@ -43,7 +47,7 @@ def head(tmp_path: Path) -> Iterator[str]:
     log = tmp_path / "ray.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment(RAY_TMPDIR=folder), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         deadline = time.monotonic() + START
@@ -60,6 +64,7 @@ def head(tmp_path: Path) -> Iterator[str]:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_an_experiment_runs_on_an_existing_ray_cluster(head: str, tmp_path: Path) -> None:
