@@ -188,7 +188,13 @@ def run_experiment(
 
 
 def run_in_simulation(experiment: Experiment, out: Path, *, resume: bool) -> None:
-    """Carry out all runs in Flower's simulation."""
+    """Carry out all runs in Flower's simulation, which has the same nodes for all."""
+    if len(counts := {run.clients: run.label for run in experiment.runs}) > 1:
+        found = ", ".join(f"{count} ({label})" for count, label in sorted(counts.items()))
+        raise SettingsError(
+            f"in Flower's simulation all runs need the same number of clients, found {found}; select runs with "
+            "only=LABEL, or use the local engine"
+        )
     open_folders(prepare(experiment), out, resume=resume)
     with stopped_by_hand(out):
         run_config = {**experiment.run_config, "out": str(out.resolve()), "resume": resume}

@@ -46,7 +46,7 @@ def test_quick_start_has_two_commands_of_one_line_each() -> None:
     blocks = re.findall(r"```\w*\n(.*?)```", section, flags=re.DOTALL)
     assert len(blocks) == 2
     assert all(block.strip().count("\n") == 0 for block in blocks)
-    assert "flwr run ." in blocks[0]
+    assert blocks[0].endswith(".venv/bin/fedbn run demo\n")
     assert "pytest" in blocks[1]
 
 

@@ -11,7 +11,7 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.node import make_client
 
-SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.steps=2"
+SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.epochs=1"
 
 
 def network(num_classes: int) -> nn.Module:
@@ -19,7 +19,7 @@ def network(num_classes: int) -> nn.Module:
 
 
 def client_of(partition: int, experiment: str, **more: str) -> BNClient:
-    run_config = {"experiment": "demo", "set": experiment}
+    run_config = {"experiment": "quick", "set": experiment}
     node = {"partition-id": partition, "num-partitions": 2, **more}
     return make_client(Context(1, partition, node, RecordDict(), run_config), {})
 
