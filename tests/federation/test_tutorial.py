@@ -28,5 +28,5 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 done = fedbn(*words, cwd=tmp_path)
                 assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
                 ran += 1
-    assert ran == 8
+    assert ran == 9
     assert (tmp_path / "runs" / "python").is_dir()
