@@ -96,7 +96,7 @@ def check_training(run: Settings, rule: Rule, model: nn.Module, shape: DataSet |
     _check_strategy(run, rule)
     if weights == "balanced" and shape.dense:
         raise SettingsError(
-            "train.class_weights is 'balanced', but segmentation data have a label for each pixel, which are not "
+            "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
             "counted before training; give a list of weights"
         )
     if weights not in (None, "balanced") and len(weights) != shape.classes:
@@ -173,7 +173,7 @@ def _check_metrics(run: Settings, logits: Tensor, labels: Tensor) -> None:
             raise SettingsError(f"evaluate.metrics has the name {name!r} twice, or a run reports it already")
     if logits.ndim > 2 and "auc" in names:
         raise SettingsError(
-            "evaluate.metrics has 'auc', which ranks images, but segmentation data have a label for each pixel; "
+            "evaluate.metrics has 'auc', which ranks images, but segmentation data have masks of labels; "
             f"expected others of {', '.join(METRICS)}"
         )
     measurement = Measurement(metrics)
