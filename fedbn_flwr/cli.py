@@ -10,10 +10,23 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .commands import bench, check, completion, explain, flwr, listing, new, partition, report, run
+from .commands import bench, check, clean, completion, explain, flwr, listing, new, partition, report, run, status
 from .errors import FedbnError, did_you_mean
 
-COMMANDS = (new, explain, run, report, partition, listing, check, bench, flwr, completion)  # as the help lists them
+COMMANDS = (
+    new,
+    explain,
+    run,
+    status,
+    report,
+    partition,
+    listing,
+    check,
+    clean,
+    bench,
+    flwr,
+    completion,
+)  # as in the help
 
 
 def main(argv: Sequence[str] | None = None) -> int:

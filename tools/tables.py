@@ -219,7 +219,19 @@ TABLES: dict[str, Callable[[], Table]] = {
     "keys": keys,
     **{
         f"command {name}": command(name)
-        for name in ("new", "explain", "run", "report", "partition", "list", "check", "completion", "bench")
+        for name in (
+            "new",
+            "explain",
+            "run",
+            "status",
+            "report",
+            "partition",
+            "list",
+            "check",
+            "clean",
+            "completion",
+            "bench",
+        )
     },
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
     **{f"cost {name}": cost_of(name) for name in STRATEGIES},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 # Each command adds its parser to these.
@@ -28,3 +30,23 @@ def add_command(
 def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"changes to it, such as {changes}")
+
+
+def default_folder() -> Path:
+    """The folder that `fedbn run` writes runs into by default."""
+    return Path(os.environ.get("FEDBN_OUT") or "runs")
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def size_text(size: float) -> str:
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.3g} {units[0]}"

@@ -1,0 +1,90 @@
+"""`fedbn status`: the state of runs, from their folders."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedbn_flwr.errors import SettingsError
+
+from .common import Commands, add_command, default_folder, duration, size_text
+
+if TYPE_CHECKING:
+    from fedbn_flwr.results.state import RunState
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "status",
+        status,
+        summary="the state of runs: round, accuracy, time left, size",
+        description=(
+            "Show the state of runs from their folders, the last changed first: running, silent (its process has not "
+            "written for ten minutes and five times its longest round), finished, interrupted or failed."
+        ),
+        epilog="Example: fedbn status runs --watch",
+    )
+    parser.add_argument(
+        "folders", nargs="*", type=Path, metavar="DIR", help="run folders, or their parent folders ($FEDBN_OUT or runs)"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--watch", action="store_true", help="show it again every few seconds while a run is running")
+    parser.add_argument("--every", type=float, default=5, metavar="S", help="seconds between two views of --watch (5)")
+
+
+def status(arguments: argparse.Namespace) -> int:
+    from fedbn_flwr.results.state import find_folders, read_state
+
+    if not arguments.every > 0:
+        raise SettingsError(f"--every is {arguments.every:g}; expected seconds, more than 0")
+    folders = arguments.folders or [default_folder()]
+    try:
+        while True:
+            runs = [run for path in find_folders(folders) if (run := read_state(path)) is not None]
+            runs.sort(key=lambda run: -run.changed)
+            if arguments.json:
+                print(json.dumps([_as_json(run) for run in runs], indent=2), flush=True)
+            else:
+                print(_table(runs) if runs else f"no runs in {', '.join(map(str, folders))}", flush=True)
+            if not arguments.watch or not any(run.status == "running" for run in runs):
+                return 0
+            time.sleep(arguments.every)
+            if os.isatty(1) and not arguments.json:
+                print("\033[H\033[2J", end="")
+    except KeyboardInterrupt:  # the usual end of --watch
+        return 0
+
+
+def _as_json(run: RunState) -> dict[str, object]:
+    return dataclasses.asdict(run)
+
+
+def _table(runs: list[RunState]) -> str:
+    from fedbn_flwr.results.text import printable, shorten
+
+    now = time.time()
+    rows = [("run", "status", "round", "accuracy", "changed", "left", "size")]
+    for run in runs:
+        rows.append(
+            (
+                printable(run.folder),
+                run.status,
+                f"{run.round}/{run.rounds}",
+                "" if run.accuracy is None else f"{run.accuracy:.4f}",
+                f"{duration(now - run.changed)} ago",
+                "" if run.seconds_left is None else duration(run.seconds_left),
+                size_text(run.size or 0),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for number, run in reversed([*enumerate(runs, start=1)]):
+        if run.error:
+            lines.insert(number + 1, f"  {shorten(printable(run.error), 110)}")
+    return "\n".join(lines)

@@ -1,0 +1,165 @@
+"""`fedbn status` and `fedbn clean` on run folders and state folders as a deployment leaves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.state import STATES
+from tests.support.command import ROOT
+from tests.support.runs import write_run
+
+DAY = 86400
+PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+
+
+def make_run(folder: Path, status: Any, *, days: float, rounds: int = 10) -> Path:
+    """A run with three rounds of 0.5 s that last wrote some days ago."""
+    write_run(folder, folder.name, config={"rounds": rounds, "clients": 4}, clients=3)
+    run = RunFolder(folder)
+    summary = run.summary()
+    assert summary is not None
+    summary.status = status
+    run.write_summary(summary)
+    (folder / "checkpoint").write_bytes(bytes(5000))
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - days * DAY,) * 2)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    make_run(tmp_path / "old", "finished", days=40, rounds=3)
+    make_run(tmp_path / "new", "finished", days=1, rounds=3)
+    make_run(tmp_path / "stopped", "interrupted", days=40)
+    make_run(tmp_path / "now", "running", days=0)
+    make_run(tmp_path / "killed", "running", days=50)
+    return tmp_path
+
+
+def states(folder: Path, name: str, days: float) -> Path:
+    path = folder / f"{name}-{'0a' * 16}" / "client-3"
+    path.mkdir(parents=True)
+    (path / "round-7").write_bytes(bytes(300))
+    for each in (path / "round-7", path, path.parent):
+        os.utime(each, (time.time() - days * DAY,) * 2)
+    return path.parent
+
+
+def test_status_says_which_runs_still_write(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(runs), "--json"]) == 0
+    found = {run["label"]: run for run in json.loads(capsys.readouterr().out)}
+    assert {label: run["status"] for label, run in found.items()} == {
+        "old": "finished", "new": "finished", "stopped": "interrupted", "now": "running", "killed": "silent",
+    }  # fmt: skip
+    now = found["now"]
+    assert (now["round"], now["rounds"], now["clients"], now["clients_expected"]) == (3, 10, 3, 4)
+    assert 0 <= now["seconds_left"] <= 7 * 0.5
+    assert found["killed"]["seconds_left"] is None
+    assert now["size"] == sum(file.stat().st_size for file in (runs / "now").iterdir())
+
+
+def test_status_lists_the_last_changed_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(runs)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "status", "round", "accuracy", "changed", "left", "size"]
+    assert [Path(line.split()[0]).name for line in lines][:2] == ["now", "new"]
+    assert lines[1].split()[1:4] == ["finished", "3/3", "0.6000"]
+
+
+def test_watching_ends_when_no_run_is_running(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(runs / "old"), "--watch"]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def left(runs: Path) -> set[str]:
+    return {path.name for path in runs.iterdir()}
+
+
+def test_clean_lists_first_and_deletes_only_old_finished_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = left(runs)
+    assert cli.main(["clean", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "nothing was deleted; --yes deletes 1 of them" in out
+    assert f"{runs / 'stopped'}: kept, interrupted" in out
+    assert left(runs) == before
+    assert cli.main(["clean", str(runs), "--yes"]) == 0
+    assert left(runs) == before - {"old"}
+    assert cli.main(["clean", str(runs), "--yes", "--unfinished", "--older-than", "0h"]) == 0
+    assert left(runs) == {"now"}, "a running run is never deleted"
+
+
+def test_clean_can_keep_models_and_figures(runs: Path) -> None:
+    assert cli.main(["clean", str(runs), "--keep-models", "--yes"]) == 0
+    assert not (runs / "old" / "checkpoint").exists()
+    assert (runs / "old" / "model.safetensors").exists()
+    assert (runs / "old" / "history.jsonl").exists()
+    assert (runs / "stopped" / "checkpoint").exists()
+
+
+def test_clean_keeps_folders_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "summary.json").write_text('{"status": "finished"}')
+    outer = make_run(tmp_path / "outer", "finished", days=40)
+    make_run(outer / "inner", "running", days=0)
+    assert cli.main(["clean", str(tmp_path), "--older-than", "0h", "--yes"]) == 0
+    assert capsys.readouterr().out.count("kept") == 3
+    assert (tmp_path / "other").exists()
+    assert (outer / "inner").exists()
+
+
+def test_clean_deletes_old_states_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, mixed = (states(tmp_path, name, days) for name, days in (("old", 40), ("new", 2), ("mixed", 40)))
+    (mixed / "client-3" / "notes.txt").touch()
+    assert cli.main(["clean", "--states", str(tmp_path)]) == 0
+    assert old.exists()
+    assert cli.main(["clean", "--states", str(tmp_path), "--yes"]) == 0
+    assert (old.exists(), new.exists(), mixed.exists()) == (False, True, True)
+    assert "mixed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["clean", "--older-than", "30"], "expected a number with h, d or w"),
+        (["clean", "missing"], "is not a folder"),
+        (["clean", "--states", "."], "is not a state folder"),
+        (["status", "--every", "0"], "--every is 0"),
+    ],
+)
+def test_wrong_words_change_nothing(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
+    assert left(tmp_path) == {"file.txt"}
+
+
+def test_the_commands_of_the_page_succeed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change nothing."""
+    folder = runs.rename(runs.with_name("runs"))
+    monkeypatch.chdir(folder.parent)
+    before = left(folder)
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    ]
+    assert len(lines) == 4
+    for line in lines:
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert left(folder) == before
+    table = PAGE.split("| status | meaning |")[1].split("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == STATES
