@@ -1,7 +1,7 @@
 """The ClientApp: makes a node's client for the experiment in the run config."""
 
 from fedbn_flwr import client_app
-from fedbn_flwr.experiment.mods import experiment_mods
+from fedbn_flwr.client.site_status import record_status
 from fedbn_flwr.experiment.node import make_client
 
-app = client_app(make_client, mods=[experiment_mods])
+app = client_app(make_client, mods=[record_status])

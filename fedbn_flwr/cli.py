@@ -10,7 +10,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .commands import bench, check, clean, completion, explain, flwr, listing, new, partition, report, run, status
+from .commands import (
+    bench,
+    check,
+    clean,
+    completion,
+    explain,
+    flwr,
+    listing,
+    metrics,
+    new,
+    partition,
+    report,
+    run,
+    status,
+)
 from .errors import FedbnError, did_you_mean
 
 COMMANDS = (
@@ -22,6 +36,7 @@ COMMANDS = (
     partition,
     listing,
     check,
+    metrics,
     clean,
     bench,
     flwr,

@@ -229,6 +229,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "list",
             "check",
             "clean",
+            "metrics",
             "completion",
             "bench",
         )

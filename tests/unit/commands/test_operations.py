@@ -157,7 +157,7 @@ def test_the_commands_of_the_page_succeed(runs: Path, monkeypatch: pytest.Monkey
         for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
         for line in block.splitlines()
     ]
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         assert cli.main(shlex.split(line)[1:]) == 0
     assert left(folder) == before

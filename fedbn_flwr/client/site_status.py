@@ -1,0 +1,75 @@
+"""Records in the state folder how a site's client handled its last messages, for `fedbn metrics` at the site.
+
+Flower starts a process for every message, so the process itself cannot be asked for metrics.
+
+    FOLDER/RUN-TOKEN/client-2/status.json
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from flwr.app import ConfigRecord, Context, Message
+
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import configs_in, metrics_in
+from fedbn_flwr.storage import replacing
+
+from .node_state import StateFolder
+
+FILE = "status.json"
+_FIGURES = {protocol.NUM_EXAMPLES: "images", protocol.TRAIN_LOSS: "loss", "loss": "loss", "accuracy": "accuracy"}
+
+
+def record_status(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """A mod of Flower; without a state folder it only passes the message on."""
+    kind = message.metadata.message_type
+    if "state" not in context.node_config or kind == protocol.COHORT_QUERY:  # one of many in a step of FedTAN
+        return call_next(message, context)
+    began = time.time()
+    try:
+        reply = call_next(message, context)
+    except Exception as error:
+        _write(message, context, began, f"{type(error).__name__}: {error}", {})
+        raise
+    if reply.has_error():
+        _write(message, context, began, str(reply.error.reason), {})
+        return reply
+    figures = {
+        name: float(value)
+        for record in metrics_in(reply.content).values()
+        for key, name in _FIGURES.items()
+        if isinstance(value := record.get(key), int | float)
+    }
+    _write(message, context, began, None, figures)
+    return reply
+
+
+def _write(message: Message, context: Context, began: float, error: str | None, figures: dict[str, float]) -> None:
+    config = next(iter(configs_in(message.content).values()), ConfigRecord())
+    try:
+        folder = StateFolder.of(config, context)
+        if folder is None or not folder.path.parent.parent.is_dir():
+            return
+        folder.path.mkdir(parents=True, exist_ok=True)
+        file, now = folder.path / FILE, time.time()
+        known = read_status(file.read_text(encoding="utf-8")) if file.exists() else {}
+        task = message.metadata.message_type.split(".")[0]
+        succeeded = known.get(task, {}).get("succeeded") if error else now
+        line = {"round": config.get(protocol.ROUND, 0), "seconds": now - began, "error": error}
+        with replacing(file, durable=False) as temporary:
+            temporary.write_text(json.dumps({**known, task: {**line, "succeeded": succeeded, **figures}}))
+    except (OSError, MessageError):
+        return  # a full disk or a wrong token has its own error where the state is saved
+
+
+def read_status(text: str) -> dict[str, dict[str, object]]:
+    """The entry of each task; empty if the text is damaged."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return {task: line for task, line in found.items() if isinstance(line, dict)} if isinstance(found, dict) else {}

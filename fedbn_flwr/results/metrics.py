@@ -1,0 +1,143 @@
+"""Metrics of runs and sites in Prometheus' text format, from run folders and the state folders of nodes."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import ssl
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from cryptography import x509
+
+from fedbn_flwr.client.site_status import FILE, read_status
+from fedbn_flwr.errors import UserError
+
+from .state import STATES, RunState, find_folders, read_state
+from .text import printable
+
+_SHOWN = 50  # runs, and states of sites: those that changed last
+
+# All metrics are gauges: a resumed run may continue from an earlier round.
+METRICS = {
+    "fedbn_run_status": "1 for the status that the run has, 0 for the others",
+    "fedbn_run_round": "the last finished round",
+    "fedbn_run_rounds": "rounds of the whole run",
+    "fedbn_run_accuracy": "accuracy after the last evaluated round",
+    "fedbn_run_loss": "loss after the last evaluated round",
+    "fedbn_run_clients": "clients whose reply was used in the last round",
+    "fedbn_run_clients_expected": "clients of the run",
+    "fedbn_run_bytes": "bytes of arrays sent in training so far, by direction",
+    "fedbn_run_round_seconds": "seconds that the last round took",
+    "fedbn_run_seconds_left": "estimate of the time until the last round",
+    "fedbn_run_changed_timestamp_seconds": "when the run last wrote a round or its status",
+    "fedbn_site_round": "round of the client's last message of this task",
+    "fedbn_site_failed": "1 if the client's last message of this task failed",
+    "fedbn_site_seconds": "seconds that the client took for its last message of this task",
+    "fedbn_site_success_timestamp_seconds": "when the client last succeeded in this task",
+    "fedbn_site_loss": "loss in the client's last reply of this task",
+    "fedbn_site_images": "images in the client's last reply of this task",
+    "fedbn_certificate_days": "days until a certificate expires",
+    "fedbn_superlink_up": "1 if the SuperLink accepts TLS connections",
+}
+
+Sample = tuple[str, dict[str, str], float]
+
+
+def exposition(samples: Iterable[Sample]) -> str:
+    """The text of an answer: the samples by metric, each with its description."""
+    by_name: dict[str, list[str]] = {}
+    for name, labels, value in samples:
+        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        by_name.setdefault(name, []).append(f"{name}{{{pairs}}} {value!r}\n")
+    return "".join(
+        f"# HELP {name} {help_text}\n# TYPE {name} gauge\n{''.join(by_name[name])}"
+        for name, help_text in METRICS.items()
+        if name in by_name
+    )
+
+
+def _escaped(text: str) -> str:
+    return printable(text).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def samples_of_runs(folders: Iterable[Path]) -> Iterator[Sample]:
+    paths = sorted(find_folders(folders), key=_changed)[-_SHOWN:]
+    for path in paths:
+        if (run := read_state(path, size=False)) is not None:
+            yield from _samples_of_run(run, {"run": run.folder, "experiment": run.name, "label": run.label})
+
+
+def _samples_of_run(run: RunState, labels: dict[str, str]) -> Iterator[Sample]:
+    for status in STATES:
+        yield "fedbn_run_status", {**labels, "status": status}, float(run.status == status)
+    for direction, count in (("down", run.traffic.bytes_down), ("up", run.traffic.bytes_up)):
+        yield "fedbn_run_bytes", {**labels, "direction": direction}, float(count)
+    figures = {
+        "round": run.round,
+        "rounds": run.rounds,
+        "accuracy": run.accuracy,
+        "loss": run.loss,
+        "clients": run.clients,
+        "clients_expected": run.clients_expected,
+        "round_seconds": run.round_seconds,
+        "seconds_left": run.seconds_left,
+        "changed_timestamp_seconds": run.changed,
+    }
+    for key, value in figures.items():
+        if value is not None:
+            yield f"fedbn_run_{key}", labels, float(value)
+
+
+def samples_of_site(folder: Path) -> Iterator[Sample]:
+    """Of each run's latest state in the state folder of a node."""
+    newest: dict[tuple[str, str], Path] = {}  # runs of one name differ in their token, which is no label
+    for file in sorted(folder.glob(f"*/client-*/{FILE}"), key=_changed)[-_SHOWN:]:
+        run = re.sub(r"-[0-9a-f]{32}$", "", file.parent.parent.name)
+        newest[run, file.parent.name.removeprefix("client-")] = file
+    keys = {"round": "round", "seconds": "seconds", "succeeded": "success_timestamp_seconds"}
+    keys |= {"loss": "loss", "images": "images"}
+    for (run, client), file in newest.items():
+        try:
+            found = read_status(file.read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        for task, line in found.items():
+            labels = {"run": run, "client": client, "task": task}
+            yield "fedbn_site_failed", labels, float(line.get("error") is not None)
+            for key, name in keys.items():
+                if isinstance(value := line.get(key), int | float):
+                    yield f"fedbn_site_{name}", labels, float(value)
+
+
+def samples_of_certificate(file: Path) -> Sample:
+    try:
+        certificates = x509.load_pem_x509_certificates(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(file)!r} is not a readable PEM certificate: {error}") from None
+    return "fedbn_certificate_days", {"certificate": str(file)}, min(map(_days, certificates))
+
+
+def samples_of_server(host: str, port: int, timeout: float = 5) -> list[Sample]:
+    """The certificate that a SuperLink presents, which after a renewal is the old one until it restarts."""
+    labels = {"certificate": f"{host}:{port}"}
+    up = {"superlink": f"{host}:{port}"}
+    try:
+        text = ssl.get_server_certificate((host, port), timeout=timeout)
+        days = _days(x509.load_pem_x509_certificate(text.encode()))
+    except (OSError, ValueError):
+        return [("fedbn_superlink_up", up, 0.0)]
+    return [("fedbn_superlink_up", up, 1.0), ("fedbn_certificate_days", labels, days)]
+
+
+def _days(certificate: x509.Certificate) -> float:
+    left = certificate.not_valid_after_utc - datetime.datetime.fromtimestamp(time.time(), datetime.UTC)
+    return round(left.total_seconds() / 86400, 3)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # deleted meanwhile
+        return 0.0

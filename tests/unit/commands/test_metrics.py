@@ -1,0 +1,140 @@
+"""`fedbn metrics`: what Prometheus reads about runs, sites and certificates."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedbn_flwr import LocalGrid, cli, client_app
+from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.client.site_status import record_status
+from fedbn_flwr.commands.metrics import make_server
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.results.metrics import METRICS
+from tests.support.command import ROOT
+from tests.support.runs import write_run
+
+PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+TOKEN = "0a" * 16
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, float]:
+    """The samples of one call, by name and labels as they are written."""
+    assert cli.main(["metrics", "--once", *map(str, words)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    names = {sample.split("{")[0] for sample in samples}
+    for name in names:
+        assert lines.count(f"# TYPE {name} gauge") == 1
+    assert names <= METRICS.keys()
+    return {sample: float(value) for sample, value in samples.items()}
+
+
+def test_a_run_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", 'say "hi"\\ now', config={"rounds": 5, "clients": 4}, clients=3)
+    found = printed(capsys, tmp_path)
+    labels = f'run="{tmp_path / "a"}",experiment="name",label="say \\"hi\\"\\\\ now"'
+    assert found[f"fedbn_run_round{{{labels}}}"] == 3
+    assert found[f"fedbn_run_rounds{{{labels}}}"] == 5
+    assert found[f"fedbn_run_accuracy{{{labels}}}"] == pytest.approx(0.6)
+    assert found[f"fedbn_run_clients{{{labels}}}"] == 3
+    assert found[f'fedbn_run_bytes{{{labels},direction="up"}}'] == 3 * 2**20
+    status = {sample: value for sample, value in found.items() if sample.startswith("fedbn_run_status")}
+    assert [sample for sample, value in status.items() if value] == [f'fedbn_run_status{{{labels},status="finished"}}']
+    assert len(status) == 5
+
+
+def send(grid: LocalGrid, arrays: RecordDict, task: str, **config: str | int) -> list[Message]:
+    config = {protocol.RUN: "FedAvg", protocol.TOKEN: TOKEN, **config}
+    content = RecordDict({**arrays, "config": ConfigRecord({key.replace("_", "-"): v for key, v in config.items()})})
+    return list(grid.send_and_receive([Message(content, node, task) for node in grid.get_node_ids()]))
+
+
+def test_a_site_reports_successes_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = load_experiment("name: trial\nclients: 1\ntrain: {steps: 1}\nengine: {workers: 0, device: cpu}\n")
+    (prepared,) = prepare(experiment)
+    app = client_app(functools.partial(client_of, experiment), mods=[record_status])
+    with LocalGrid(app, 1, node_config={"state": str(tmp_path)}) as grid:
+        arrays = RecordDict({"arrays": pack(initial_arrays(prepared.model))})
+        assert send(grid, arrays, "train", server_round=1)[0].has_content()
+        good = printed(capsys, "--states", tmp_path)
+        assert send(grid, RecordDict(), "train", server_round=2)[0].has_error()
+        bad = printed(capsys, "--states", tmp_path)
+    labels = '{run="FedAvg",client="0",task="train"}'
+    assert (good[f"fedbn_site_round{labels}"], bad[f"fedbn_site_round{labels}"]) == (1, 2)
+    assert (good[f"fedbn_site_failed{labels}"], bad[f"fedbn_site_failed{labels}"]) == (0, 1)
+    assert good[f"fedbn_site_loss{labels}"] > 0
+    assert good[f"fedbn_site_images{labels}"] > 0
+    success = f"fedbn_site_success_timestamp_seconds{labels}"
+    assert bad[success] == good[success], "the last success, not the last message"
+    (file,) = tmp_path.glob("*/client-0/status.json")
+    assert "ArrayRecord" in json.loads(file.read_text())["train"]["error"]
+
+
+def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=20.5))
+    file = tmp_path / "ca.crt"
+    file.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    found = printed(capsys, "--certificate", file, "--superlink", "127.0.0.1:9", "--states", tmp_path)
+    assert 20.4 < found[f'fedbn_certificate_days{{certificate="{file}"}}'] <= 20.5
+    assert found['fedbn_superlink_up{superlink="127.0.0.1:9"}'] == 0
+
+
+@contextmanager
+def served(text: str | Exception) -> Iterator[str]:
+    def collect() -> str:
+        if isinstance(text, Exception):
+            raise text
+        return text
+
+    with make_server("127.0.0.1", 0, collect) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_endpoint_answers_only_for_metrics() -> None:
+    with served("fedbn_run_round{} 1.0\n") as address:
+        with urlopen(f"{address}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert answer.read() == b"fedbn_run_round{} 1.0\n"
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"{address}/", timeout=10)
+    with served(OSError("two\nlines")) as address, pytest.raises(HTTPError, match="500: two lines"):
+        urlopen(f"{address}/metrics", timeout=10)
+
+
+@pytest.mark.parametrize("option", ["--listen", "--superlink"])
+def test_wrong_addresses_are_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["metrics", str(tmp_path), option, "localhost"]) == 2
+    assert f"{option} is 'localhost'; expected HOST:PORT" in capsys.readouterr().err
+
+
+def test_the_page_describes_all_metrics() -> None:
+    table = PAGE.split("| metric |")[1].split("\n\n")[0]
+    assert {f"fedbn_{name}" for name in re.findall(r"^\| `fedbn_(\w+)`", table, re.MULTILINE)} == METRICS.keys()
