@@ -35,4 +35,5 @@ def report(arguments: argparse.Namespace) -> None:
         print(f"{write_html(arguments.folders, file)}\n\npage:  {file}")
         return
     table, markdown, picture = write_report(arguments.folders, out)
-    print(f"{table}\n\ntable: {markdown}\nplot:  {picture}\npage:  {out / 'report.html'}")
+    plot = f"plot:  {picture}\n" if picture else ""
+    print(f"{table}\n\ntable: {markdown}\n{plot}page:  {out / 'report.html'}")

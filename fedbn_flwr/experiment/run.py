@@ -126,13 +126,14 @@ class Outcome:
     folder: Path
     table: str
     page: Path
-    picture: Path
+    picture: Path | None  # without matplotlib there is none
     failures: tuple[str, ...]  # failed runs, each with its reason
 
     def announce(self) -> None:
         """Print the table and the paths of the files; raise RunFailed if a run failed."""
         page = self.page.with_suffix(".html")
-        print(f"\n{self.table}\n\ntable: {self.page}\nplot:  {self.picture}\npage:  {page}", flush=True)
+        plot = f"plot:  {self.picture}\n" if self.picture else ""
+        print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
         if self.failures:
             raise RunFailed(f"{len(self.failures)} of the runs failed:\n" + "\n".join(self.failures))
 

@@ -24,9 +24,8 @@ _LABELLED = 40  # more names of layers do not fit
 
 def plot_dynamics(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
+    from .figure import Plot  # isort: skip  # names the extra that is missing without matplotlib
     from matplotlib.colors import LogNorm
-
-    from .figure import Plot
 
     layers = list(lines[0]["layers"])
     rounds = [int(line["round"]) for line in lines]

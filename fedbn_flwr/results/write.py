@@ -7,30 +7,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import UserError
+from fedbn_flwr.errors import MissingPackage, UserError
 
 from .clients import plot_boxes
 from .report import COLOURS, Row, as_markdown, find_runs, group, tables, tables_as_text
 
 
-def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
+def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | None]:
     """Write a report on the runs in `folders` into the folder `out`.
 
     report.md has the tables, report.png and report.svg the plot, clients.png a box plot of the clients if they were
-    evaluated, report.json settings, summary and curve of each run, and report.html everything in one page. Returns the
-    tables as text, and the paths of the first two files.
+    evaluated, report.json settings, summary and curve of each run, and report.html everything in one page. Without
+    matplotlib there are no plots; the text names the extra. Returns the tables as text, and the paths of
+    the first two files.
     """
     from .page import write_page
     from .plot import plot
 
     rows = group(find_runs(folders))
+    text = tables_as_text(rows)
+    picture: Path | None = out / "report.png"
+    pictures = ["report.png"]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        page, picture = out / "report.md", out / "report.png"
-        plot(rows).write(picture, out / "report.svg")
-        pictures = [picture.name]
-        if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
-            pictures.append("clients.png")
+        page = out / "report.md"
+        try:
+            plot(rows).write(out / "report.png", out / "report.svg")
+            if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
+                pictures.append("clients.png")
+        except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
+            text, picture, pictures = f"{text}\n\nno plots: {error}", None, []
         parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables(rows)]
         images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
         page.write_text("\n".join([*parts, *images]), encoding="utf-8")
@@ -38,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path]:
         write_page(rows, out / "report.html")
     except OSError as error:
         raise UserError(f"cannot write the report into {str(out)!r}: {error.strerror}") from None
-    return tables_as_text(rows), page, picture
+    return text, page, picture
 
 
 def write_html(folders: Sequence[Path], file: Path) -> str:

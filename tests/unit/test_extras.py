@@ -40,6 +40,27 @@ def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str,
     assert re.fullmatch(f"fedbn: error: [^(]+ {reason}\n", done.stderr), done.stderr
 
 
+def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None:
+    experiment = ["quick", "rounds=2", "strategy={name: FedBN}", "data.partition={kind: iid}"]
+    options = ["evaluate.matrix=true", "evaluate.dynamics=true", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "matplotlib", "run", *experiment, *options],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("no plots"))
+    assert line == (
+        "no plots: a plot needs the package 'matplotlib', which is not installed: pip install 'fedbn-flwr[report]'"
+    )
+    names = {file.name for file in (tmp_path / "out").rglob("*.*")}
+    assert names >= {"report.md", "report.html", "report.json", "matrix.json", "norms.jsonl", "model.safetensors"}
+    assert not any(name.endswith((".png", ".svg")) for name in names)
+
+
 def test_the_local_engine_names_the_version_of_flower_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(local.__file__).read_text(encoding="utf-8")
     version = metadata.version

@@ -7,13 +7,14 @@ client computes or sends anything more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from logging import WARNING
 from typing import Any
 
 from flwr.app import Message
 from flwr.common import log
 
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, MissingPackage
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.screening import number_of, read_reply
 from fedbn_flwr.norms.dynamics import NormLayers, Statistics
@@ -70,4 +71,5 @@ class Dynamics(Listener):
         if lines := self.folder.lines("norms.jsonl"):
             from fedbn_flwr.results.dynamics import plot_dynamics
 
-            plot_dynamics(lines, self.folder.path / "norms.png")
+            with suppress(MissingPackage):  # the report says that there are no plots
+                plot_dynamics(lines, self.folder.path / "norms.png")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from contextlib import suppress
 from logging import WARNING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.common import log
 
+from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, record_of
 from fedbn_flwr.messages.screening import number_of, one_line
@@ -44,7 +46,8 @@ class Final(Listener):
             rows.append([measured.get(other, {}).get("own_accuracy") for other in clients])
         matrix = {"clients": [str(client) for client in clients], "accuracy": rows}
         self.folder.write_matrix(matrix)
-        plot_matrix(matrix, self.folder.path / "matrix.png")
+        with suppress(MissingPackage):  # the report says that there are no plots
+            plot_matrix(matrix, self.folder.path / "matrix.png")
 
 
 def evaluate_unseen(state: RunState) -> None:
