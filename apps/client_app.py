@@ -2,6 +2,8 @@
 
 from fedbn_flwr import client_app
 from fedbn_flwr.client.site_status import record_status
+from fedbn_flwr.engines.logs import log_message, use_json
 from fedbn_flwr.experiment.node import make_client
 
-app = client_app(make_client, mods=[record_status])
+use_json()
+app = client_app(make_client, mods=[log_message, record_status])

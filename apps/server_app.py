@@ -5,7 +5,7 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbn_flwr.engines.logs import OneLine
+from fedbn_flwr.engines.logs import OneLine, use_json
 from fedbn_flwr.experiment.run import serve
 
 app = ServerApp()
@@ -17,4 +17,5 @@ def main(grid: Grid, context: Context) -> None:
     # In every round Flower logs figures that the progress lines and the run folders contain.
     log.setLevel(logging.WARNING)
     log.addFilter(OneLine())
+    use_json()
     serve(grid, context.run_config).announce()

@@ -23,7 +23,8 @@ usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force | --check] [HO
                certificates for the previous hosts and the given ones (for more sites, another
                host name, or before the certificates expire)
   --force      replace everything: sites with an old key are locked out
-  --check      create nothing; report whether other users of this machine can read a private key
+  --check      create nothing; report whether other users of this machine can read a private key,
+               and until when the certificates are valid (exit code 1 if one has expired)
 END
 }
 
@@ -78,7 +79,22 @@ if [ "$mode" = check ]; then
     [ -d "$out" ] || fail "$out does not exist"
     refuse_open_keys
     echo "no private key in $out is readable by others"
-    exit 0
+    # As `fedbn check` does for the certificates that a site uses: a warning in the last 30 days.
+    command -v openssl >/dev/null || fail "openssl is not installed; certificates were not checked"
+    worst=0
+    for certificate in "$out"/ca.crt "$out"/*/ca.crt "$out"/*/server.pem; do
+        [ -r "$certificate" ] || continue
+        end=$(openssl x509 -in "$certificate" -noout -enddate) || fail "$certificate is not a certificate"
+        if ! openssl x509 -in "$certificate" -noout -checkend 0 >/dev/null; then
+            echo "$certificate: EXPIRED on ${end#*=}"
+            worst=1
+        elif ! openssl x509 -in "$certificate" -noout -checkend 2592000 >/dev/null; then
+            echo "$certificate: expires within 30 days, on ${end#*=}; renew it with --add, and restart the SuperLink"
+        else
+            echo "$certificate: valid until ${end#*=}"
+        fi
+    done
+    exit $worst
 fi
 [ "$mode" != add ] || refuse_open_keys
 

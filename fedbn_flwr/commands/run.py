@@ -51,8 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     import logging
 
     from fedbn_flwr.engines.context_cache import keep_freed_memory
+    from fedbn_flwr.engines.logs import use_json
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    use_json()
     keep_freed_memory()
     run_locally(experiment, out, resume=arguments.resume).announce()
     return 0

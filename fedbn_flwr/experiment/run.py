@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
+from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.simulation import run_installed
 from fedbn_flwr.engines.watched import WatchedGrid
@@ -133,7 +134,10 @@ class Outcome:
         """Print the table and the paths of the files; raise RunFailed if a run failed."""
         page = self.page.with_suffix(".html")
         plot = f"plot:  {self.picture}\n" if self.picture else ""
-        print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
+        if is_json():
+            write_json("INFO", f"report: {page}")
+        else:
+            print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
         if self.failures:
             raise RunFailed(f"{len(self.failures)} of the runs failed:\n" + "\n".join(self.failures))
 

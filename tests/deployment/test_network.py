@@ -27,6 +27,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedbn_flwr.exchange.config import PREFIX, ExchangeConfig
+from tests.support.certificates import write_certificate
 from tests.support.command import fedbn
 from tests.support.network import (
     COMPOSE,
@@ -259,6 +260,21 @@ def test_keys_that_others_can_read_are_refused(mode: str, tmp_path: Path) -> Non
     assert "site-1/node.key is readable by others; chmod 700" in refused.stderr
     keys.chmod(0o700)  # the mode of the folder above is enough
     assert make_keys(keys, "--check").returncode == 0
+
+
+@needs_tools
+def test_the_check_of_keys_reports_when_certificates_expire(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert make_keys(keys, "--nodes", "1").returncode == 0
+    assert make_keys(keys, "--check").stdout.count("valid until") == len(
+        list(keys.rglob("*.crt")) + list(keys.rglob("*.pem"))
+    )
+    certificate = keys / "superlink" / "server.pem"
+    for days, code, says in ((20, 0, "expires within 30 days"), (-1, 1, "EXPIRED")):
+        write_certificate(certificate, days)
+        checked = make_keys(keys, "--check")
+        assert checked.returncode == code, checked.stderr
+        assert f"{certificate}: {says}" in checked.stdout
 
 
 @needs_tools

@@ -25,6 +25,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedbn_flwr.engines.logs import FIELDS, is_json, write_json
+
 from .base import Listener, RunState
 
 _BETWEEN_LINES = 2.0  # seconds, after rounds
@@ -37,8 +39,9 @@ class Progress(Listener):
 
     def __init__(self, rounds: Sequence[int], *, plain: bool | None = None, quiet: bool = False) -> None:
         self.console = Console(highlight=False)
-        self.label = ""  # the run's, with its number
-        draws = self.console.is_terminal or self.console.is_jupyter
+        self._name = ""  # the run's label
+        self.label = ""  # the same with its number
+        draws = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
         self._draws = not quiet and (draws if plain is None else not plain)
         self._quiet = quiet
         self._rounds = rounds
@@ -112,6 +115,7 @@ class Progress(Listener):
         if self._stop_asked:
             raise KeyboardInterrupt
         self._number += 1
+        self._name = label
         self.label = f"[{self._number}/{len(self._rounds)}] {label}"
 
     def skip_run(self) -> None:
@@ -204,8 +208,12 @@ class Progress(Listener):
             self._cell.update(_View(self))
 
     def _say(self, text: str) -> None:
-        # Not with rich, which wraps lines at 80 columns if there is no terminal.
-        if not self._quiet:
+        if self._quiet:
+            return
+        if is_json():
+            FIELDS.update(run=self._name, round=self._round)
+            write_json("INFO", text)
+        else:  # not with rich, which wraps lines at 80 columns if there is no terminal
             print(text, file=sys.stdout, flush=True)
 
 

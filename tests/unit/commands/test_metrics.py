@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import re
@@ -14,22 +13,20 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.site_status import record_status
 from fedbn_flwr.commands.metrics import make_server
+from fedbn_flwr.engines.logs import log_message
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.metrics import METRICS
+from tests.support.certificates import write_certificate
 from tests.support.command import ROOT
 from tests.support.runs import write_run
 
@@ -69,15 +66,20 @@ def send(grid: LocalGrid, arrays: RecordDict, task: str, **config: str | int) ->
     return list(grid.send_and_receive([Message(content, node, task) for node in grid.get_node_ids()]))
 
 
-def test_a_site_reports_successes_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_reports_successes_and_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDBN_LOG", "json")
     experiment = load_experiment("name: trial\nclients: 1\ntrain: {steps: 1}\nengine: {workers: 0, device: cpu}\n")
     (prepared,) = prepare(experiment)
-    app = client_app(functools.partial(client_of, experiment), mods=[record_status])
+    app = client_app(functools.partial(client_of, experiment), mods=[log_message, record_status])
     with LocalGrid(app, 1, node_config={"state": str(tmp_path)}) as grid:
         arrays = RecordDict({"arrays": pack(initial_arrays(prepared.model))})
         assert send(grid, arrays, "train", server_round=1)[0].has_content()
+        done = json.loads(capsys.readouterr().out)
         good = printed(capsys, "--states", tmp_path)
         assert send(grid, RecordDict(), "train", server_round=2)[0].has_error()
+        failed = json.loads(capsys.readouterr().out.splitlines()[0])
         bad = printed(capsys, "--states", tmp_path)
     labels = '{run="FedAvg",client="0",task="train"}'
     assert (good[f"fedbn_site_round{labels}"], bad[f"fedbn_site_round{labels}"]) == (1, 2)
@@ -86,16 +88,16 @@ def test_a_site_reports_successes_and_failures(tmp_path: Path, capsys: pytest.Ca
     assert good[f"fedbn_site_images{labels}"] > 0
     success = f"fedbn_site_success_timestamp_seconds{labels}"
     assert bad[success] == good[success], "the last success, not the last message"
+    assert [line["level"] for line in (done, failed)] == ["INFO", "ERROR"]
+    assert {"run": "FedAvg", "round": 1, "client": 0, "task": "train"}.items() <= done.items()
+    assert {"run": "FedAvg", "round": 2, "client": 0, "task": "train"}.items() <= failed.items()
     (file,) = tmp_path.glob("*/client-0/status.json")
     assert "ArrayRecord" in json.loads(file.read_text())["train"]["error"]
 
 
 def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=20.5))
     file = tmp_path / "ca.crt"
-    file.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    write_certificate(file, 20.5)
     found = printed(capsys, "--certificate", file, "--superlink", "127.0.0.1:9", "--states", tmp_path)
     assert 20.4 < found[f'fedbn_certificate_days{{certificate="{file}"}}'] <= 20.5
     assert found['fedbn_superlink_up{superlink="127.0.0.1:9"}'] == 0
