@@ -27,6 +27,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedbn_flwr.exchange.config import PREFIX, ExchangeConfig
+from fedbn_flwr.results.metrics import METRICS
 from tests.support.certificates import write_certificate
 from tests.support.command import fedbn
 from tests.support.network import (
@@ -85,17 +86,33 @@ def test_compose_files_follow_the_schema(five_sites: Path) -> None:
 
 
 def test_images_are_those_of_the_installed_flower() -> None:
-    images = [service["image"] for service in read_compose()["services"].values() if "image" in service]
+    services = read_compose()["services"].values()
+    images = [service["image"] for service in services if "image" in service and "profiles" not in service]
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     images += [line.split()[1] for line in dockerfile.splitlines() if line.startswith("FROM ")]
     assert {image.split(":")[1].rsplit(".", 1)[0] for image in images} == {version("flwr").rsplit(".", 1)[0]}
 
 
-def test_only_superlink_and_exchange_are_published_on_loopback() -> None:
+def test_the_dashboard_uses_metrics_that_exist() -> None:
+    """And the profile mounts all files of deploy/monitoring."""
+    folder = ROOT / "deploy" / "monitoring"
+    panels = json.loads((folder / "dashboard.json").read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    used = {name for expression in expressions for name in re.findall(r"fedbn_\w+", expression)}
+    assert len(expressions) >= len(panels) > 5
+    assert used <= METRICS.keys()
+    services = [service for service in read_compose()["services"].values() if "profiles" in service]
+    sources = {volume["source"] for service in services for volume in service["volumes"] if isinstance(volume, dict)}
+    assert {f"./deploy/monitoring/{file.name}" for file in folder.iterdir()} <= sources
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_only_superlink_exchange_and_dashboard_are_published_on_loopback() -> None:
     services = read_compose()["services"]
     assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
         "superlink": ["127.0.0.1:8000:8000"],
         "superexec-serverapp": ["127.0.0.1:8001:8001"],
+        "grafana": ["127.0.0.1:3000:3000"],
     }
 
 
@@ -120,7 +137,7 @@ def test_an_app_reaches_only_its_own_node_and_the_server(sites: int, five_sites:
         assert (key["source"], key["read_only"]) == (f"{KEYS}/site-{i}", True)
         (config,) = (word for word in services[f"supernode-{i}"]["command"] if word.startswith("--node-config="))
         assert config.split("=", 1)[1].split() == [f"partition-id={i}", f"num-partitions={sites}", "state='/state'"]
-    assert set(content["volumes"]) == {"superlink-state", "runs", "data", *mounted}
+    assert set(content["volumes"]) == {"superlink-state", "runs", "data", "prometheus", "grafana", *mounted}
     settings = {
         key: value for key, value in services["superexec-serverapp"]["environment"].items() if "EXCHANGE" in key
     }

@@ -64,6 +64,11 @@ def read_compose(variables: Mapping[str, str] | None = None, file: Path = COMPOS
     return content
 
 
+def _always_started(services: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that only a profile starts."""
+    return {name: service for name, service in services.items() if "profiles" not in service}
+
+
 def copy_app(folder: Path) -> None:
     """The Flower app of this checkout without the environment beside it, which `flwr run` would search each time."""
     for name in ("apps", "fedbn_flwr", "strategies"):
@@ -159,7 +164,7 @@ class Deployment:
         self.folder = folder
         self.real_clocks = real_clocks
         self.keys = folder / "keys"
-        self.services: dict[str, Any] = read_compose(variables, file)["services"]
+        self.services: dict[str, Any] = _always_started(read_compose(variables, file)["services"])
         self.running: dict[str, Service] = {}
         self._ports: dict[tuple[str, int], int] = {}
 
