@@ -47,6 +47,7 @@ class Changes(TypedDict, total=False):
     engine: Literal["local", "ray"] | Mapping[str, Any] | Engine
     track: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
     published: Mapping[str, Any]
+    mods: str | Sequence[str] | Mapping[str, str | Sequence[str]]
     runs: Mapping[str, Mapping[str, Any]]
 
 

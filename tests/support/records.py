@@ -25,7 +25,8 @@ def between(inner: ClientApp, hook: Hook) -> ClientApp:
         hook(message.content, reply.content, int(context.node_config["partition-id"]))
         return reply
 
-    for register in (app.evaluate(), app.query("cohort"), app.query("partition"), app.query("statistics")):
+    queries = [app.query(name) for name in ("cohort", "keys", "partition", "statistics")]
+    for register in (app.evaluate(), *queries):
         register(inner)
     return app
 
