@@ -26,6 +26,13 @@ class FedbnError(Exception):
 class UserError(FedbnError, ValueError):
     exit_code = 2
 
+    def __init__(self, message: str) -> None:
+        """The message repeats values of the user, which may be long: what is above 2 kB is left out of its middle."""
+        data = message.encode(errors="backslashreplace")
+        if len(data) >= 2000:
+            message = f"{data[:1200].decode(errors='ignore')} ... {data[-600:].decode(errors='ignore')}"
+        super().__init__(message)
+
 
 class SettingsError(UserError):
     pass

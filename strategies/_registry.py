@@ -22,6 +22,7 @@ STRATEGIES: dict[str, type[Rule]] = {}
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
 _NOT_IN_FILES = {
     "self", "options", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "selection_rule",
+    "arrayrecord_key", "configrecord_key", "weighted_by_key",  # the clients of experiments use Flower's defaults
 }  # fmt: skip
 
 
@@ -68,10 +69,10 @@ def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
             raise SettingsError(
                 f"strategy.name={name!r} is the class {cls.__name__}; expected a flwr.serverapp.strategy.Strategy"
             )
-    elif name in FLOWER:
+    elif isinstance(name, str) and name in FLOWER:
         cls = FLOWER[name].strategy
         defaults = {**defaults, **FLOWER[name].defaults}
-    elif name in STRATEGIES:
+    elif isinstance(name, str) and name in STRATEGIES:
         cls = STRATEGIES[name]
     else:
         known_names = did_you_mean(str(name), {*STRATEGIES, *FLOWER})
@@ -89,7 +90,8 @@ def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
             raise SettingsError(
                 f"strategy.{key} (= {options[key]!r}) is not an argument of {name}; {hint}{did_you_mean(key, known)}"
             )
-        _check_type(name, key, options[key], known[key].default)
+        _check_type(name, key, options[key], known[key])
+    _check_range(name, options)
     options = {key: value for key, value in defaults.items() if key in known} | options
     if name in FLOWER:
         _check_values(name, options)
@@ -121,14 +123,26 @@ def _check_values(name: str, options: Mapping[str, Any]) -> None:
         raise SettingsError(f"strategy.num_malicious_nodes of {name} is {bad}; expected 0 or more")
 
 
-def _check_type(name: str, key: str, value: Any, default: Any) -> None:
+def _check_range(name: str, options: Mapping[str, Any]) -> None:
+    """Flower accepts any fraction, and with fraction_train 0 it trains nothing."""
+    for key in ("fraction_train", "fraction_evaluate"):
+        share, least = options.get(key, 1.0), "more than 0" if key == "fraction_train" else "0"
+        if share == "auto" or not 0 <= share <= 1 or (key == "fraction_train" and not share):
+            raise SettingsError(f"strategy.{key} of {name} is {share}; expected {least} to 1")
+    for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
+        if (count := options.get(key, 1)) < (key != "min_evaluate_nodes"):
+            raise SettingsError(f"strategy.{key} of {name} is {count}; expected a number of clients, 1 or more")
+
+
+def _check_type(name: str, key: str, value: Any, parameter: inspect.Parameter) -> None:
     """Flower does not validate its arguments: a string given as a fraction would fail only during the run."""
     expected: tuple[type, ...]
+    default = parameter.default
     match default:
         case bool():
             expected = (bool,)
         case int():
-            expected = (int,)
+            expected = (int, float) if "float" in str(parameter.annotation) else (int,)
         case float():
             expected = (int, float) if value != "auto" else (str,)  # the rule checks whether it supports 'auto'
         case str():

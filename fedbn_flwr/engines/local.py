@@ -256,6 +256,16 @@ class LocalGrid(Capabilities, Grid):
         self.close()
 
 
+def _mismatch(message: Message, reply: Message) -> str | None:
+    """Why this is not the node's reply to this message; Flower's SuperLink refuses such replies too."""
+    asked, given = message.metadata, reply.metadata
+    if given.reply_to_message_id != asked.message_id:
+        return f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
+    if given.src_node_id != asked.dst_node_id:
+        return f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
+    return None
+
+
 @dataclass(frozen=True)
 class _State:
     """Asks a worker for a node's state, or with `records` replaces it."""
@@ -291,10 +301,13 @@ class _Nodes:
             if os.environ.get("FEDBN_DEBUG"):
                 traceback.print_exc(file=sys.stderr)
         else:
-            if isinstance(reply, Message):  # always, unless a handler returned nothing
+            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            if not isinstance(reply, Message):  # a handler returned nothing
+                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
+            elif (problem := _mismatch(message, reply)) is not None:
+                reason = problem
+            else:
                 return reply
-            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # type: ignore[unreachable]
-            reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"
         return Message(Error(code, reason), reply_to=message)
 
     def state(self, question: _State) -> RecordDict:

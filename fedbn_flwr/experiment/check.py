@@ -1,6 +1,6 @@
 """Checks the settings of a run.
 
-All faults are reported together, each with its key, the value found and the value expected.
+The first faults are reported together, each with its key, the value found and the value expected.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.partition.kinds import KINDS, OwnOptions
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.text import shorten
 
 from .settings import OWN, Settings
+
+_FAULTS = 10  # explained; each may list the known keys
 
 
 def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
     try:
         return Settings.model_validate(dict(settings))
     except ValidationError as error:
-        faults = [_explain(details) for details in error.errors()]
+        found = error.errors()
+        faults = [_explain(details) for details in found[:_FAULTS]]
+        if len(found) > _FAULTS:
+            faults.append(f"and {len(found) - _FAULTS} further faults")
         raise SettingsError(f"{where}: " + "; ".join(faults)) from None
 
 
@@ -29,11 +35,11 @@ def _explain(details: ErrorDetails) -> str:
     # Pydantic adds the kind of a partition to the path, but the file does not have it there.
     parts = [str(part) for part in details["loc"]]
     key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
-    found = details["input"]
+    found, value = details["input"], shorten(repr(details["input"]), 200)
     match details["type"]:
         case "extra_forbidden":
             section = _section(parts[:-1])
-            return f"unknown key {key!r} (= {found!r}); {did_you_mean(parts[-1], section)}"
+            return f"unknown key {key!r} (= {value}); {did_you_mean(parts[-1], section)}"
         case "missing":
             return f"{key!r} is missing"
         case "union_tag_invalid" | "union_tag_not_found":
@@ -44,7 +50,7 @@ def _explain(details: ErrorDetails) -> str:
             return f"{key + ': ' if key else ''}{details['ctx']['error']}"
         case _:
             expected = details["msg"].replace("Input should be", "expected")
-            return f"{key} is {found!r}: {expected}"
+            return f"{key} is {value}: {expected}"
 
 
 def _section(path: Sequence[str]) -> Iterator[str]:

@@ -10,13 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 
 from .check import check_settings
 from .settings import Experiment, Settings
+from .yaml_text import LENGTH, parse_yaml
 
 
 def experiments_folder() -> Path:
@@ -40,7 +39,10 @@ def read_content(source: str) -> tuple[Any, str]:
     """The parsed content of an experiment, and its name."""
     if "\n" in source or source.lstrip().startswith("{"):
         return parse_yaml(source), "experiment"
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:  # no such user
+        raise SettingsError(f"cannot read the experiment {source!r}: {error}") from None
     if path.suffix not in (".yaml", ".yml"):
         shipped = shipped_experiments()
         if source not in shipped:
@@ -50,9 +52,16 @@ def read_content(source: str) -> tuple[Any, str]:
             )
         path = shipped[source]
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(4 * LENGTH + 1).decode()  # at most four bytes a character
     except OSError as error:
         raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"cannot read the experiment {str(path)!r}: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from None
+    except ValueError as error:  # a NUL in the path
+        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error}") from None
     return parse_yaml(text), path.stem
 
 
@@ -103,7 +112,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     if changes:
         _check_different(runs, name)
     # Nodes on other machines cannot read the file: they receive its content.
-    run_config = {"experiment": json.dumps({"name": name, **content}, default=str), "set": shlex.join(overrides)}
+    run_config = {"experiment": json.dumps({"name": name, **content}), "set": shlex.join(overrides)}
     return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs), run_config=run_config)
 
 
@@ -188,34 +197,7 @@ def _folder_name(label: str) -> str:
     return name.encode()[:200].decode(errors="ignore")
 
 
-# --- YAML and changes to it --------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number and rejects a key that is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise SettingsError(f"the key {key!r} is given twice (line {key_node.start_mark.line + 1})")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def parse_yaml(text: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"not readable as YAML: {' '.join(str(error).split())}") from None
+# --- changes to an experiment -------------------------------------------------
 
 
 def split_changes(text: str) -> list[str]:

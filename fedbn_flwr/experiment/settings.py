@@ -129,7 +129,7 @@ class Data(Section):
     normalise: Normalise | None = None
     # None: the catalogue's
     augment: Augment | None = None
-    pad: Positive = 2  # pixels of padding before a random crop
+    pad: int = Field(default=2, ge=1, le=1_000)  # pixels of padding before a random crop
     stream: Literal[True, False, "auto"] = "auto"  # decode images when needed; auto: if they exceed `memory`
     memory: float = Field(default=8.0, gt=0)  # GiB that decoded images may take
     readers: Positive = 2  # decoding threads per client
@@ -167,7 +167,9 @@ class Model(Section):
     groups: Positive = 2  # of group norm
     brn: Renorm = Renorm()
     classes: Positive | None = None
-    image_size: Positive | None = None  # what the network is built for; None: the size of the data
+    image_size: Annotated[int, Field(ge=1, le=10_000)] | None = (
+        None  # what the network is built for; None: the size of the data
+    )
     stem: Literal["auto", "small", "large"] = "auto"
 
 
@@ -284,8 +286,8 @@ class Engine(Section):
     workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: no worker processes
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Positive = 1  # PyTorch threads per client; engines agree bit for bit at 1
-    timeout: float = Field(default=3600, gt=0)  # seconds a round may take
-    node_timeout: float = Field(default=120, gt=0)  # seconds to wait for all nodes before the first round
+    timeout: float = Field(default=3600, gt=0, le=1_000_000)  # seconds a round may take
+    node_timeout: float = Field(default=120, gt=0, le=1_000_000)  # seconds to wait for all nodes before the first round
     state_memory: float = Field(default=4, gt=0)  # GiB for clients' state on the local engine; the rest is in files
     checkpoint_every: Positive | None = None  # rounds; None: a twentieth of all rounds
 

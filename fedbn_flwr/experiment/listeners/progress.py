@@ -3,8 +3,8 @@
 On a terminal and in a notebook: a bar of the current run's rounds, with the time passed and left, and below it how far
 the current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round every ten.
 
-The first Ctrl-C stops the run after the current round, so that no work is lost. The second one, and SIGTERM, stop it
-immediately; a resumed run then repeats the rounds after the last checkpoint.
+The first Ctrl-C stops the run after the current round, so that no work is lost. The second one, SIGTERM and
+SIGHUP stop it immediately; a resumed run then repeats the rounds after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Progress(Listener):
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Flower sets its own handler
-            self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # Flower sets its own handlers; nohup ignores SIGHUP
+            if in_main and signal.getsignal(number) is signal.SIG_DFL:
+                self._handlers[number] = signal.signal(number, self._terminate)
         if self._draws and self.console.is_jupyter:
             from IPython.display import display
 

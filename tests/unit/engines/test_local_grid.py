@@ -434,3 +434,27 @@ def test_a_state_that_no_file_can_hold_stays_in_memory() -> None:
         for expected in ([], ["kept"]):
             replies = grid.send_and_receive([Message(RecordDict(), node, "query.keep") for node in (1, 2, 3)])
             assert [reply.content.config_records["config"]["found"] for reply in replies] == [expected] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("_reply_to_message_id", "9", "it replied to message '9' instead of '1'"),
+        ("_src_node_id", 2, "its reply says that it is from node 2 instead of 1"),
+    ],
+)
+def test_a_reply_to_another_message_or_from_another_node_is_refused_at_once(
+    workers: int, key: str, value: Any, reason: str
+) -> None:
+    def handler(message: Message, context: Context) -> Message:
+        reply = answer(message)
+        if context.node_id == 1:
+            reply.metadata.__dict__[key] = value
+        return reply
+
+    with LocalGrid(app_of(handler), 2, workers=workers) as grid:
+        first, second = grid.send_and_receive([to(1), to(2)], timeout=60)
+    assert first.error.reason == reason
+    assert first.metadata.src_node_id == 1
+    assert second.has_content()

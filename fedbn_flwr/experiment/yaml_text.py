@@ -1,0 +1,125 @@
+"""Reads the YAML of experiments: mappings, lists, text, numbers and truth values, of bounded size and depth.
+
+An experiment may come from elsewhere. Aliases are counted as often as they are used, because a file of ten lines can
+describe a structure that fits into no memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import yaml
+
+from fedbn_flwr.errors import SettingsError
+
+LENGTH, VALUES, DEPTH, DIGITS = 2**18, 50_000, 50, 19  # bounds of a text: characters, values, levels, digits
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as a number and a date as text, and rejects a key that is given twice."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise SettingsError(f"the key {key!r} is given twice (line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str) -> Any:
+    if len(text) > LENGTH:
+        raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {LENGTH}")
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _measure(node, {})
+            content = loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except SettingsError:
+        raise
+    except RecursionError:
+        raise SettingsError(f"not readable as YAML: it is nested more than {DEPTH} levels deep") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"not readable as YAML: {' '.join(str(error).split())[:500]}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # PyYAML's own, for a text that does not fit its tag: !!int abc
+        raise SettingsError(f"not readable as YAML: {type(error).__name__}: {str(error)[:200]}") from None
+    _check_plain(content, "")
+    return content
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """The number of values and of levels of a node with its aliases expanded."""
+    if id(node) in known:
+        found = known[id(node)]
+        if found is None:
+            raise SettingsError(f"line {node.start_mark.line + 1}: the alias contains itself")
+        return found
+    known[id(node)] = None
+    if isinstance(node, yaml.MappingNode):
+        parts = [_measure(part, known) for pair in node.value for part in pair]
+    else:
+        parts = [_measure(part, known) for part in node.value] if isinstance(node, yaml.SequenceNode) else []
+    size, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+    where = f"line {node.start_mark.line + 1}"
+    if size > VALUES:
+        raise SettingsError(f"{where}: there are {size} values with aliases expanded; expected at most {VALUES}")
+    if depth > DEPTH:
+        raise SettingsError(f"{where}: it is nested more than {DEPTH} levels deep")
+    known[id(node)] = size, depth
+    return size, depth
+
+
+def _check_plain(value: Any, key: str) -> None:
+    """Refuse what JSON would change, since nodes receive experiments as JSON: dates, binaries, infinities."""
+    match value:
+        case dict():
+            for name, part in value.items():
+                where = f"{key}.{name}" if key else str(name)
+                if not isinstance(name, str | int | float) or isinstance(name, bool):
+                    raise SettingsError(
+                        f"the key {where!r} is read as {type(name).__name__}; expected text: write it in quotes"
+                    )
+                _check_plain(name, where)
+                _check_plain(part, where)
+        case list():
+            for number, part in enumerate(value):
+                _check_plain(part, f"{key}[{number}]")
+        case bool() | None:
+            pass
+        case int():
+            if abs(value) >= 10**DIGITS:
+                raise SettingsError(f"{key or 'the value'} is a number of more than {DIGITS} digits")
+        case float():
+            if not math.isfinite(value):
+                raise SettingsError(f"{key or 'the value'} is {value}; expected a finite number")
+        case str():
+            if bad := re.search(r"[\0\ud800-\udfff]", value):
+                raise SettingsError(
+                    f"{key or 'the value'} is {value!r}; expected text without the character {bad[0]!r}"
+                )
+        case _:
+            raise SettingsError(
+                f"{key or 'the value'} is a {type(value).__name__}; expected text, a number, true, false, a list or a "
+                "mapping"
+            )

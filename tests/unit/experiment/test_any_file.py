@@ -1,0 +1,175 @@
+"""Any file is an experiment or is refused: a UserError with a message under 2 kB, and no other exception."""
+
+from __future__ import annotations
+
+import os
+import random
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr.errors import UserError
+from fedbn_flwr.experiment.find import load_experiment, run_names, shipped_experiments
+from fedbn_flwr.experiment.prepare import make_rule
+from tests.support.experiments import fault, read
+
+# Values that were accepted or ended a run in earlier versions, and others of each type.
+SCALARS = [
+    "0", "-1", "1", "2", "0.5", "-0.5", "1e300", "-1e300", "1e-300", ".inf", "-.inf", ".nan", "true", "~", "on", "''",
+    "auto", "..", "../x", "/", "$\\frac$", '"\\0"', '"\\ud800"', "2024-01-01", "2024-99-99", "!!int abc",
+    "!!binary aGk=",
+    "!!set {a, b}", "!!float x", "!!timestamp x", "!!python/object:os.system x", "0x_", "0b_", "1" * 30, "1" * 5000,
+    "x" * 3000, "é", "os:system", ":", "a:", "{}", "[]", "[[]]", "{a: 1}", "[1, 2]", "[.nan]", "{name: FedAvg}",
+    "&a [*a]",
+    "{name: {a: 1}}", "{<<: [{a: 1}], b: 2}", "? [a]\n", "[" * 200, "FixBN", "dirichlet", "FedAvg", "resnet20", "gn",
+]  # fmt: skip
+KEYS = [
+    "name", "label", "rounds", "clients", "seed", "seeds", "runs", "description", "published", "track", "mods", "data",
+    "data.name", "data.image", "data.size", "data.pad", "data.augment", "data.partition", "data.partition.kind",
+    "data.partition.alpha", "data.normalise", "data.options", "model", "model.name", "model.norm", "model.image_size",
+    "model.brn.r_max", "train", "train.lr", "train.optimizer", "train.loss", "train.momentum", "train.schedule",
+    "train.schedule.milestones", "train.schedule.gamma", "train.class_weights", "train.batch_size", "train.clip",
+    "strategy", "strategy.name", "strategy.base", "strategy.base.name", "strategy.fraction_train",
+    "strategy.fraction_evaluate", "strategy.freeze_round", "strategy.min_train_nodes", "strategy.proximal_mu",
+    "strategy.exchange_timeout", "strategy.beta", "strategy.num_malicious_nodes", "strategy.server_learning_rate",
+    "engine.timeout", "engine.node_timeout", "engine.workers", "engine.state_memory", "evaluate", "evaluate.metrics",
+    "evaluate.unseen", "evaluate.validation", "only", "unknown", "train.unknown", "",
+]  # fmt: skip
+NAMES = [
+    "FedAvg",
+    "FixBN",
+    "FedTAN",
+    "FedBN",
+    "FedProx",
+    "FedAdam",
+    "FedTrimmedAvg",
+    "Krum",
+    "Scaffold",
+    "MeanStatistics",
+]
+SHIPPED = [file.read_bytes() for file in shipped_experiments().values()]
+
+overrides = st.builds("{}={}".format, st.sampled_from(KEYS), st.sampled_from(SCALARS))
+of_strategy = st.builds(
+    "strategy={{name: {}, {}: {}}}".format,
+    st.sampled_from(NAMES),
+    st.text("abe_", max_size=3)
+    | st.sampled_from([key.partition(".")[2] for key in KEYS if key.startswith("strategy.")]),
+    st.sampled_from(SCALARS),
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.dates(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=5), inner),
+    max_leaves=12,
+)
+
+
+def bomb(levels: int, width: int, merged: bool) -> bytes:
+    """Aliases of aliases: width ** levels values in a few lines."""
+    lines = ["a0: &a0 {x: 1}" if merged else "a0: &a0 [x, x]"]
+    for level in range(1, levels + 1):
+        inner = ", ".join([f"*a{level - 1}"] * width)
+        lines.append(f"a{level}: &a{level} {{<<: [{inner}]}}" if merged else f"a{level}: &a{level} [{inner}]")
+    return "\n".join(lines).encode()
+
+
+def damaged(text: bytes, seed: int) -> bytes:
+    """The text with a few bytes changed, or parts of it removed or repeated."""
+    draw = random.Random(seed)
+    data = bytearray(text)
+    for _ in range(draw.randint(1, 4)):
+        at, length = draw.randrange(len(data)), draw.randint(1, 20)
+        match draw.randrange(3):
+            case 0:
+                data[at] = draw.randrange(256)
+            case 1:
+                del data[at : at + length]
+            case 2:
+                data[at:at] = data[at : at + length] * draw.randint(1, 50)
+    return bytes(data)
+
+
+files = st.one_of(
+    st.binary(max_size=60),
+    st.text(max_size=60).map(lambda text: text.encode("utf-16")),
+    st.builds(damaged, st.sampled_from(SHIPPED), st.integers(0, 2**32)),
+    st.builds(bomb, st.integers(1, 40), st.integers(1, 9), st.booleans()),
+    st.builds(mul, st.sampled_from([b"[", b"{a: ", b"- ", b"? "]), st.integers(1, 20_000)),
+    st.dictionaries(st.sampled_from(KEYS), values, max_size=4).map(lambda content: yaml.safe_dump(content).encode()),
+    st.sampled_from(SHIPPED),
+)  # fmt: skip
+
+
+def attempt(file: Path, changes: list[str]) -> Any:
+    """The experiment of a file with its strategies made, or the error with which it is refused."""
+    try:
+        experiment = load_experiment(str(file), changes)
+        run_names(experiment)
+        for run in experiment.runs:
+            make_rule(run)
+    except UserError as error:
+        return error
+    return experiment
+
+
+@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "200")))
+@given(content=files, changes=st.lists(overrides | of_strategy, max_size=3))
+def test_any_file_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, changes: list[str]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(content)
+    found = attempt(file, changes)
+    if isinstance(found, UserError):
+        assert 0 < len(str(found).encode()) < 2048
+        assert found.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (bomb(9, 9, False).decode(), "values with aliases expanded; expected at most"),
+        (bomb(9, 9, True).decode(), "values with aliases expanded; expected at most"),
+        ("strategy: &a {name: FedAvg, base: *a}", "line 1: the alias contains itself"),
+        ("train: " + "[" * 60 + "]" * 60, "nested more than 50 levels"),
+        ("train: " + "[" * 20_000, "nested more than 50 levels"),
+        ("train: {lr: .inf}", "train.lr is inf; expected a finite number"),
+        ("engine: {timeout: 1e300}", "engine.timeout is 1e+300: expected less than or equal to 1000000"),
+        ("strategy: {name: FedAvg, x: !!binary aGk=}", "strategy.x is a bytes; expected text"),
+        ("runs: {on: {rounds: 1}}", "the key 'runs.True' is read as bool; expected text: write it in quotes"),
+        ("seed: " + "1" * 30, "seed is a number of more than 19 digits"),
+        ("rounds: !!int abc", "not readable as YAML: ValueError: invalid literal"),
+        ('name: "a\\0b"', "name is 'a\\x00b'; expected text without the character '\\x00'"),
+        ("data: {pad: 100000}", "data.pad is 100000: expected less than or equal to 1000"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
+    assert message in fault(text)
+
+
+def test_a_date_is_text() -> None:
+    assert read("label: 2024-01-01").label == "2024-01-01"
+
+
+@pytest.mark.parametrize("share", [-1, 0, 0.0, 1.5])
+def test_a_share_of_the_clients_that_trains_nobody_or_too_many_is_refused(share: float) -> None:
+    with pytest.raises(UserError, match=r"strategy\.fraction_train of FedAvg is .*; expected more than 0 to 1"):
+        make_rule(read(f"strategy: {{name: FedAvg, fraction_train: {share}}}"))
+
+
+def test_a_long_value_is_cut_and_the_expectation_is_not() -> None:
+    message = fault("model: {stem: " + "x" * 100_000 + "}")
+    assert len(message) < 2000
+    assert message.endswith("expected 'auto', 'small' or 'large'")
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "latin.yaml"
+    file.write_bytes("description: café".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.yaml.*byte 16 is not UTF-8; save the file as UTF-8"):
+        load_experiment(str(file))
