@@ -57,6 +57,7 @@ def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bo
     try:
         target = replacing(path) if durable else nullcontext(path)
         with target as file, file.open("wb", buffering=1 << 20) as stream:
+            os.chmod(file, 0o600)  # the states of clients follow from their data
             for name, data in entries:
                 stream.write(data)
                 index[name] = (offset, len(data), zlib.crc32(data))

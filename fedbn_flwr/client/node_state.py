@@ -127,7 +127,7 @@ class StateFolder:
 
     def check(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
@@ -156,7 +156,7 @@ class StateFolder:
         """Store the state after a round and delete states older than round `kept`, to which the server may return."""
         context.state[_RUN] = ConfigRecord({"name": self.run, "round": server_round})
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_store(self._file(server_round), [("state", dump(context.state))])
         except (OSError, StorageError) as error:
             raise MessageError(

@@ -95,6 +95,8 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
             train_round(state, listeners)
             for listener in listeners:
                 listener.on_round(state)
+        if not state.trained:
+            raise RunFailed(f"no client trained in any of the {state.round} rounds")
     except BaseException as error:
         state.error = error
         raise
@@ -177,10 +179,11 @@ def run_experiment(
             if resume and folder.is_finished():
                 progress.skip_run()
                 continue
-            done = folder.begin(item.run.model_dump(mode="json"))
             try:
-                with make_grid(item.run) as grid:
-                    run_one(item, grid, folder, progress, done)
+                with folder.locked():
+                    done = folder.begin(item.run.model_dump(mode="json"))
+                    with make_grid(item.run) as grid:
+                        run_one(item, grid, folder, progress, done)
             except RunFailed as error:
                 if len(prepared) == 1:
                     raise

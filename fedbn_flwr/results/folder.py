@@ -15,6 +15,7 @@ checkpoint          everything needed to resume the run, see checkpoint.py
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -72,6 +73,28 @@ class RunFolder:
                 f"{str(self.path)!r} cannot be resumed with other settings: {key} was {before.get(key)!r} and is "
                 f"{now.get(key)!r}"
             )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse a folder that another process is writing. The system ends the lock with the process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise SettingsError(
+                f"another process is writing {str(self.path)!r}; wait until it ends, or give another --out"
+            ) from None
+        except OSError:  # some network file systems have no locks
+            pass
+        try:
+            yield
+        finally:
+            os.close(descriptor)
 
     def begin(self, config: Mapping[str, Any]) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""

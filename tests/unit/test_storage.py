@@ -159,3 +159,12 @@ def test_a_process_killed_at_random_leaves_a_whole_store(tmp_path: Path) -> None
         entries = read(path)
         assert len(entries) == 20
         assert len(set(entries.values())) == 1, "entries of two stores"
+
+
+def test_only_the_owner_can_read_a_store(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        write_store(tmp_path / "s", [("a", b"1")])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600

@@ -14,6 +14,7 @@ from flwr.app import RecordDict
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
+from fedbn_flwr.results.folder import RunFolder
 from tests.support.records import content
 
 
@@ -112,3 +113,11 @@ def test_a_disk_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint.tmp").mkdir()
     with pytest.raises(RunFailed, match="checkpoint' cannot be written: Is a directory; the previous checkpoint is"):
         CheckpointFile(tmp_path / "checkpoint").write(snapshot(1))
+
+
+def test_a_run_folder_is_written_by_one_process(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked(), pytest.raises(SettingsError, match=r"another process is writing .*run"), folder.locked():
+        pass
+    with folder.locked():
+        pass
