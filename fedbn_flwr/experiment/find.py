@@ -52,14 +52,17 @@ def read_content(source: str) -> tuple[Any, str]:
             )
         path = shipped[source]
     try:
-        with path.open("rb") as file:
-            text = file.read(4 * LENGTH + 1).decode()  # at most four bytes a character
+        if (size := path.stat().st_size) > 4 * LENGTH:  # at most four bytes a character
+            raise SettingsError(f"the experiment {str(path)!r} has {size} bytes; expected at most {4 * LENGTH}")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise SettingsError(
             f"cannot read the experiment {str(path)!r}: byte {error.start} is not UTF-8; save the file as UTF-8"
         ) from None
+    except SettingsError:
+        raise
     except ValueError as error:  # a NUL in the path
         raise SettingsError(f"cannot read the experiment {str(path)!r}: {error}") from None
     return parse_yaml(text), path.stem
