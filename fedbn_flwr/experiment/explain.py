@@ -95,8 +95,10 @@ def _estimate(prepared: Prepared, measured: Measured) -> Estimate:
     run, dataset = prepared.run, prepared.dataset
     assert dataset is not None
     workers = min(max(workers_of(run), 1), measured.clients)
-    sizes = [len(part) for part in partition_of(run.data, run.clients, run.seed, str(prepared.device))]
-    steps = round(_steps(run, sizes) * measured.clients / run.clients)
+    parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
+    held_out = run.evaluate.validation
+    sizes = [len(part) - round(held_out * len(part)) for part in parts[: run.clients - run.evaluate.unseen]]
+    steps = round(_steps(run, sizes) * measured.clients / len(sizes))
     train = (steps * measured.step + measured.clients * measured.message) / workers
     evaluate = _evaluation(prepared, dataset, measured, workers)
     evaluations = math.ceil(run.rounds / run.evaluate.every)

@@ -59,7 +59,7 @@ class RoundTraffic:
 
 @dataclass(frozen=True)
 class Measured:
-    clients: int  # that take part in a round
+    clients: int  # that train in a round
     traffic: tuple[tuple[int, RoundTraffic], ...]  # each with the first of the rounds that have it
     rounds: int
     step: float  # seconds of a step of one client
@@ -81,9 +81,10 @@ def try_out(prepared: Prepared) -> Measured:
     run, rule = prepared.run, prepared.rule
     assert prepared.dataset is not None
     demand = _demand(rule)
+    training = run.clients - run.evaluate.unseen  # the last ones never train
     sizes = [len(part) for part in partition_of(run.data, run.clients, run.seed, str(prepared.device))]
     # The clients with most images: batches of the others may be smaller.
-    largest = sorted(range(run.clients), key=lambda client: -sizes[client])
+    largest = sorted(range(training), key=lambda client: -sizes[client])
     chosen = sorted(largest[: max(2, demand.trained, demand.connected)])
     trial = _Trial(prepared)
     with LocalGrid(client_app(trial.client), run.clients, threads=run.engine.threads) as grid:
@@ -95,7 +96,7 @@ def try_out(prepared: Prepared) -> Measured:
         _, several = trial.round(second, steps=1 + steps)
     step = max(several - one, 0.05 * several) / steps / len(chosen)
     return Measured(
-        clients=min(run.clients, max(int(run.clients * demand.fraction), demand.trained)),
+        clients=min(training, max(int(training * demand.fraction), demand.trained)),
         traffic=traffic,
         rounds=run.rounds,
         step=step,

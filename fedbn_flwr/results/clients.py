@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr.messages.protocol import METRICS
+
 from .text import in_plot, shorten
 
 Values = Mapping[str, float]  # by client, of one metric
 
 _FIRST = ("accuracy", "own_accuracy")
+_MAIN = (*_FIRST, "mean_iou", "own_mean_iou", "unseen_accuracy", "unseen_accuracy_tuned")
+_PANELS = 3  # of a box plot beside each other
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,16 @@ def evaluated(values: Mapping[str, Values]) -> dict[str, Values]:
     return dict(sorted(shown.items(), key=lambda item: (not item[0].startswith("own_"), item[0] not in _FIRST)))
 
 
+def main(values: Mapping[str, Values]) -> dict[str, Values]:
+    """The metrics that a terminal and a picture have room for: not those of domains, validation and of the user."""
+    return {key: each for key, each in evaluated(values).items() if key in _MAIN}
+
+
+def is_fraction(metric: str) -> bool:
+    """Whether a metric is between 0 and 1 and shown in percent; those of the user need not be."""
+    return any(f"_{name}_" in f"_{metric}_" for name in ("accuracy", *METRICS))
+
+
 def heading(metric: str) -> str:
     """The words for a metric in tables and plots: "accuracy on own test images"."""
     if metric.startswith("unseen_"):
@@ -74,16 +88,17 @@ def heading(metric: str) -> str:
 
 
 def plot_boxes(runs: Mapping[str, Sequence[Mapping[str, Values]]], colours: Sequence[str], file: Path) -> bool:
-    """Write a plot with a panel for each metric; `runs` has each seed's values by label. False: nothing to show."""
+    """Write a plot with a panel for each main metric of each seed by label (`runs`). False: nothing to show."""
     from .figure import Plot
 
-    shown = {label: [evaluated(values) for values in seeds] for label, seeds in runs.items()}
+    shown = {label: [main(values) for values in seeds] for label, seeds in runs.items()}
     metrics = list(dict.fromkeys(metric for seeds in shown.values() for values in seeds for metric in values))
     if not metrics:
         return False
-    figure = Plot(figsize=(max(5.0, 2.5 + 0.7 * len(shown)) * len(metrics), 4.2), layout="constrained")
+    columns, lines = min(len(metrics), _PANELS), math.ceil(len(metrics) / _PANELS)
+    figure = Plot(figsize=(max(5.0, 2.5 + 0.7 * len(shown)) * columns, 4.2 * lines), layout="constrained")
     for number, metric in enumerate(metrics):
-        panel = figure.add_subplot(1, len(metrics), number + 1)
+        panel = figure.add_subplot(lines, columns, number + 1)
         pooled = {
             label: [v for values in seeds for v in values.get(metric, {}).values()] for label, seeds in shown.items()
         }

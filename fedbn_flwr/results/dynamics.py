@@ -26,6 +26,7 @@ def plot_dynamics(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
     from .figure import Plot  # isort: skip  # names the extra that is missing without matplotlib
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
 
     layers = list(lines[0]["layers"])
     rounds = [int(line["round"]) for line in lines]
@@ -36,7 +37,8 @@ def plot_dynamics(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
         low, high = values[values > 0].min(initial=1), values[values > 0].max(initial=0)
         panel.set_facecolor("lightgrey")  # a logarithm has no colour for 0
         # A round that is not recorded has the colour of the recorded one before it.
-        edges = [*rounds, rounds[-1] + (rounds[-1] - rounds[-2] if len(rounds) > 1 else 1)]
+        last = rounds[-1] + (rounds[-1] - rounds[-2] if len(rounds) > 1 else 1)
+        edges = [number - 0.5 for number in (*rounds, last)]
         image = panel.pcolormesh(
             edges, np.arange(len(layers) + 1), np.ma.masked_equal(values, 0), norm=LogNorm(low, max(high, 1.001 * low))
         )
@@ -47,6 +49,7 @@ def plot_dynamics(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
         figure.colorbar(image, ax=panel)
     for panel in figure.axes[2:4]:
         panel.set_xlabel("round")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.axes[0].invert_yaxis()  # shared by all: the first layer is on top
     figure.suptitle("grey: no distance (frozen statistics)", fontsize="medium", x=0.01, ha="left")
     figure.savefig(file, dpi=110)

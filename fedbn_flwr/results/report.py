@@ -12,7 +12,7 @@ from typing import Any
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.protocol import METRICS
 
-from .clients import evaluated, heading, last_values, spread
+from .clients import evaluated, heading, is_fraction, last_values, main, spread
 from .curves import MIB
 from .folder import RunFolder, deciding, flat_settings
 from .summary import BY_DOMAIN, Summary, keys_of
@@ -210,15 +210,17 @@ def by_domain(rows: Sequence[Row]) -> list[Domains]:
 CLIENTS = "clients with equal weights, last evaluated round"
 
 
-def client_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Mean, deviation and worst tenth over clients of each metric; only headings if no client was evaluated."""
+def client_table(rows: Sequence[Row], *, every: bool) -> list[tuple[str, ...]]:
+    """Mean, deviation and worst tenth over clients of each metric, or of the main ones; maybe only headings."""
+    chosen = evaluated if every else main
     lines: list[tuple[str, ...]] = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric in dict.fromkeys(metric for run in row.runs for metric in evaluated(run.clients)):
+        for metric in dict.fromkeys(metric for run in row.runs for metric in chosen(run.clients)):
             seeds = [list(run.clients[metric].values()) for run in row.runs if metric in run.clients]
             measured = [spread(values, metric) for values in seeds]
             figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
-            shown = (figure(values, 100, 2, "%") for values in figures)
+            unit = (100, 2, "%") if is_fraction(metric) else (1, 4, "")
+            shown = (figure(values, *unit) for values in figures)
             lines.append((row.label, heading(metric), figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
 
@@ -261,10 +263,10 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The tables of a report, each with its title; the first one has none."""
+def tables(rows: Sequence[Row], *, every: bool = False) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The tables of a report, each with its title; the first one has none. `every`: with all metrics of clients."""
     found = [("", table(rows)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
-    if len(individuals := client_table(rows)) > 1:
+    if len(individuals := client_table(rows, every=every)) > 1:
         found.append((CLIENTS, individuals))
     return found
 

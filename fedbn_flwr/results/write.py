@@ -37,7 +37,7 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
                 pictures.append("clients.png")
         except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
             text, picture, pictures = f"{text}\n\nno plots: {error}", None, []
-        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables(rows)]
+        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables(rows, every=True)]
         images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
         page.write_text("\n".join([*parts, *images]), encoding="utf-8")
         (out / "report.json").write_text(json.dumps(figures(rows)) + "\n", encoding="utf-8")

@@ -57,6 +57,15 @@ def test_the_bytes_are_those_of_the_ledger_in_every_round(tmp_path: Path) -> Non
         assert measured.total() == tuple(sum(line[key] for line in lines) for key in ("bytes_down", "bytes_up"))
 
 
+def test_clients_that_never_train_and_held_out_images_are_not_counted() -> None:
+    changes = "evaluate: {every: 5, unseen: 3, validation: 0.5}\ntrain: {epochs: 1, batch_size: 8}\n"
+    (run,) = explain(load_experiment(f"rounds: 1\nclients: 5\nengine: {{workers: 0}}\n{changes}")).runs
+    assert run.measured is not None
+    assert run.estimate is not None
+    assert run.measured.clients == 2
+    assert run.estimate.steps == 2 * 18  # 144 of 288 images of each of two clients
+
+
 def test_what_travels_is_named_by_role() -> None:
     runs = {
         run.label: run for run in explain(load_experiment(SMALL + STRATEGIES, ["only=[FedBN,FedTANII,Scaffold]"])).runs

@@ -68,6 +68,8 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
         ("train: {optimizer: 3}", ["train.optimizer: found 3; expected a name, or a mapping with a name and options"]),
         ("train: {optimizer: {nesterov: true}}", ["train.optimizer: found {'nesterov': True}; expected a name"]),
+        ("evaluate: {metrics: auc}", ["evaluate.metrics is 'auc': expected a list"]),
+        ("data: {options: 5}", ["data.options is 5: expected a mapping"]),
         ("train: {loss: focal}", ["train: loss is 'focal'; expected cross_entropy, or module:function"]),
         (
             "train: {loss: 'a:b', label_smoothing: 0.1}",

@@ -62,7 +62,7 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     rows = group(find_runs([tmp_path / "runs"]))
     deviations = [100 * np.std([0.5, 0.75, 1.0]), 100 * np.std([0.25, 0.75, 1.0])]
     deviation = f"{np.mean(deviations):.2f}% ± {np.std(deviations, ddof=1):.2f}"
-    assert client_table(rows)[1:] == [
+    assert client_table(rows, every=True)[1:] == [
         ("FedBN", "accuracy on own test images", "3", "70.83% ± 5.89", deviation, "37.50% ± 17.68")
     ]
     text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
@@ -70,6 +70,21 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     assert "![clients](clients.png)" in page.read_text()
     with Image.open(tmp_path / "out" / "clients.png") as picture:
         assert len(picture.convert("RGB").getcolors(2**20) or ()) > 50
+
+
+def test_a_terminal_and_the_plot_have_the_main_metrics_only_and_report_md_all(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    write_run(folder, "FedBN")
+    names = ("accuracy", "accuracy_new", "kappa", "unseen_accuracy", "unseen_kappa_tuned", "unseen_accuracy_tuned")
+    values = {name: 0.5 for kind in ("", "own_", "validation_") for name in (kind + name for name in names)}
+    (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": {"0": values, "1": values}}) + "\n")
+    text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert "accuracy on own test images" in text
+    assert "kappa" not in text
+    assert "accuracy new" not in text
+    assert "| kappa on own test images | 2 | 0.5000 | 0.0000 | 0.5000 |" in page.read_text()
+    with Image.open(tmp_path / "out" / "clients.png") as picture:
+        assert picture.width < 3000
 
 
 def test_without_values_of_clients_there_is_neither(tmp_path: Path) -> None:
