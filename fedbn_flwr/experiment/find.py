@@ -89,11 +89,15 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     seeds = base.pop("seeds", None)
     published = _published(base.pop("published", None), variants, name)
     changes = parse_overrides(overrides)
+    if "runs" in changes:
+        raise SettingsError(
+            f"{name}: an override cannot change runs (= {changes['runs']!r}); only=LABEL selects from them"
+        )
     # `seed` on the command line replaces `seeds` of the file.
     seeds = changes.pop("seeds", None if "seed" in changes else seeds)
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
-    if seeds is not None and (not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds)):
+    if seeds is not None and (not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds)):
         raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
     base.setdefault("name", name)
     compared = {key for variant in variants.values() for key in flat_settings(variant or {})}
@@ -140,7 +144,8 @@ def _select(variants: Mapping[Any, Any], only: Any, name: str) -> dict[str, Any]
         raise SettingsError(f"only=[] selects no run of {name}; expected one or more of {', '.join(known)}")
     for label in labels:
         if label not in known:
-            raise SettingsError(f"only={label!r} is not a label of {name}; {did_you_mean(label, known)}")
+            hint = did_you_mean(label, known) if any(known) else "it has no runs to select from"
+            raise SettingsError(f"only={label!r} is not a label of {name}; {hint}")
     return {label: variant for label, variant in known.items() if label in labels}
 
 

@@ -161,7 +161,7 @@ def test_a_seed_on_the_command_line_asks_for_that_one() -> None:
     assert [run.seed for run in read_experiment(content, ["seeds=[4, 5]"]).runs] == [4, 5]
 
 
-@pytest.mark.parametrize("seeds", ["3", "[a]", "[true]", "[1.5]"])
+@pytest.mark.parametrize("seeds", ["3", "[]", "[a]", "[true]", "[1.5]"])
 def test_seeds_must_be_a_list_of_numbers(seeds: str) -> None:
     assert "expected a list of numbers" in fault(f"seeds: {seeds}")
 
@@ -207,6 +207,16 @@ def test_an_override_of_a_key_that_no_run_sets_leaves_the_labels() -> None:
 def test_a_label_names_an_override_of_a_compared_key() -> None:
     assert labels("strategy.freeze_round=3", "only=FixBN") == ["FixBN, strategy.freeze_round=3"]
     assert labels("model.norm=ln", "only=[BN, FixBN]") == ["BN, model.norm=ln", "FixBN, model.norm=ln"]
+
+
+def test_an_override_cannot_replace_the_runs() -> None:
+    assert "an override cannot change runs (= 'x'); only=LABEL" in fault(COMPARISON, "runs=x")
+    assert "an override cannot change runs" in fault("rounds: 1", "runs={a: {}}")
+
+
+def test_only_needs_runs_to_select_from() -> None:
+    text = fault("rounds: 1", "only=FixBN")
+    assert "is not a label of experiment; it has no runs to select from" in text
 
 
 def test_a_run_keeps_the_strategy_that_it_is_named_after() -> None:
