@@ -5,7 +5,8 @@ The first faults are reported together, each with its key, the value found and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,7 @@ from fedbn_flwr.results.text import shorten
 
 from .settings import OWN, Settings
 
+_TYPE = re.compile(r"(int|float|str|bool|none)$|(literal|tuple|list|function-[a-z]+)\[")
 _FAULTS = 10  # explained; each may list the known keys
 
 
@@ -24,16 +26,27 @@ def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
     try:
         return Settings.model_validate(dict(settings))
     except ValidationError as error:
-        found = error.errors()
-        faults = [_explain(details) for details in found[:_FAULTS]]
-        if len(found) > _FAULTS:
-            faults.append(f"and {len(found) - _FAULTS} further faults")
+        explained = _without_repetition(map(_explain, error.errors()))
+        faults = explained[:_FAULTS]
+        if len(explained) > _FAULTS:
+            faults.append(f"and {len(explained) - _FAULTS} further faults")
         raise SettingsError(f"{where}: " + "; ".join(faults)) from None
+
+
+def _without_repetition(faults: Iterable[str]) -> list[str]:
+    """One fault for each value: a value of several allowed types has one for each type."""
+    merged: dict[str, list[str]] = {}
+    for fault in faults:
+        value, expected, rest = fault.partition(": expected ")
+        merged.setdefault(value + expected, []).append(rest)
+    return [start + " or ".join(rests) for start, rests in merged.items()]
 
 
 def _explain(details: ErrorDetails) -> str:
     # Pydantic adds the kind of a partition to the path, but the file does not have it there.
     parts = [str(part) for part in details["loc"]]
+    while len(parts) > 1 and _TYPE.match(parts[-1]):  # of a value that may have several types
+        parts.pop()
     key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
     found, value = details["input"], shorten(repr(details["input"]), 200)
     match details["type"]:

@@ -282,7 +282,11 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB
 def _listed(value: Any) -> Any:
     """`tensorboard`, `{name: wandb, project: x}` or a list of these, as a tuple of mappings."""
     entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return tuple(map(_named, entries))
+    named = tuple(map(_named, entries))
+    names = [entry.name if isinstance(entry, Tracker) else str(entry["name"]) for entry in named]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice} is listed twice; a tracker records a run once")
+    return named
 
 
 def _named(entry: Any) -> Any:

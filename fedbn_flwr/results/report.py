@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that contain some")
-        found = sorted(folder.rglob("summary.json"))
+        # A subfolder may disappear during the search, or not be readable: os.walk leaves it out.
+        found = sorted(Path(where, "summary.json") for where, _, names in os.walk(folder) if "summary.json" in names)
         if not found:
             raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
         files |= dict.fromkeys(found)

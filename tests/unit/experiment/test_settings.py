@@ -53,6 +53,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("train: {lr: 0}", ["train.lr is 0", "greater than 0"]),
         ("train: {momentum: 1.0}", ["train.momentum is 1.0", "less than 1"]),
         ("train: 3", ["train is 3"]),
+        ("engine: {workers: x}", ["engine.workers is 'x': expected a valid integer or 'auto'"]),
         ("data: {augment: [flop]}", ["data.augment", "'flop'", "'flip'"]),
         (
             "data: {partition: {kind: sharks}}",

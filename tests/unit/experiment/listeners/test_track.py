@@ -211,6 +211,7 @@ def test_track_is_a_name_a_mapping_or_a_list(text: str, names: list[str]) -> Non
         ("track: tensorbord", "track: there is no tracker 'tensorbord'; did you mean 'tensorboard'?"),
         ("track: {name: wandb, projct: x}", "track: wandb has no setting 'projct'; did you mean 'project'?"),
         ("track: {name: wandb, mode: of}", "'of'"),
+        ("track: [tensorboard, tensorboard]", "track: tensorboard is listed twice"),
         ("track: 3", "track: found 3; expected one of tensorboard, wandb, mlflow, trackio"),
     ],
 )
