@@ -11,7 +11,7 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.node import make_client
 
-SETTINGS = "clients=2 rounds=1 data.partition.kind=iid engine.device=cpu model.norm={norm} train.epochs=1"
+SETTINGS = "clients=2 rounds=1 seed=4711 data.partition.kind=iid engine.device=cpu model.norm={norm} train.epochs=1"
 
 
 def network(num_classes: int) -> nn.Module:
