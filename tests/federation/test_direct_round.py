@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -128,8 +129,11 @@ def diverged(client: Any) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
-    [(killed, "its connection to the exchange service broke"), (failed, "the disk is gone"), (diverged, "not finite")],
-)
+    # Of a killed client, the end of its stream and that of its process arrive in any order.
+    [(killed, "its connection to the exchange service broke|the client's process died"),
+     (failed, "the disk is gone"),
+     (diverged, "not finite")],
+)  # fmt: skip
 def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     federation: Federations, flower_log: pytest.LogCaptureFixture, spoil: Callable[[Any], None], says: str
 ) -> None:
@@ -140,8 +144,9 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
         strategy = FedTAN(fraction_evaluate=0.0, direct=direct)
         results.append(train(fed, strategy, 1, app=spoiled(fed, 1, spoil), workers=3)[0])
         assert len(strategy.shares) == 2
-    assert "exchange 2: left out client 1" in flower_log.text
-    assert says in flower_log.text
+    reasons = re.findall("exchange 2: left out client 1 (.*)", flower_log.text)
+    assert len(reasons) == 2
+    assert all(re.search(says, reason) for reason in reasons), reasons
     by_messages, by_streams = results
     assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
 
