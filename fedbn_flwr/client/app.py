@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from logging import ERROR
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
 from flwr.common import log
 
 from fedbn_flwr.errors import FedbnError, MessageError, did_you_mean
@@ -29,6 +28,9 @@ from .client import BNClient, Config
 from .layerwise import abandon_parked, parked_rounds, train_by_messages, train_over_stream
 from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rules import Update, known_keys
+
+if TYPE_CHECKING:
+    from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
 Make = Callable[[], NumPyClient]

@@ -7,12 +7,15 @@ norm can then exceed the clipping norm, and noise can make a variance negative.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, Context, Message
-from flwr.clientapp.typing import Mod
 
 from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.screening import arrays_of, with_arrays, without_norm_state
+
+if TYPE_CHECKING:
+    from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
 
 
 def weights_only(mod: Mod) -> Mod:
