@@ -17,6 +17,11 @@ from tests.support.command import environment
 PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli import main; sys.exit(main(sys.argv[2:]))"
 
 
+def fedbn_without(package: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, package, *words]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.parametrize(
     ("package", "arguments", "extra"),
     [
@@ -27,14 +32,7 @@ PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli impo
 )
 def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str, tmp_path: Path) -> None:
     words = [word.format(folder=tmp_path) for word in arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, package, *words],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = fedbn_without(package, *words, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     reason = f"needs the package '{package}[a-z.]*', which is not installed: pip install 'fedbn-flwr\\[{extra}\\]'"
     assert re.fullmatch(f"fedbn: error: [^(]+ {reason}\n", done.stderr), done.stderr
@@ -43,14 +41,7 @@ def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str,
 def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None:
     experiment = ["quick", "rounds=2", "strategy={name: FedBN}", "data.partition={kind: iid}"]
     options = ["evaluate.matrix=true", "evaluate.dynamics=true", "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "matplotlib", "run", *experiment, *options],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = fedbn_without("matplotlib", "run", *experiment, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("no plots"))
     assert line == (
