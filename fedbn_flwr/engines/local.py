@@ -1,15 +1,15 @@
 """The local engine: a Flower `Grid` that calls the ClientApp directly with each message.
 
-It needs no polling and no object store. The same process always serves a node and keeps its `Context.state`; with
-`workers=0` this process serves all nodes, and a debugger can step through. Worker processes are forked: they share the
-memory of data loaded before, and only messages are pickled. (CUDA does not work in forked processes: use `workers=0`.)
+It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
+through. Otherwise any worker process serves any node, and the node's `Context.state` is sent with the message and
+returned with the reply. Workers are forked: they share the memory of data loaded before, and only messages and states
+are pickled. (CUDA does not work in forked processes: use `workers=0`.)
 
 A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import itertools
 import math
@@ -20,7 +20,6 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ from fedbn_flwr.errors import MissingPackage
 
 from .base import Capabilities, NodeStates, ReplyObserver
 from .context_cache import Contexts
-from .worker import Worker
+from .schedule import Schedule, keeps_node
+from .worker import Done, Task, Worker
 
 _FLOWER = "1.41"
 if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):
@@ -63,7 +63,10 @@ class LocalGrid(Capabilities, Grid):
     num_nodes
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
-        Processes that serve the nodes, node i by worker i modulo workers; 0 (default): this process.
+        Processes that serve the nodes; 0 (default): this process.
+    work
+        The expected relative duration of each node's messages, for instance its number of images. Workers begin with
+        the longest; from the second message of a node on, the duration of its last one counts.
     threads
         PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
         Results can depend on it in the last bit.
@@ -82,6 +85,7 @@ class LocalGrid(Capabilities, Grid):
         num_nodes: int,
         *,
         workers: int = 0,
+        work: Sequence[float] | None = None,
         threads: int | None = None,
         run_config: UserConfig | None = None,
         node_config: UserConfig | Sequence[UserConfig] | None = None,
@@ -103,6 +107,8 @@ class LocalGrid(Capabilities, Grid):
         )
         if len(node_configs) != num_nodes:
             raise ValueError(f"node_config has {len(node_configs)} entries for {num_nodes} nodes")
+        if work is not None and (len(work) != num_nodes or not all(map(math.isfinite, work)) or min(work) < 0):
+            raise ValueError(f"work must be {num_nodes} numbers, zero or more, one per node; found {work}")
         self._run = Run.create_empty(run_id=1)
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
         contexts = {
@@ -122,16 +128,15 @@ class LocalGrid(Capabilities, Grid):
         self._observer: ReplyObserver | None = None
         self._remove_folder: weakref.finalize[..., LocalGrid] | None = None
         workers = min(workers, num_nodes)
-        parts = [dict(itertools.islice(contexts.items(), k, None, workers)) for k in range(workers)]
-        folder = None
+        contexts_of: Contexts | dict[int, Context] = contexts
         if math.isfinite(state_memory):
             folder = Path(tempfile.mkdtemp(prefix="fedbn-nodes-"))
             self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        budget = state_memory * 2**30 / max(workers, 1)
-        keep = functools.partial(Contexts, budget=budget, folder=folder) if folder else dict[int, Context]
-        self._here = _Nodes(client_app, keep(contexts), None if workers else threads)
-        self._workers = [Worker(_Nodes(client_app, keep(part), 1).handle) for part in parts]
-        self._worker_of = {node: worker for worker, part in zip(self._workers, parts, strict=True) for node in part}
+            contexts_of = Contexts(contexts, state_memory * 2**30, folder)
+        self._nodes = _Nodes(client_app, contexts_of, threads)
+        served = _Nodes(client_app, contexts, 1)  # in worker processes, which have no limit: states do not stay there
+        self._workers = [Worker(served.handle, served.give_state) for _ in range(workers)]
+        self._schedule = Schedule(workers, dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
 
     # --- Flower's interface ---
 
@@ -156,20 +161,22 @@ class LocalGrid(Capabilities, Grid):
         return list(self._node_ids)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        message_ids = []
+        message_ids, waiting = [], []
         for message in messages:
             message_id = str(next(self._next_id))
             message.metadata.__dict__["_message_id"] = message_id
             message_ids.append(message_id)
             node = message.metadata.dst_node_id
-            if node not in self._here.contexts:
+            if node not in self._nodes.contexts:
                 known = f"1 to {len(self._node_ids)}" if self._node_ids == sorted(self._node_ids) else "others"
                 error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}; the grid has {known}")
                 self._replies[message_id] = Message(error, reply_to=message)
-            elif node in self._worker_of:
-                self._worker_of[node].queue.append(message)
+            elif self._workers:
+                waiting.append(message)
             else:
-                self._received(message_id, self._here.answer(message))
+                with self._nodes.using(node) as context:
+                    self._received(message_id, self._nodes.answer(message, context))
+        self._schedule.add(waiting)
         self._serve_workers(0)
         return message_ids
 
@@ -192,9 +199,9 @@ class LocalGrid(Capabilities, Grid):
         while missing := [key for key in message_ids if key not in self._replies]:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                self._abandoned.update(missing)
-                for worker in self._workers:
-                    worker.queue = deque(m for m in worker.queue if m.metadata.message_id not in self._abandoned)
+                self._schedule.drop(missing)
+                current = {each.current.metadata.message_id for each in self._workers if each.current is not None}
+                self._abandoned |= current.intersection(missing)
                 break
             self._serve_workers(left)
         self._observer = None
@@ -210,18 +217,28 @@ class LocalGrid(Capabilities, Grid):
 
     def _serve_workers(self, timeout: float | None) -> None:
         """Send queued messages and collect replies; waits up to `timeout` seconds for the first reply."""
-        for worker in self._workers:
-            worker.send_next()
-        busy = {worker.connection: worker for worker in self._workers if worker.current is not None}
+        self._send_next()
+        busy = {worker.connection: number for number, worker in enumerate(self._workers) if worker.current is not None}
         for connection in wait(list(busy), timeout) if busy else []:
-            worker = busy[connection]  # type: ignore[index]
-            reply = worker.receive()
-            message_id = reply.metadata.reply_to_message_id
+            number = busy[connection]  # type: ignore[index]
+            message, done = self._workers[number].receive()
+            if done.state is not None:
+                with self._nodes.using(message.metadata.dst_node_id) as context:
+                    context.state = done.state
+            self._schedule.done(message, number, done.seconds)
+            message_id = message.metadata.message_id
             if message_id in self._abandoned:
                 self._abandoned.discard(message_id)
             else:
-                self._received(message_id, reply)
-            worker.send_next()
+                self._received(message_id, done.reply)
+        self._send_next()
+
+    def _send_next(self) -> None:
+        for number, worker in enumerate(self._workers):
+            if worker.current is None and (message := self._schedule.take(number)) is not None:
+                node = message.metadata.dst_node_id
+                with self._nodes.using(node) as context:
+                    worker.send(Task(message, None if self._schedule.is_kept(node) else context.state))
 
     # --- the nodes' states, between rounds ---
 
@@ -229,16 +246,23 @@ class LocalGrid(Capabilities, Grid):
         return self
 
     def read_state(self, node: int) -> RecordDict:
-        """A node's `Context.state`, from the process that serves it."""
-        return self._ask_for_state(_State(node, None))
+        """A node's `Context.state`."""
+        self._check_idle(node)
+        with self._nodes.using(node) as context:
+            if (number := self._schedule.let_go(node)) is not None:  # a layer-wise round was not completed
+                context.state = self._workers[number].take_state(node) or context.state
+            return context.state
 
     def write_state(self, node: int, records: RecordDict) -> None:
         """Replace a node's `Context.state`."""
-        self._ask_for_state(_State(node, records))
+        self._check_idle(node)
+        self._schedule.let_go(node)
+        with self._nodes.using(node) as context:
+            context.state = records
 
-    def _ask_for_state(self, question: _State) -> RecordDict:
-        worker = self._worker_of.get(question.node)
-        return self._here.state(question) if worker is None else worker.ask(question.node, question)
+    def _check_idle(self, node: int) -> None:
+        if not self._schedule.is_empty or any(worker.current is not None for worker in self._workers):
+            raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
 
     def close(self) -> None:
         """End the worker processes, and remove the folder of states."""
@@ -266,27 +290,33 @@ def _mismatch(message: Message, reply: Message) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _State:
-    """Asks a worker for a node's state, or with `records` replaces it."""
-
-    node: int
-    records: RecordDict | None
-
-
 @dataclass
 class _Nodes:
-    """Nodes served by one process."""
+    """The nodes of the grid. A worker process has a copy, in which it sets a node's state for each message."""
 
     client_app: ClientApp
     contexts: Contexts | Mapping[int, Context]  # the former if the memory for states is limited
     threads: int | None
 
-    def handle(self, request: Message | _State) -> Message | RecordDict:
-        """What a worker answers."""
-        return self.state(request) if isinstance(request, _State) else self.answer(request)
+    def handle(self, task: Task) -> Done:
+        """Handle a message in a worker process."""
+        began = time.perf_counter()
+        with self.using(task.message.metadata.dst_node_id) as context:
+            if task.state is not None:
+                context.state = task.state
+            reply = self.answer(task.message, context)
+            state = None
+            if not keeps_node(task.message):
+                state, context.state = context.state, RecordDict()
+        return Done(reply, state, time.perf_counter() - began)
 
-    def answer(self, message: Message) -> Message:
+    def give_state(self, node: int) -> RecordDict:
+        """The state of a node that a worker process keeps."""
+        with self.using(node) as context:
+            state, context.state = context.state, RecordDict()
+            return state
+
+    def answer(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
         self._limit_threads()
         try:
@@ -294,8 +324,7 @@ class _Nodes:
             content = message.content
             own = RecordDict({key: record.copy() for key, record in content.items()})
             message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
-            with self._using(message.metadata.dst_node_id) as context:
-                reply = self.client_app(message, context)
+            reply = self.client_app(message, context)
         except (Exception, SystemExit) as error:
             code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error) or type(error).__name__
             if os.environ.get("FEDBN_DEBUG"):
@@ -310,14 +339,7 @@ class _Nodes:
                 return reply
         return Message(Error(code, reason), reply_to=message)
 
-    def state(self, question: _State) -> RecordDict:
-        with self._using(question.node) as context:
-            if question.records is None:
-                return context.state
-            context.state = question.records
-        return RecordDict()
-
-    def _using(self, node: int) -> AbstractContextManager[Context]:
+    def using(self, node: int) -> AbstractContextManager[Context]:
         return self.contexts.using(node) if isinstance(self.contexts, Contexts) else nullcontext(self.contexts[node])
 
     def _limit_threads(self) -> None:

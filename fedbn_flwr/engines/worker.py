@@ -1,4 +1,4 @@
-"""A worker process of the local engine.
+"""A worker process of the local engine. Any worker can serve any node: the node's state travels with the message.
 
 It is forked, so it shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that
 one of them holds at the fork stays locked in the new process: a worker that does not start is forked again.
@@ -10,12 +10,10 @@ import contextlib
 import multiprocessing
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
@@ -29,54 +27,67 @@ _FORKS = 3  # attempts to start a worker
 _START_TIMEOUT = 10  # seconds until a worker has taken the locks that it will need
 
 
+@dataclass(frozen=True)
+class Task:
+    """A message to a node, and the node's state; None if the worker has the state."""
+
+    message: Message
+    state: RecordDict | None
+
+
+@dataclass(frozen=True)
+class Done:
+    """A node's reply and its new state; None if the worker keeps it, because the node's round is not complete."""
+
+    reply: Message
+    state: RecordDict | None
+    seconds: float | None = None  # None: the process died
+
+
 @dataclass
 class Worker:
-    """A process that serves nodes, one message at a time; a dead one is replaced."""
+    """A process that handles one message at a time; a dead one is replaced."""
 
-    answer: Callable[[Any], Message | RecordDict]  # called in the process
-    queue: deque[Message] = field(default_factory=deque)
+    handle: Callable[[Task], Done]  # called in the process
+    give_state: Callable[[int], RecordDict]  # called in the process: the state of a node that it keeps
     current: Message | None = None
     process: BaseProcess | None = None
     connection: Connection = field(init=False)
 
-    def send_next(self) -> None:
+    def send(self, task: Task) -> None:
         # One message at a time: with several, each end could wait for the other to read.
-        if self.current is not None or not self.queue:
-            return
         self.start()
-        self.current = self.queue.popleft()
+        self.current = task.message
         with contextlib.suppress(OSError):  # it died while idle: receive() reports it
-            self.connection.send(self.current)
+            self.connection.send(task)
 
-    def receive(self) -> Message:
+    def receive(self) -> tuple[Message, Done]:
+        """The current message and its result, as soon as there is one."""
         message, self.current = self.current, None
         assert message is not None
         try:
-            reply = self.connection.recv()
-            assert isinstance(reply, Message)
-            return reply
+            done = self.connection.recv()
+            assert isinstance(done, Done)
+            return message, done
         except (EOFError, OSError):
             assert self.process is not None
             self.process.join(5)
             code = self.process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             self.close()
-            reason = f"the client's process died ({how}); its nodes start with empty states"
-            return Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+            reason = f"the client's process died ({how}); its node has the state from before this message"
+            return message, Done(Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message), None)
 
-    def ask(self, node: int, question: object) -> RecordDict:
-        if self.current is not None or self.queue:
-            raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
-        self.start()
+    def take_state(self, node: int) -> RecordDict | None:
+        """The state of a node that the idle worker keeps; None if the process has died."""
         try:
-            self.connection.send(question)
-            answer = self.connection.recv()
-        except (EOFError, OSError) as error:
+            self.connection.send(node)
+            state = self.connection.recv()
+        except (EOFError, OSError):
             self.close()
-            reason = f"the process that serves node {node} died, and its nodes' states are lost"
-            raise RuntimeError(reason) from error
-        assert isinstance(answer, RecordDict)
-        return answer
+            return None
+        assert isinstance(state, RecordDict)
+        return state
 
     def start(self) -> None:
         for _ in range(_FORKS):
@@ -96,7 +107,7 @@ class Worker:
     def _fork(self) -> None:
         fork = multiprocessing.get_context("fork")
         self.connection, other = fork.Pipe()
-        self.process = fork.Process(target=_serve, args=(self.answer, other, self.connection), daemon=True)
+        self.process = fork.Process(target=_serve, args=(self, other), daemon=True)
         self.process.start()
         other.close()
 
@@ -112,8 +123,8 @@ class Worker:
         self.process = None
 
 
-def _serve(answer: Callable[[Any], Message | RecordDict], connection: Connection, parents: Connection) -> None:
-    parents.close()
+def _serve(worker: Worker, connection: Connection) -> None:
+    worker.connection.close()  # the parent's end
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -124,5 +135,5 @@ def _serve(answer: Callable[[Any], Message | RecordDict], connection: Connection
     sys.stderr.flush()
     connection.send(None)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
-        while (message := connection.recv()) is not None:
-            connection.send(answer(message))
+        while (task := connection.recv()) is not None:
+            connection.send(worker.handle(task) if isinstance(task, Task) else worker.give_state(task))

@@ -32,6 +32,7 @@ from fedbn_flwr.results.folder import RunFolder, default_out, stopped_by_hand
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.write import write_report
 
+from .data import partition_of
 from .find import from_run_config
 from .listeners.base import Listener, RunState
 from .listeners.best import Best
@@ -219,6 +220,14 @@ def workers_of(run: Settings) -> int:
     return cores if cores > 1 else 0
 
 
+def _work(run: Settings) -> list[int] | None:
+    """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
+    if run.train.steps is not None or not run.evaluate.server:  # the same steps for all, or no data in this process
+        return None
+    device = str(choose_device(run.engine.device))
+    return [len(part) for part in partition_of(run.data, run.clients, run.seed, device)]
+
+
 def run_locally(
     experiment: Experiment,
     out: Path,
@@ -237,6 +246,7 @@ def run_locally(
             app,
             run.clients,
             workers=workers_of(run),
+            work=_work(run),
             threads=run.engine.threads,
             node_config=node_config,
             state_memory=run.engine.state_memory,

@@ -1,0 +1,144 @@
+"""The order in which workers handle messages: a free worker takes the message that is expected to take longest.
+
+A node handles one message at a time, in the order in which they were sent. During a layer-wise round the worker that
+began it keeps the node, because the parked round is in its memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
+
+from flwr.app import Message
+
+from fedbn_flwr.messages.protocol import COHORT_QUERY
+
+
+def keeps_node(message: Message) -> bool:
+    """Whether the worker keeps the node after this message, since a layer-wise round is not complete."""
+    return message.metadata.message_type == COHORT_QUERY
+
+
+class Schedule:
+    """The waiting messages of `workers` workers.
+
+    `work` is the expected relative duration of a node's messages. The durations of a node's last messages, by type,
+    replace it.
+    """
+
+    def __init__(self, workers: int, work: Mapping[int, float]) -> None:
+        self._holder: dict[int, int] = {}  # the worker that a node must go to, by node
+        self._kept: set[int] = set()  # the nodes whose state is there
+        self._work = work
+        self._order = itertools.count()
+        self._any: list[tuple[float, int, Message]] = []  # a heap: the longest first, then the first that was added
+        self._own: list[deque[Message]] = [deque() for _ in range(workers)]  # messages to kept nodes
+        self._following: dict[int, deque[Message]] = {}  # of nodes with a message that waits or is being handled
+        self._seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by type of message and node
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all messages have been handled."""
+        return not self._following
+
+    def is_kept(self, node: int) -> bool:
+        """Whether a worker has the node's state."""
+        return node in self._kept
+
+    def let_go(self, node: int) -> int | None:
+        """Let any worker take a node; returns the worker that had kept its state, or None."""
+        worker = self._holder.pop(node, None)
+        if node not in self._kept:
+            return None
+        self._kept.remove(node)
+        return worker
+
+    def add(self, messages: Iterable[Message]) -> None:
+        """Put messages into the queue."""
+        new = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            if node in self._following:
+                self._following[node].append(message)
+            else:
+                self._following[node] = deque()
+                new.append(message)
+        for message in sorted(new, key=self._expected, reverse=True):
+            self._queue(message)
+
+    def take(self, worker: int) -> Message | None:
+        """Remove and return the next message of a free worker; None if there is none."""
+        if self._own[worker]:
+            return self._own[worker].popleft()
+        return heapq.heappop(self._any)[2] if self._any else None
+
+    def done(self, message: Message, worker: int, seconds: float | None) -> None:
+        """Note that a worker has handled a message in so many seconds; None if the worker died."""
+        node = message.metadata.dst_node_id
+        if seconds is None:
+            self._release(worker)
+        else:
+            self._seconds[message.metadata.message_type][node] = seconds
+            if keeps_node(message):
+                self._kept.add(node)
+            else:
+                self.let_go(node)
+        self._next_of(node)
+
+    def drop(self, abandoned: Collection[str]) -> None:
+        """Remove the messages with these ids that still wait."""
+
+        def stays(message: Message) -> bool:
+            return message.metadata.message_id not in abandoned
+
+        waiting = [entry[2] for entry in self._any] + [message for own in self._own for message in own]
+        self._any = [entry for entry in self._any if stays(entry[2])]
+        heapq.heapify(self._any)
+        self._own = [deque(filter(stays, own)) for own in self._own]
+        self._following = {node: deque(filter(stays, later)) for node, later in self._following.items()}
+        for message in waiting:
+            if not stays(message):
+                self._next_of(message.metadata.dst_node_id)
+
+    def _queue(self, message: Message) -> None:
+        node = message.metadata.dst_node_id
+        if node not in self._holder and keeps_node(message):  # a layer-wise round begins
+            loads = [0.0] * len(self._own)
+            for kept, worker in self._holder.items():
+                loads[worker] += self._duration(kept, _TRAIN)
+            self._holder[node] = loads.index(min(loads))
+        if node in self._holder:
+            self._own[self._holder[node]].append(message)
+        else:
+            heapq.heappush(self._any, (-self._expected(message), next(self._order), message))
+
+    def _next_of(self, node: int) -> None:
+        """Queue the node's next message, if there is one."""
+        if self._following[node]:
+            self._queue(self._following[node].popleft())
+        else:
+            del self._following[node]
+
+    def _release(self, worker: int) -> None:
+        """Let any worker take the nodes that this worker kept."""
+        for node in [node for node, kept_by in self._holder.items() if kept_by == worker]:
+            self.let_go(node)
+        messages, self._own[worker] = self._own[worker], deque()
+        for message in messages:
+            self._queue(message)
+
+    def _expected(self, message: Message) -> float:
+        return self._duration(message.metadata.dst_node_id, message.metadata.message_type)
+
+    def _duration(self, node: int, kind: str) -> float:
+        """The seconds of the node's last message of this type, or an estimate from the durations of other nodes."""
+        known = self._seconds[kind]
+        if node in known:
+            return known[node]
+        rate = sum(known.values()) / sum(self._work[each] for each in known) if known else 1.0
+        return rate * self._work[node]
+
+
+_TRAIN = "train"
