@@ -53,21 +53,21 @@ def _arguments_of(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
     return accepted
 
 
-def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
+def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **defaults: Any) -> Strategy:
     """The strategy that a section such as `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}` describes.
 
     A strategy that wraps another one takes it from `base`, by default FedAvg. `defaults` are arguments that the file
-    may omit; each strategy, a base included, receives those that it accepts.
+    may omit; each strategy, a base included, receives those that it accepts. Errors name the keys below `section`.
     """
     options = dict(spec)
     name = options.pop("name", None)
     if isinstance(name, str) and named.is_name(name):
-        cls = named.load("strategy.name", name)
+        cls = named.load(f"{section}.name", name)
         if not isinstance(cls, type):
-            return _own(name, cls, options, defaults)
+            return _own(section, name, cls, options, defaults)
         if not issubclass(cls, Strategy):
             raise SettingsError(
-                f"strategy.name={name!r} is the class {cls.__name__}; expected a flwr.serverapp.strategy.Strategy"
+                f"{section}.name={name!r} is the class {cls.__name__}; expected a flwr.serverapp.strategy.Strategy"
             )
     elif isinstance(name, str) and name in FLOWER:
         cls = FLOWER[name].strategy
@@ -76,65 +76,90 @@ def build_strategy(spec: Mapping[str, Any], **defaults: Any) -> Strategy:
         cls = STRATEGIES[name]
     else:
         known_names = did_you_mean(str(name), {*STRATEGIES, *FLOWER})
-        raise SettingsError(f"strategy.name={name!r} is not a strategy; {known_names}, or module:callable for your own")
+        raise SettingsError(
+            f"{section}.name={name!r} is not a strategy; {known_names}, or module:callable for your own"
+        )
     known = _arguments_of(cls)
     positional: list[Strategy] = []
     if issubclass(cls, Wrapper) and cls.inner is None:
         base = options.pop("base", {"name": "FedAvg"})
         if not isinstance(base, Mapping):
-            raise SettingsError(f"strategy.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")
-        positional.append(build_strategy(base, **defaults))
+            raise SettingsError(f"{section}.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")
+        positional.append(build_strategy(base, f"{section}.base", **defaults))
     for key in options:
         if key not in known:
             hint = "" if key != "base" else f"{name} wraps no other strategy; "
             raise SettingsError(
-                f"strategy.{key} (= {options[key]!r}) is not an argument of {name}; {hint}{did_you_mean(key, known)}"
+                f"{section}.{key} (= {options[key]!r}) is not an argument of {name}; {hint}{did_you_mean(key, known)}"
             )
-        _check_type(name, key, options[key], known[key])
-    _check_range(name, options)
+        _check_type(section, name, key, options[key], known[key])
+    _check_range(section, name, options)
     options = {key: value for key, value in defaults.items() if key in known} | options
     if name in FLOWER:
-        _check_values(name, options)
+        _check_values(section, name, options)
     try:
         made = cls(*positional, **options)
     except SettingsError as error:
-        raise SettingsError(f"strategy {name}: {error}") from None
+        raise SettingsError(_at(section, name, options, error)) from None
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"strategy {name} with {options}: {error}") from None
+        raise SettingsError(f"{section} {name} with {options}: {error}") from None
     return FlowerRule(made, robust=FLOWER[name].robust, seed=defaults.get("seed", 0)) if name in FLOWER else made
 
 
-def _own(name: str, make: Callable[..., Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Strategy:
+def _at(section: str, name: str, options: Mapping[str, Any], error: SettingsError) -> str:
+    """An error of a strategy's constructor, most of which begin with the argument."""
+    key = re.match(r"\w+", str(error))
+    return f"{section}.{error}" if key and key[0] in options else f"{section} {name}: {error}"
+
+
+def _own(
+    section: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Strategy:
     """The strategy that a function of the user makes."""
     given = {key: value for key, value in named.accepted(make, defaults).items() if key not in options}
-    made = named.call("strategy.name", name, **given, **options)
+    made = named.call(f"{section}.name", name, **given, **options)
     if not isinstance(made, Strategy):
         raise SettingsError(
-            f"strategy.name={name!r} returned a {type(made).__name__}; expected a flwr.serverapp.strategy.Strategy"
+            f"{section}.name={name!r} returned a {type(made).__name__}; expected a flwr.serverapp.strategy.Strategy"
         )
     return made
 
 
-def _check_values(name: str, options: Mapping[str, Any]) -> None:
+_POSITIVE = ("eta", "eta_l", "tau", "server_learning_rate")  # arguments of Flower's strategies
+_BELOW_ONE = ("beta_1", "beta_2", "server_momentum")
+
+
+def _check_values(section: str, name: str, options: Mapping[str, Any]) -> None:
     """What Flower's strategies would find only in the first round."""
     if name == "FedTrimmedAvg" and not 0 <= (beta := options.get("beta", 0.2)) < 0.5:
-        raise SettingsError(f"strategy.beta of {name} is {beta}; expected a share from 0 to below 0.5 of the clients")
+        raise SettingsError(f"{section}.beta of {name} is {beta}; expected a share from 0 to below 0.5 of the clients")
+    for key, value in options.items():
+        if key in _POSITIVE and value <= 0:
+            raise SettingsError(f"{section}.{key} of {name} is {value}; expected more than 0")
+        if key in _BELOW_ONE and not 0 <= value < 1:
+            raise SettingsError(f"{section}.{key} of {name} is {value}; expected 0 to below 1")
+    if (q := options.get("q", 0)) < 0:
+        raise SettingsError(f"{section}.q of {name} is {q}; expected 0 or more")
+    if (count := options.get("num_nodes_to_select", 1)) < 1:
+        raise SettingsError(f"{section}.num_nodes_to_select of {name} is {count}; expected 1 or more")
     if (bad := options.get("num_malicious_nodes", 0)) < 0:
-        raise SettingsError(f"strategy.num_malicious_nodes of {name} is {bad}; expected 0 or more")
+        raise SettingsError(f"{section}.num_malicious_nodes of {name} is {bad}; expected 0 or more")
 
 
-def _check_range(name: str, options: Mapping[str, Any]) -> None:
+def _check_range(section: str, name: str, options: Mapping[str, Any]) -> None:
     """Flower accepts any fraction, and with fraction_train 0 it trains nothing."""
     for key in ("fraction_train", "fraction_evaluate"):
         share, least = options.get(key, 1.0), "more than 0" if key == "fraction_train" else "0"
         if share == "auto" or not 0 <= share <= 1 or (key == "fraction_train" and not share):
-            raise SettingsError(f"strategy.{key} of {name} is {share}; expected {least} to 1")
+            raise SettingsError(f"{section}.{key} of {name} is {share}; expected {least} to 1")
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if (count := options.get(key, 1)) < (key != "min_evaluate_nodes"):
-            raise SettingsError(f"strategy.{key} of {name} is {count}; expected a number of clients, 1 or more")
+            raise SettingsError(f"{section}.{key} of {name} is {count}; expected a number of clients, 1 or more")
+    if (seconds := options.get("node_timeout", 1)) <= 0:
+        raise SettingsError(f"{section}.node_timeout of {name} is {seconds}; expected seconds, more than 0")
 
 
-def _check_type(name: str, key: str, value: Any, parameter: inspect.Parameter) -> None:
+def _check_type(section: str, name: str, key: str, value: Any, parameter: inspect.Parameter) -> None:
     """Flower does not validate its arguments: a string given as a fraction would fail only during the run."""
     expected: tuple[type, ...]
     default = parameter.default
@@ -151,7 +176,7 @@ def _check_type(name: str, key: str, value: Any, parameter: inspect.Parameter) -
             return
     if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
         raise SettingsError(
-            f"strategy.{key} of {name} is {value!r}; expected {' or '.join(t.__name__ for t in expected)}, for "
+            f"{section}.{key} of {name} is {value!r}; expected {' or '.join(t.__name__ for t in expected)}, for "
             f"instance {default!r}"
         )
 

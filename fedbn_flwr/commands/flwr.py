@@ -34,16 +34,22 @@ def flwr(arguments: argparse.Namespace) -> int:
     if request.project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.find import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
+        from fedbn_flwr.experiment.run import open_folders
         from fedbn_flwr.results.folder import default_out
 
         defaults = request.project["tool"]["flwr"]["app"]["config"]
-        for key in run_config:
+        for key, value in run_config.items():
             if key not in defaults:
                 raise SettingsError(f"--run-config has no key {key!r}; {did_you_mean(key, defaults)}")
+            if type(value) is not type(defaults[key]):
+                expected = "true or false" if key == "resume" else "text, in quotes"
+                raise SettingsError(f"--run-config: {key} is {value!r}; expected {expected}")
         experiment = from_run_config({**defaults, **run_config})
-        prepare(experiment)
-        if not run_config.get("out") and not run_config.get("resume"):  # resuming without `out` is an error
-            run_config["out"] = str(default_out(experiment.name).resolve())
+        if run_config.get("resume") and not run_config.get("out"):
+            raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
+        out = Path(run_config.get("out") or default_out(experiment.name)).expanduser().resolve()
+        open_folders(prepare(experiment), out, resume=bool(run_config.get("resume")))
+        run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)
     from fedbn_flwr.results.folder import stopped_by_hand
 

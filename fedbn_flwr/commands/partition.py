@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from fedbn_flwr.errors import SettingsError
+
 from .common import Commands, add_command, add_experiment
 
 
@@ -26,7 +28,9 @@ def partition(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.partition import count_partitions
     from fedbn_flwr.results.partition import partition_table, plot_partitions
 
-    counts = count_partitions(load_experiment(arguments.experiment, arguments.overrides))
     out = arguments.out or Path("partition.png")
+    if out.is_dir() or not out.parent.is_dir() or not out.suffix:
+        raise SettingsError(f"--out is {str(out)!r}; expected a file in an existing folder, such as partition.png")
+    counts = count_partitions(load_experiment(arguments.experiment, arguments.overrides))
     plot_partitions(counts, out)
     print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")

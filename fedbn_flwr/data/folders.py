@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, did_you_mean
 
 from .catalogue import CATALOGUE, Entry
 
@@ -116,11 +116,15 @@ def _hub(name: str, hub: str, train: str, test: str) -> dict[str, Any]:
         try:
             found[part] = datasets.load_dataset(hub, split=split)
         except Exception as error:
-            known = "" if hub == name else f" ({hub!r} there)"
+            if hub == name:
+                known = f"; {did_you_mean(name, ['digits', *CATALOGUE])}, or the name of a data set on the hub"
+                there, where = "", ""
+            else:
+                known, there, where = "", f" ({hub!r} there)", f", as data.root, where it is called {name}/"
             raise DataError(
-                f"data.name={name!r} with data.{part}={split!r} cannot be loaded from the Hugging Face hub{known}: "
-                f"{_root(error)}. A local copy works too: give its folder, with train*.parquet and test*.parquet"
-                + ("" if hub == name else f", as data.root, where it is called {name}/")
+                f"data.name={name!r} with data.{part}={split!r} cannot be loaded from the Hugging Face hub{there}: "
+                f"{_root(error)}{known}. A local copy works too: give its folder, with train*.parquet and "
+                f"test*.parquet{where}"
             ) from error
     return found
 

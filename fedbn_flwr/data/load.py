@@ -78,10 +78,12 @@ def load(
     if name == "digits":
         if size not in (None, 8, (8, 8)):
             raise DataError(f"data.size is {size}; the embedded digits are 8 by 8 and are not resized")
-        if column := domain or natural or ", ".join(domains):
+        if column := image or label or domain or natural or ", ".join(domains):
             raise DataError(
                 f"the embedded digits have neither domains nor other columns, but the settings name {column!r}"
             )
+        if split := train or test:
+            raise DataError(f"the embedded digits have one split for training and one for tests, found {split!r}")
         if stream is True:
             raise DataError("data.stream is true, but the embedded digits are in memory; leave it out")
         return _digits()

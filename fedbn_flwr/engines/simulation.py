@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -30,6 +31,7 @@ from fedbn_flwr import __version__, named
 from fedbn_flwr.errors import RunFailed, SettingsError
 
 _START_TIMEOUT = 60  # seconds until the SuperLink answers
+_PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's, of --run-config
 _STOP_TIMEOUT = 20  # seconds until its processes have ended
 
 
@@ -160,6 +162,12 @@ def _read_project(app: Path) -> dict[str, Any]:
 def _parse(values: Sequence[str], option: str) -> dict[str, Any]:
     from flwr.common.config import parse_config_args
 
+    for value in values:  # Flower leaves out what is not of this form
+        if not value.endswith(".toml") and (rest := _PAIR.sub("", value).split()):
+            raise SettingsError(
+                f"{option} {value!r}: {rest[0]!r} is not of the form key=value; expected pairs separated by blanks, "
+                "with text in quotes, or one file ending in .toml"
+            )
     try:
         return dict(parse_config_args(list(values)))
     except Exception as error:  # any error of Flower's TOML parser

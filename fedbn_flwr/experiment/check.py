@@ -61,6 +61,8 @@ def _explain(details: ErrorDetails) -> str:
             return f"{key}{wrong}; {did_you_mean(str(kind), KINDS)}, or {OWN} for your own"
         case "value_error":
             return f"{key + ': ' if key else ''}{details['ctx']['error']}"
+        case "string_pattern_mismatch":
+            return f"{key} is {value}: expected one line"
         case "tuple_type":
             return f"{key} is {found!r}: expected a list"
         case "dict_type" | "model_type":

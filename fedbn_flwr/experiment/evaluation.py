@@ -15,7 +15,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+Few = Annotated[int, Field(ge=1, le=1_000)]  # of threads
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -31,8 +32,8 @@ class Evaluate(Section):
     validation: float = Field(default=0.0, ge=0, le=0.5)  # share of the training images, to choose the best round by
     patience: Positive | None = None  # evaluations without a better validation accuracy, after which the run ends
     min_delta: float = Field(default=0.0, ge=0)  # what counts as better for `patience`
-    unseen: int = Field(default=0, ge=0)  # the last partitions, whose clients never train
-    finetune_steps: int = Field(default=10, ge=0)  # by which unseen clients adapt the global model
+    unseen: int = Field(default=0, ge=0, le=1_000_000)  # the last partitions, whose clients never train
+    finetune_steps: int = Field(default=10, ge=0, le=1_000_000)  # by which unseen clients adapt the global model
     finetune_lr: float | None = Field(default=None, gt=0)  # None: train.lr
     matrix: bool = False  # evaluate every personal model on every client
 
@@ -54,6 +55,8 @@ class Evaluate(Section):
             raise ValueError(f"min_delta ({self.min_delta:g}) has no effect without patience; set patience too")
         if self.finetune_lr is not None and not (self.unseen and self.finetune_steps):
             raise ValueError("finetune_lr has no effect without unseen clients and finetune_steps; set unseen too")
+        if self.finetune_steps != 10 and not self.unseen:
+            raise ValueError(f"finetune_steps ({self.finetune_steps}) has no effect without unseen clients; set unseen")
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
+from fedbn_flwr.results.text import file_name, shorten
 
 from .check import check_settings
 from .settings import Experiment, Settings
-from .yaml_text import LENGTH, parse_yaml
+from .yaml_text import DEPTH, LENGTH, parse_yaml
 
 
 def experiments_folder() -> Path:
@@ -188,7 +188,7 @@ def _strategy_name(settings: Mapping[str, Any]) -> str:
 
 def run_names(experiment: Experiment) -> list[str]:
     """The folder name of each run: its label, with the seed if labels repeat."""
-    labels = [_folder_name(run.label) for run in experiment.runs]
+    labels = [file_name(run.label) for run in experiment.runs]
     repeated = len(set(labels)) < len(labels)
     names = [
         f"{label}-seed{run.seed}" if repeated else label for label, run in zip(labels, experiment.runs, strict=True)
@@ -197,12 +197,6 @@ def run_names(experiment: Experiment) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise SettingsError(f"two runs are both called {twice!r}; give each run its own label and list each seed once")
     return names
-
-
-def _folder_name(label: str) -> str:
-    """A name below the folder of the experiment, never "..", which file systems accept: at most 255 bytes."""
-    name = re.sub(r"[^\w+.=-]+", "-", label).strip("-.") or "run"
-    return name.encode()[:200].decode(errors="ignore")
 
 
 # --- changes to an experiment -------------------------------------------------
@@ -246,6 +240,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             raise SettingsError(f"{word!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1")
         target = changes
         *path, last = key.split(".")
+        if len(path) >= DEPTH:
+            raise SettingsError(f"{shorten(word, 200)!r}: the key has more than {DEPTH} parts")
         for part in path:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):

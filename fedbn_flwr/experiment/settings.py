@@ -28,19 +28,19 @@ from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.named import is_name
 
 from .evaluation import Evaluate as Evaluate
-from .evaluation import Names, Positive, Section
+from .evaluation import Few, Names, Positive, Section
 from .trackers import Track
 
 
 def _size(value: Any) -> int | tuple[int, int]:
     """Parse both forms with one error message; a union would report one for each form."""
     sides = (value,) if isinstance(value, int) else value
-    if isinstance(sides, list | tuple) and all(type(side) is int and side > 0 for side in sides):
+    if isinstance(sides, list | tuple) and all(type(side) is int and 0 < side <= 10_000 for side in sides):
         if len(sides) == 1 and isinstance(value, int):
             return value
         if len(sides) == 2:
             return sides[0], sides[1]
-    raise ValueError(f"found {value!r}; expected pixels per side, or [height, width]")
+    raise ValueError(f"found {value!r}; expected pixels per side, or [height, width], at most 10000")
 
 
 # Serialised unchanged: Pydantic would warn because a JSON list matches neither type.
@@ -132,7 +132,7 @@ class Data(Section):
     pad: int = Field(default=2, ge=1, le=1_000)  # pixels of padding before a random crop
     stream: Literal[True, False, "auto"] = "auto"  # decode images when needed; auto: if they exceed `memory`
     memory: float = Field(default=8.0, gt=0)  # GiB that decoded images may take
-    readers: Positive = 2  # decoding threads per client
+    readers: Few = 2  # decoding threads per client
     partition: Partition = KINDS["iid"].options()
 
     @model_validator(mode="after")
@@ -211,12 +211,15 @@ Weights = Annotated[
 ]
 
 
+MILESTONES = (0.5, 0.75)
+
+
 class Schedule(Section):
     kind: str = "constant"  # constant, step, cosine, exponential, or module:function
     warmup: int = Field(default=0, ge=0)  # rounds in which the rate rises to `lr`
     # step: multiply by gamma at each milestone, given as a fraction of the rounds or as a round
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = (0.5, 0.75)
-    gamma: float | None = Field(default=None, gt=0)  # step: 0.1; exponential: required
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = MILESTONES
+    gamma: float | None = Field(default=None, gt=0, le=1)  # step: 0.1; exponential: required
 
     @model_validator(mode="after")
     def _kind_is_known(self) -> Schedule:
@@ -225,6 +228,20 @@ class Schedule(Section):
             raise ValueError(f"kind is {self.kind!r}; {did_you_mean(self.kind, kinds)}, or module:function")
         if self.kind == "exponential" and self.gamma is None:
             raise ValueError("kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99")
+        return self
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> Schedule:
+        if self.kind in ("constant", "cosine") and self.gamma is not None:
+            raise ValueError(f"gamma ({self.gamma:g}) is for kind step or exponential, but kind is {self.kind!r}")
+        if self.kind in ("constant", "cosine", "exponential") and self.milestones != MILESTONES:
+            raise ValueError(f"milestones ({list(self.milestones)}) are for kind step, but kind is {self.kind!r}")
+        for milestone in self.milestones:
+            if milestone <= 0 or (milestone > 1 and milestone % 1):
+                raise ValueError(
+                    f"milestones has {milestone:g}; expected a fraction of the rounds, above 0 and at most 1, or a "
+                    "round (2, 3, ...)"
+                )
         return self
 
 
@@ -285,7 +302,7 @@ class Engine(Section):
     name: Literal["local", "ray"] = "local"
     workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: no worker processes
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Positive = 1  # PyTorch threads per client; engines agree bit for bit at 1
+    threads: Few = 1  # PyTorch threads per client; engines agree bit for bit at 1
     timeout: float = Field(default=3600, gt=0, le=1_000_000)  # seconds a round may take
     node_timeout: float = Field(default=120, gt=0, le=1_000_000)  # seconds to wait for all nodes before the first round
     state_memory: float = Field(default=4, gt=0)  # GiB for clients' state on the local engine; the rest is in files
@@ -322,11 +339,11 @@ class Published(BaseModel):
 class Settings(Section):
     """One training run."""
 
-    name: str = "experiment"
-    label: str = ""
+    name: Annotated[str, Field(pattern=r"^[^\n\r]*$")] = "experiment"
+    label: Annotated[str, Field(pattern=r"^[^\n\r]*$")] = ""
     rounds: Positive = 10
     clients: Positive = 5
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     data: Data = Data()
     model: Model = Model()
     train: Train = Train()

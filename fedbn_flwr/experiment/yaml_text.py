@@ -17,6 +17,11 @@ from fedbn_flwr.errors import SettingsError
 LENGTH, VALUES, DEPTH, DIGITS = 2**18, 50_000, 50, 19  # bounds of a text: characters, values, levels, digits
 
 
+# Not printed as they are: control characters (which a terminal obeys) except tab and line breaks, marks that reverse
+# the direction of text, and halves of characters.
+_CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 class _Loader(yaml.SafeLoader):
     """Reads 1e-4 as a number and a date as text, and rejects a key that is given twice."""
 
@@ -114,7 +119,7 @@ def _check_plain(value: Any, key: str) -> None:
             if not math.isfinite(value):
                 raise SettingsError(f"{key or 'the value'} is {value}; expected a finite number")
         case str():
-            if bad := re.search(r"[\0\ud800-\udfff]", value):
+            if bad := _CONTROL.search(value):
                 raise SettingsError(
                     f"{key or 'the value'} is {value!r}; expected text without the character {bad[0]!r}"
                 )

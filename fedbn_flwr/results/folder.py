@@ -40,6 +40,7 @@ from fedbn_flwr.storage import replacing
 
 from .checkpoint import CheckpointFile, Snapshot
 from .summary import Summary
+from .text import file_name
 
 _LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
@@ -48,7 +49,7 @@ _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 def default_out(name: str) -> Path:
     """A new folder for output, NAME-TIME in `runs` or in $FEDBN_OUT."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(os.environ.get("FEDBN_OUT") or "runs") / f"{name}-{stamp}"
+    folder = Path(os.environ.get("FEDBN_OUT") or "runs") / f"{file_name(name)}-{stamp}"
     repeats = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([folder], repeats) if not path.exists())
 

@@ -17,6 +17,12 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
+def file_name(text: str) -> str:
+    """A name for a file or folder: without separators, never "..", at most 200 of the 255 bytes of file systems."""
+    name = re.sub(r"[^\w+.=-]+", "-", text).strip("-.") or "run"
+    return name.encode()[:200].decode(errors="ignore")
+
+
 # Marks of Markdown, HTML and formulas; an underscore inside a word has no meaning.
 _MARKS = re.compile(r"[\\`*\[\]<>|$&]|(?<!\w)_|_(?!\w)")
 

@@ -22,7 +22,7 @@ from fedbn_flwr.errors import DataError, needs
 if TYPE_CHECKING:
     from fedbn_flwr.data.dataset import Groups
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 Labels = np.ndarray  # int64 [N], the class of each image
 Parts = list[np.ndarray]  # the row numbers of each client
 

@@ -146,6 +146,16 @@ def test_any_file_is_read_or_refused(
         ("rounds: !!int abc", "not readable as YAML: ValueError: invalid literal"),
         ('name: "a\\0b"', "name is 'a\\x00b'; expected text without the character '\\x00'"),
         ("data: {pad: 100000}", "data.pad is 100000: expected less than or equal to 1000"),
+        ("rounds: 1000000000000", "rounds is 1000000000000: expected less than or equal to 1000000"),
+        ("data: {size: [8, 100000]}", "data.size: found [8, 100000]; expected pixels per side, or [height, width], at"),
+        ("label: 'a\n\n  b'", "label is 'a\\nb': expected one line"),
+        ('label: "a\\e[31m"', "label is 'a\\x1b[31m'; expected text without the character '\\x1b'"),
+        ("train: {schedule: {kind: step, milestones: [-1]}}", "train.schedule: milestones has -1; expected a fraction"),
+        ("train: {schedule: {kind: step, milestones: [1.5]}}", "train.schedule: milestones has 1.5; expected a frac"),
+        ("train: {schedule: {kind: cosine, gamma: 0.5}}", "train.schedule: gamma (0.5) is for kind step or exponent"),
+        ("train: {schedule: {milestones: [0.1]}}", "train.schedule: milestones ([0.1]) are for kind step, but kind is"),
+        ("train: {schedule: {kind: exponential, gamma: 2.0}}", "train.schedule.gamma is 2.0: expected less than or"),
+        ("evaluate: {finetune_steps: 5}", "evaluate: finetune_steps (5) has no effect without unseen clients"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
@@ -154,6 +164,25 @@ def test_what_is_wrong_is_named(text: str, message: str) -> None:
 
 def test_a_date_is_text() -> None:
     assert read("label: 2024-01-01").label == "2024-01-01"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("{name: FixBN, freeze_round: -1}", "strategy.freeze_round is -1; expected a round"),
+        ("{name: FixBN, base: {name: Fedprox}}", "strategy.base.name='Fedprox' is not a strategy; did you mean 'FedPr"),
+        ("{name: FixBN, base: {name: FixBN, base: {name: FedProx, proximal_mu: -1}}}",
+         "strategy.base.base.proximal_mu is -1; expected zero or more"),
+        ("{name: FixBN, base: {name: FedAvg, x: 1}}", "strategy.base.x (= 1) is not an argument of FedAvg"),
+        ("{name: MeanStatistics, base: {name: FedAdam, eta: -1}}", "strategy.base.eta of FedAdam is -1; expected more"),
+        ("{name: FedAvgM, server_momentum: 1}", "strategy.server_momentum of FedAvgM is 1; expected 0 to below 1"),
+        ("{name: FedAvg, node_timeout: -1}", "strategy.node_timeout of FedAvg is -1; expected seconds, more than 0"),
+    ],
+)  # fmt: skip
+def test_a_strategy_s_argument_is_named_with_its_section(strategy: str, message: str) -> None:
+    with pytest.raises(UserError) as found:
+        make_rule(read(f"strategy: {strategy}"))
+    assert message in str(found.value)
 
 
 @pytest.mark.parametrize("share", [-1, 0, 0.0, 1.5])

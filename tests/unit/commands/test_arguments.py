@@ -1,0 +1,74 @@
+"""Arguments of commands that say something else than they do are refused before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.results.folder import default_out
+from tests.support.command import ROOT
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("][", "'][' is not of the form key=value"),
+        ("rounds", "'rounds' is not of the form key=value"),
+        ("set='rounds=1' ]", "']' is not of the form key=value"),
+        ("experiment.yaml", "'experiment.yaml' is not of the form key=value"),
+        ("resume=true", "resume is true, but out is empty"),
+        ("resume='yes'", "resume is 'yes'; expected true or false"),
+        ("set=3", "set is 3; expected text, in quotes"),
+        ("rounds=3", "--run-config has no key 'rounds'"),
+        ("set='a=\"b'", 'has " without its closing counterpart'),
+        ("out=[1]", "--run-config 'out=[1]' cannot be read"),
+        ("missing.toml", "--run-config 'missing.toml' cannot be read"),
+    ],
+)
+def test_a_run_config_is_read_as_a_whole(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(capsys, "flwr", "run", str(ROOT), "--run-config", text)
+
+
+def test_a_flower_run_is_not_resumed_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mistyped"
+    words = f"out='{out}' resume=true"
+    assert "mistyped' has no run to resume" in refusal(capsys, "flwr", "run", str(ROOT), "--run-config", words)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("out", ["/", ".", "missing/plot.png", "plot", "plot.docx"])
+def test_a_partition_is_plotted_into_a_picture_in_a_folder(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"{out!r}" in refusal(capsys, "partition", "demo", "--out", out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_name_of_an_experiment_does_not_leave_the_folder_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBN_OUT", "there")
+    for name in ("../../x", "/etc/x", "..", ""):
+        assert default_out(name).parent == Path("there")
+
+
+def test_an_unknown_data_set_is_answered_with_the_known_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.delenv("FEDBN_DATA", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    error = refusal(capsys, "run", "quick", "data.name=cifr10", "--out", str(tmp_path / "out"))
+    assert "data.name='cifr10' with data.train='train' cannot be loaded from the Hugging Face hub: " in error
+    assert "did you mean 'cifar10'? known: " in error
