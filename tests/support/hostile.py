@@ -1,0 +1,293 @@
+"""Runs with one hostile client of five, and the comparison with runs in which that client is absent or honest.
+
+`python -m tests.support.hostile` runs every attack against every rule and prints the counts; docs/reliability.md has
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import json
+import logging
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context
+
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.errors import FedbnError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import Prepared, make_rule, prepare
+from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.ledger import MeteredGrid, Traffic
+from fedbn_flwr.strategies import STRATEGIES
+
+from .attacks import BAD, EITHER, HARMLESS, LIE, REFUSED, Attack, Hostile, Spoil, Unfit, all_attacks
+
+CLIENTS = 5
+BASE = f"""
+rounds: 3
+clients: {CLIENTS}
+data: {{name: digits, partition: {{kind: iid}}}}
+model: {{name: mlp}}
+train: {{lr: 0.05, momentum: 0.9, batch_size: 4, steps: 1}}
+evaluate: {{every: 1, clients: true}}
+engine: {{workers: 0, device: cpu}}
+"""
+RULES: dict[str, list[str]] = {
+    **{name: [f"strategy={{name: {name}}}"] for name in sorted(STRATEGIES)},
+    "HeteroBN": ["strategy={name: HeteroBN, statistics: query}", "model.norm=sbn"],
+    "FedWon": ["strategy={name: FedWon}", "model={name: cnn, norm: won}"],
+    "FedBS": ["strategy={name: FedBS, epsilon: 100, patience: 3}"],
+    "FixBN": ["strategy={name: FixBN, freeze_round: 2}"],
+    "FixBN, frozen from the start": ["strategy={name: FixBN, freeze_round: 0}"],
+    "FixBN, auto": ["strategy={name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}", "rounds=5"],
+    "FixBN of FedBN": ["strategy={name: FixBN, freeze_round: 1, base: {name: FedBN}}"],
+    "FixBN of FedMedian": ["strategy={name: FixBN, freeze_round: 1, base: {name: FedMedian}}"],
+    "FedTAN of the paper, by batch": ["strategy={name: FedTAN, exchange: paper, weights: batch}"],
+    "FedTANII": ["strategy={name: FedTANII, fedtan_rounds: 2}"],
+    "GlobalMomentum of FedTAN": ["strategy={name: GlobalMomentum, base: {name: FedTAN}}"],
+    **{f"Flower's {name}": [f"strategy={{name: {name}}}"] for name in (
+        "FedAdam", "FedYogi", "FedAdagrad", "FedAvgM", "QFedAvg", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum",
+        "Bulyan",
+    )},
+}  # fmt: skip
+RULES["Flower's QFedAvg"] = ["strategy={name: QFedAvg, client_learning_rate: 0.1}"]
+RULES["Flower's FedAdam"] = ["strategy={name: FedAdam, eta: 0.01}"]
+EXCHANGING = [name for name in RULES if "FedTAN" in name or name == "FedAvgGlobalStats"]
+
+# The libraries' own words must not reach a log.
+FOREIGN = re.compile(r"pickle|allow_pickle|numpy|unsafe|Traceback|Error\(|object at 0x|codec can't", re.IGNORECASE)
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind, without seconds."""
+
+    error: BaseException | None = None
+    model: dict[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
+    lines: list[Any] = field(default_factory=list)  # of history.jsonl and clients.jsonl, or the metrics of the result
+    traffic: list[dict[str, Any]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    sent: int = 0  # hostile replies
+    largest: int = 0  # bytes of the largest hostile reply
+
+    def naming(self, nodes: Sequence[int]) -> list[str]:
+        pattern = re.compile(rf"\bnode ({'|'.join(map(str, nodes))})\b")
+        return [line for line in self.log if pattern.search(line)]
+
+    @property
+    def is_finite(self) -> bool:
+        return all(
+            np.isfinite(np.frombuffer(data, dtype)).all() for dtype, _, data in self.model.values() if dtype[0] == "f"
+        )
+
+
+class _Keep(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def kept_log() -> Iterator[list[str]]:
+    """What Flower's logger is given, which here goes nowhere else."""
+    logger, keep = logging.getLogger("flwr"), _Keep()
+    before = logger.level, logger.handlers, logger.propagate
+    logger.level, logger.handlers, logger.propagate = logging.INFO, [keep], False
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    try:
+        yield keep.lines
+    finally:
+        logger.level, logger.handlers, logger.propagate = before
+        logger.manager._clear_cache()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def prepared_for(rule: str) -> tuple[Any, Prepared]:
+    experiment = load_experiment(BASE, RULES[rule])
+    return experiment, prepare(experiment)[0]
+
+
+def train(rule: str, kind: str, spoil: Spoil | None, *, whole: bool, honest: bool = False) -> Outcome:
+    """A run with the hostile client; `whole` as `fedbn run` does it, otherwise by the strategy's `start`."""
+    experiment, prepared = prepared_for(rule)
+    run = prepared.run
+    prepared = dataclasses.replace(prepared, rule=make_rule(run), model=copy.deepcopy(prepared.model))
+    rounds = () if honest else (1, run.rounds)
+
+    def make(context: Context, config: Mapping[str, Any]) -> Any:
+        return client_of(experiment, context, config)
+
+    app, found = Hostile(client_app(make), kind, rounds, spoil), Outcome()
+    carry_out = _run if whole else _start
+    with tempfile.TemporaryDirectory() as folder, kept_log() as found.log, LocalGrid(app, CLIENTS) as grid:
+        try:
+            carry_out(prepared, grid, Path(folder), found)
+        except Exception as error:
+            found.error = error
+    found.sent, found.largest = app.sent, app.largest
+    return found
+
+
+def _run(prepared: Prepared, grid: LocalGrid, folder: Path, found: Outcome) -> None:
+    of_run = RunFolder(folder / "run")
+    of_run.begin(prepared.run.model_dump(mode="json"))
+    try:
+        run_one(prepared, grid, of_run, Progress([prepared.run.rounds], quiet=True), 0)
+    finally:
+        for name in ("history.jsonl", "clients.jsonl"):
+            file = of_run.path / name
+            text = file.read_text() if file.exists() else ""
+            found.lines += [json.loads(line, parse_constant=_refuse) for line in text.splitlines()]
+        json.loads((of_run.path / "summary.json").read_text(), parse_constant=_refuse)
+    for line in found.lines:
+        line.pop("seconds", None)
+        found.traffic.append({name: line.pop(name) for name in vars(Traffic()) if name in line})
+    from safetensors.numpy import load_file
+
+    found.model = _bits(load_file(of_run.path / "model.safetensors"))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _start(prepared: Prepared, grid: LocalGrid, folder: Path, found: Outcome) -> None:
+    run, metered, models = prepared.run, MeteredGrid(grid), list[ArrayRecord]()
+
+    def keep(_: int, arrays: ArrayRecord) -> None:
+        models.append(arrays)
+        found.traffic.append(vars(metered.take()))
+
+    identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0}
+    result = prepared.rule.start(
+        metered, pack(initial_arrays(prepared.model)), run.rounds,
+        train_config=ConfigRecord(identity), evaluate_config=ConfigRecord(dict(identity)), evaluate_fn=keep,
+    )  # fmt: skip
+    found.model = _bits(unpack(models[-1]))
+    for metrics in (result.train_metrics_clientapp, result.evaluate_metrics_clientapp):
+        found.lines += [(number, dict(record)) for number, record in sorted(metrics.items())]
+
+
+def _bits(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {key: (value.dtype.str[1:], value.shape, value.tobytes()) for key, value in arrays.items()}
+
+
+@functools.cache
+def without(rule: str, kind: str, whole: bool) -> Outcome:
+    """The run in which the client's replies are errors."""
+    return train(rule, kind, None, whole=whole)
+
+
+@functools.cache
+def with_honest(rule: str, whole: bool) -> Outcome:
+    return train(rule, "train", None, whole=whole, honest=True)
+
+
+def judge(rule: str, kind: str, attack: Attack, whole: bool) -> tuple[str, list[str]]:
+    """What became of an attack, and what is wrong with that."""
+    found = train(rule, kind, attack.spoil, whole=whole)
+    if isinstance(found.error, Unfit) or not found.sent:
+        return "unfit", []
+    if found.error is not None:
+        own = isinstance(found.error, FedbnError)
+        what = f"{type(found.error).__name__}: {str(found.error)[:300]}"
+        if own and attack.verdict == LIE:
+            return "the run ended with its own error", []
+        return ("the run ended with its own error" if own else "exception"), [what]
+    absent, honest = without(rule, kind, whole), with_honest(rule, whole)
+    wrong: list[str] = []
+    if not found.is_finite:
+        wrong.append("the model is not finite")
+    named, others = found.naming([BAD + 1]), found.naming([n + 1 for n in range(CLIENTS) if n != BAD])
+    if others and attack.verdict != LIE:
+        wrong.append(f"an honest client is named: {others[0][:200]}")
+    for line in found.log:
+        if FOREIGN.search(line) or len(line) > 2400 or not line.isprintable() and line in named:
+            wrong.append(f"a log line is not fit to read: {line[:200]!r}")
+    wrong += _traffic_faults(found, absent)
+    is_absent = found.model == absent.model and found.lines == absent.lines
+    is_honest = found.model == honest.model and (found.lines == honest.lines or attack.verdict == EITHER)
+    if is_absent and len(named) == found.sent:
+        fate = REFUSED
+    elif is_honest and not named:
+        fate = HARMLESS
+    elif attack.verdict == LIE:
+        fate = LIE
+    elif found.model == absent.model:
+        fate = "refused, with other lines"
+        pairs = [(a, b) for a, b in zip(found.lines, absent.lines, strict=False) if a != b]
+        wrong.append(f"{found.sent} replies, named {named}; differs {str(pairs[:1])[:400]}")
+    else:
+        fate = LIE
+    allowed = {REFUSED: {REFUSED}, HARMLESS: {HARMLESS}, EITHER: {REFUSED, HARMLESS}, LIE: {REFUSED, HARMLESS, LIE}}
+    if fate not in allowed[attack.verdict] and not (fate.startswith("refused,") and wrong):
+        wrong.append(f"it is {fate}, expected {attack.verdict}")
+    return fate, wrong
+
+
+def _traffic_faults(found: Outcome, absent: Outcome) -> list[str]:
+    faults = []
+    for number, (page, expected) in enumerate(zip(found.traffic, absent.traffic, strict=False), 1):
+        for name, value in page.items():
+            most = max(expected[name], 0) + 2 * max(found.largest, 1) + expected["bytes_down"]
+            if not isinstance(value, int) or not 0 <= value <= most:
+                faults.append(f"the ledger's {name} of entry {number} is {value}, expected at most {most}")
+    return faults
+
+
+def cases(rules: Sequence[str] = (), names: str = "") -> Iterator[tuple[str, str, Attack]]:
+    """Every rule, kind of message and attack that go together."""
+    for rule in rules or RULES:
+        kinds = ["train", "evaluate"]
+        if rule in EXCHANGING:
+            kinds += [protocol.COHORT_QUERY, "moments"]
+        if rule == "HeteroBN":
+            kinds.append(protocol.STATISTICS_QUERY)
+        for attack in all_attacks():
+            if re.search(names, attack.name):
+                yield from ((rule, kind, attack) for kind in kinds if kind in attack.kinds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rule", action="append", default=[])
+    parser.add_argument("--attack", default="", help="a regular expression")
+    parser.add_argument("--whole", action="store_true", help="runs as `fedbn run` makes them, with their files")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    fates: Counter[str] = Counter()
+    faulty = 0
+    for rule, kind, attack in cases(given.rule, given.attack):
+        fate, wrong = judge(rule, kind, attack, given.whole)
+        fates[fate] += 1
+        faulty += bool(wrong)
+        if wrong:
+            print(f"{rule} | {kind} | {attack.name} | {fate} | {'; '.join(wrong)}", flush=True)
+    tried = sum(fates.values()) - fates["unfit"]
+    print(f"{tried} runs, {faulty} with a fault: " + ", ".join(f"{n} {fate}" for fate, n in fates.most_common()))
+
+
+if __name__ == "__main__":
+    main()
