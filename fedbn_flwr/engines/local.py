@@ -246,10 +246,11 @@ class LocalGrid(Capabilities, Grid):
         return self
 
     def read_state(self, node: int) -> RecordDict:
-        """A node's `Context.state`."""
+        """A node's `Context.state`; that of before the message if a worker is late with a message to the node."""
         self._check_idle(node)
         with self._nodes.using(node) as context:
-            if (number := self._schedule.let_go(node)) is not None:  # a layer-wise round was not completed
+            number = self._schedule.let_go(node)
+            if number is not None and self._workers[number].current is None:  # a layer-wise round was not completed
                 context.state = self._workers[number].take_state(node) or context.state
             return context.state
 
@@ -261,7 +262,8 @@ class LocalGrid(Capabilities, Grid):
             context.state = records
 
     def _check_idle(self, node: int) -> None:
-        if not self._schedule.is_empty or any(worker.current is not None for worker in self._workers):
+        current = {worker.current.metadata.message_id for worker in self._workers if worker.current is not None}
+        if self._schedule.has_waiting or current - self._abandoned:
             raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
 
     def close(self) -> None:

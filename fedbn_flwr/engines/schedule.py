@@ -43,6 +43,11 @@ class Schedule:
         """Whether all messages have been handled."""
         return not self._following
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether messages wait for a worker."""
+        return bool(self._any or any(self._own) or any(self._following.values()))
+
     def is_kept(self, node: int) -> bool:
         """Whether a worker has the node's state."""
         return node in self._kept
@@ -81,7 +86,7 @@ class Schedule:
             self._release(worker)
         else:
             self._seconds[message.metadata.message_type][node] = seconds
-            if keeps_node(message):
+            if keeps_node(message) and node in self._holder:  # not if it was let go in the meantime
                 self._kept.add(node)
             else:
                 self.let_go(node)

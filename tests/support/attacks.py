@@ -392,7 +392,9 @@ def values() -> list[Attack]:
         given = COUNTS if key.endswith("examples") else MEASURES | (SHARES if "accuracy" in key else {})
         if "accuracy" in key:
             given |= {"1e30": (1e30, REFUSED)}
-        found += [Attack(f"{key}, {name}", metric(key, value), verdict, kinds) for name, (value, verdict) in given.items()]
+        found += [
+            Attack(f"{key}, {name}", metric(key, value), verdict, kinds) for name, (value, verdict) in given.items()
+        ]
     for name, (value, verdict) in PARTITIONS.items():
         found.append(Attack(f"partition in the metrics, {name}", metric(protocol.PARTITION, value), verdict))
         if name != "NaN":

@@ -224,7 +224,7 @@ def judge(rule: str, kind: str, attack: Attack, whole: bool) -> tuple[str, list[
     if others and attack.verdict != LIE:
         wrong.append(f"an honest client is named: {others[0][:200]}")
     for line in found.log:
-        if FOREIGN.search(line) or len(line) > 2400 or not line.isprintable() and line in named:
+        if FOREIGN.search(line) or len(line) > 2400 or (line in named and not line.isprintable()):
             wrong.append(f"a log line is not fit to read: {line[:200]!r}")
     wrong += _traffic_faults(found, absent)
     is_absent = found.model == absent.model and found.lines == absent.lines

@@ -26,6 +26,7 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import FedAvg
+from tests.support.records import content
 
 Handler = Callable[[Message, Context], Any]
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -317,6 +318,16 @@ def test_messages_still_waiting_at_a_timeout_are_dropped() -> None:
     with LocalGrid(app_of(count), 2, workers=1) as grid:
         assert list(grid.send_and_receive([to(1, "sleep"), to(2)], timeout=0.3)) == []
         assert metrics(grid.send_and_receive([to(1), to(2)], timeout=20), "count") == [2, 1]
+
+
+def test_states_can_be_read_while_a_client_is_late() -> None:
+    """A checkpoint follows a round whose time is over; the late client's state is that of before the message."""
+    with LocalGrid(app_of(count), 2, workers=2) as grid:
+        list(grid.send_and_receive([to(1), to(2)]))
+        before = content(grid.read_state(2))
+        assert len(list(grid.send_and_receive([to(1), to(2, "sleep")], timeout=0.5))) == 1
+        assert content(grid.read_state(2)) == before != content(grid.read_state(1))
+        assert metrics(grid.send_and_receive([to(2)], timeout=20), "count") == [3]
 
 
 def test_closing_ends_the_processes_without_force() -> None:
