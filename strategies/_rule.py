@@ -16,8 +16,10 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.aggregate import Arrays, initial_fault
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.screening import Reply
 from fedbn_flwr.norms.roles import Role
 
@@ -76,6 +78,8 @@ class Rule(Strategy):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
+        if reason := initial_fault(unpack(arrays)):
+            raise SettingsError(f"the initial model cannot be trained: {reason}")
         self.memory = self.Memory()
         self.num_rounds = num_rounds
 

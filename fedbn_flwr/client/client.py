@@ -28,7 +28,7 @@ from fedbn_flwr.norms.statistics import reestimate
 
 from .evaluation import evaluate_sets
 from .metrics import Metric, name_of
-from .model_tensors import ModelTensors, exclusive
+from .model_tensors import ModelTensors, copied, exclusive
 from .node_state import NodeState, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
@@ -305,8 +305,7 @@ class BNClient(NumPyClient):
         self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
         statistics, batches = reestimate(self.model, self._pairs(epoch), self.device)
-        values = {key: value.cpu().numpy() for key, value in statistics.items()}
-        return Update(values, {protocol.NUM_EXAMPLES: batches} | self.identity, {})
+        return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches} | self.identity, {})
 
     # --- arrays by position, for Flower's NumPyClient ---
 

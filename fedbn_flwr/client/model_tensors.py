@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, Layout, layout_of
+from fedbn_flwr.models.tensors import as_array, check_tensors, sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 
 
@@ -34,6 +35,7 @@ class ModelTensors:
     """The tensors of a model on its device: `roles` and `tensors` by state dict key, `parameters` by name."""
 
     def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
+        check_tensors(model)
         self.model = model
         first = next(model.parameters(), torch.empty(0))
         self.device = torch.device(device) if device is not None else first.device
@@ -44,7 +46,11 @@ class ModelTensors:
         self.parameters = dict(model.named_parameters())
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         self._flat = {key: tensor.view(-1) for key, tensor in self.tensors.items() if tensor.is_contiguous()}
-        self._views = {key: tensor.numpy() for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
+        self._views = {
+            key: tensor.numpy()
+            for key, tensor in self.tensors.items()
+            if tensor.device.type == "cpu" and sent_dtype(tensor.dtype) is tensor.dtype
+        }
         self._stages: dict[Layout, Stage | None] = {}
         self._fits: dict[tuple[Layout, ...], bool] = {}
         self._plans: dict[tuple[str, ...], Plan] = {}
@@ -123,10 +129,10 @@ class ModelTensors:
         """The buffers for arrays of this layout; None if they must be copied one by one."""
         if where not in self._stages:
             keys = list(where.places)
-            fits = all(key in self._flat and self._flat[key].dtype == self._flat[keys[0]].dtype for key in keys)
+            dtype = self._sent_dtype(keys)
             stage = None
-            if fits and torch.empty(0, dtype=self._flat[keys[0]].dtype).numpy().dtype == where.dtype:
-                host = torch.empty(where.size, dtype=self._flat[keys[0]].dtype)
+            if dtype is not None and torch.empty(0, dtype=dtype).numpy().dtype == where.dtype:
+                host = torch.empty(where.size, dtype=dtype)
                 here = host if self.device.type == "cpu" else torch.empty_like(host, device=self.device)
                 into = joined([self._flat[key] for key in keys])
                 stage = Stage(host, here, list(here.split([len(piece) for piece in into])), into)
@@ -141,16 +147,22 @@ class ModelTensors:
         plan = self._plans[wanted]
         if plan is not None:
             flat, where = plan
-            return FlatArrays(where, torch.cat(flat).cpu().numpy())
+            return FlatArrays(where, as_array(torch.cat(flat)))
         return copied({key: self.tensors[key] for key in wanted})
 
     def _plan(self, keys: tuple[str, ...]) -> Plan:
         """The tensors of these keys and their layout in one block; None if they do not fit into one."""
-        flat = [self._flat[key] for key in keys if key in self._flat]
-        if len(flat) < len(keys) or len({values.dtype for values in flat}) != 1:
+        if (dtype := self._sent_dtype(keys)) is None:
             return None
-        dtype = torch.empty(0, dtype=flat[0].dtype).numpy().dtype
-        return joined(flat), layout_of(dtype.str, keys, tuple(self.shapes[key] for key in keys))
+        name = torch.empty(0, dtype=dtype).numpy().dtype.str
+        flat = joined([self._flat[key] for key in keys])
+        return flat, layout_of(name, keys, tuple(self.shapes[key] for key in keys))
+
+    def _sent_dtype(self, keys: Iterable[str]) -> torch.dtype | None:
+        """The dtype in which the tensors with these keys are sent; None if they have several or are not contiguous."""
+        tensors = [self._flat.get(key) for key in keys]
+        dtypes = {None if tensor is None else sent_dtype(tensor.dtype) for tensor in tensors}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def flatten_storage(model: nn.Module) -> nn.Module:
@@ -193,6 +205,7 @@ def _follows(piece: Tensor, last: Tensor) -> bool:
 
 def initial_arrays(model: nn.Module) -> Arrays:
     """The initial arrays of a server: all arrays of the model except batch norm's counters, which are never sent."""
+    check_tensors(model)
     of, state = roles(model), model.state_dict()
     return copied({key: state[key] for key in state if of[key] is not Role.COUNTER})
 
@@ -201,10 +214,10 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     """Copies of the tensors' current values; tensors of one dtype are copied from the device as one block."""
     shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
     flat = [tensor.detach().reshape(-1) for tensor in tensors.values()]
-    if len({values.dtype for values in flat}) != 1:
-        arrays = [np.array(values.cpu().numpy()) for values in flat]
+    if len({sent_dtype(values.dtype) for values in flat}) != 1:
+        arrays = [np.array(as_array(values)) for values in flat]
         return {key: array.reshape(shape) for key, array, shape in zip(tensors, arrays, shapes, strict=True)}
-    block = torch.cat(flat).cpu().numpy()
+    block = as_array(torch.cat(flat))
     return FlatArrays(layout_of(block.dtype.str, tuple(tensors), shapes), block)
 
 

@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.models.tensors import as_array
 from fedbn_flwr.norms.roles import computes_as_batch_norm
 
 from .codec import Agreement, Contribution
@@ -130,7 +131,7 @@ class LayerwiseStep:
     def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
         """Exchange tensors: the cohort's values of them, and the number of images in all batches."""
         self._left -= 1
-        own = {key: value.detach().cpu().numpy() for key, value in tensors.items()}
+        own = {key: as_array(value) for key, value in tensors.items()}
         agreed = self.exchange(
             Contribution(kind, own, self._images, self._left, examples=self.examples, partition=self.partition)
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.partition import PartitionCounts
 
@@ -86,7 +87,7 @@ def _parts_of(prepared: Prepared) -> dict[str, Part]:
     tensors = prepared.model.state_dict()
     for key, role in roles(prepared.model).items():
         before, tensor = parts.get(str(role), Part(0, 0, 0)), tensors[key]
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.numel() * sent_dtype(tensor.dtype).itemsize
         parts[str(role)] = Part(before.arrays + 1, before.values + tensor.numel(), before.bytes + size)
     return parts
 

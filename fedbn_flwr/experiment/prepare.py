@@ -15,7 +15,7 @@ from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.norms.roles import computes_as_batch_norm
+from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
 from .data import (
@@ -156,3 +156,10 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
                 f"plain batch norm, but {name!r} of {run.model.name!r} is a {type(module).__name__}, whose own "
                 "arithmetic would be lost; use model.norm: bn, or another strategy"
             )
+    tracking = [type(layer).__name__ for layer in norm_layers(model).values()]
+    if tracking and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        raise SettingsError(
+            f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
+            f"{run.model.name!r} that track statistics are {tracking[0]}, which normalises otherwise; use another "
+            "strategy, or a model with batch norm"
+        )

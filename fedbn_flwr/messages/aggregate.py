@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbn_flwr.norms.roles import Role, roles
+
 from .arrays import FlatArrays, Layout
 
 Array = NDArray[Any]
@@ -131,6 +133,12 @@ def _is_exact(dtype: np.dtype[Any]) -> bool:
     return dtype.itemsize > 4
 
 
+def as_bfloat16(values: Array) -> Array:
+    """Finite float32 values rounded to the nearest of bfloat16, ties to even, as PyTorch rounds them."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
 def cast(total: Array, dtype: np.dtype[Any]) -> Array:
     """`total` converted to `dtype`; integers are rounded to the nearest."""
     if dtype.kind == "b":
@@ -188,23 +196,36 @@ def _is_finite(value: Array) -> bool:
 
 def negative_variance(arrays: Arrays) -> str | None:
     """The key and the smallest value of the first running variance with negative values, or None."""
-    if isinstance(arrays, FlatArrays):
-        variances = arrays.flat[_variances(arrays.layout)]
-        if not (variances < 0).any():
-            return None
+    if isinstance(arrays, FlatArrays) and not (arrays.flat[_places(arrays.layout)] < 0).any():
+        return None
+    variances = _variances(arrays)
     for key, value in arrays.items():
-        if key.endswith(_VARIANCE) and (value < 0).any():
+        if key in variances and (value < 0).any():
             return f"{key!r} has negative values ({value.min():g})"
     return None
 
 
-_VARIANCE = "running_var"
+def initial_fault(arrays: Arrays) -> str | None:
+    """The reason why a run must not begin with these arrays, or None."""
+    for key, value in arrays.items():
+        if value.dtype.kind not in "fiub":
+            return f"{key!r} is {value.dtype}; expected real numbers, such as real and imaginary part as two arrays"
+        if not _is_finite(value):
+            return f"{key!r} has values that are not finite; register a mask as a buffer with persistent=False"
+    if negative := negative_variance(arrays):
+        return f"{negative}. If it is no variance, rename it and the running_mean beside it"
+    return None
+
+
+def _variances(keys: Mapping[str, Any]) -> set[str]:
+    """The keys of running variances: other arrays whose names end like theirs have no running_mean beside them."""
+    return {key for key, role in roles(keys).items() if role is Role.STATISTICS and key.endswith("running_var")}
 
 
 @functools.lru_cache(maxsize=256)
-def _variances(where: Layout) -> NDArray[np.intp]:
+def _places(where: Layout) -> NDArray[np.intp]:
     """The indices of the running variances in a block."""
-    places = [np.arange(place.start, place.stop) for key, place in where.places.items() if key.endswith(_VARIANCE)]
+    places = [np.arange(where.places[key].start, where.places[key].stop) for key in sorted(_variances(where.places))]
     return np.concatenate([np.empty(0, np.intp), *places])
 
 

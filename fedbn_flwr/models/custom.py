@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError
+
+from .tensors import check_tensors
 
 
 def custom(name: str) -> Callable[..., nn.Module]:
@@ -25,12 +26,10 @@ def custom(name: str) -> Callable[..., nn.Module]:
         model = named.call("model.name", name, num_classes=num_classes, **options)
         if not isinstance(model, nn.Module):
             raise SettingsError(f"model.name={name!r} returned a {type(model).__name__}; expected a torch.nn.Module")
-        for where, module in model.named_modules():
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-                raise SettingsError(
-                    f"model.name={name!r}: {where or 'the model'} is a {type(module).__name__} of unknown size; "
-                    "pass a batch through the model before returning it"
-                )
+        try:
+            check_tensors(model)
+        except SettingsError as error:
+            raise SettingsError(f"model.name={name!r}: {error}") from None
         return model
 
     # `build_model` passes the options that this signature names, not all that **kwargs would accept.

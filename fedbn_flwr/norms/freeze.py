@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import MessageError
 
-from .roles import Role
+from .roles import AFFINE, Role, norm_layers
 
 
 @contextmanager
@@ -18,18 +17,21 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
     """Put `model` into training mode and freeze the roles `what` of its batch norms inside the block.
 
     Frozen statistics: batch norms normalise with their running mean and variance and do not update them, while
-    gamma, beta and all other layers train (dropout stays on). Frozen affine: gamma and beta do not train.
+    gamma, beta and all other layers train (dropout stays on). A batch norm without statistics normalises by its batch
+    as before. Frozen affine: gamma and beta do not train.
     """
     model.train()
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)} if what else {}
+    layers = norm_layers(model) if what else {}
+    tracking = [layer for layer in layers.values() if getattr(layer, "running_mean", None) is not None]
+    if layers and not tracking and Role.STATISTICS in what:
+        raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
     frozen = []
-    for name, layer in layers.items():
-        if Role.STATISTICS in what:
-            if layer.running_mean is None:
-                raise MessageError(f"cannot freeze the statistics of batch norm {name!r}: it tracks none")
+    for layer in layers.values():
+        if Role.STATISTICS in what and layer in tracking:
             layer.eval()
         if Role.AFFINE in what:
-            frozen += [p for p in layer.parameters(recurse=False) if p.requires_grad]
+            own = dict(layer.named_parameters(recurse=False))
+            frozen += [own[name] for name in AFFINE if name in own and own[name].requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

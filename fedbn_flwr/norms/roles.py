@@ -27,7 +27,7 @@ class Role(StrEnum):
 
 
 _STATISTICS = ("running_mean", "running_var")
-_AFFINE = ("weight", "bias")
+AFFINE = ("weight", "bias")
 
 
 def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
@@ -42,19 +42,23 @@ def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
         norms = {key.removesuffix("running_mean") for key in keys if key.endswith(ends)}
     else:
         keys = list(arrays_or_module.state_dict())
-        norms = _batch_norm_prefixes(arrays_or_module)
+        norms = {f"{name}." if name else "" for name in norm_layers(arrays_or_module)}
     return {key: _role(key, norms) for key in keys}
 
 
-def _batch_norm_prefixes(module: nn.Module) -> set[str]:
-    from torch.nn.modules.batchnorm import _NormBase  # batch norm, and instance norm that tracks statistics
+def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers whose arrays have the roles of batch norm, by name: batch norms, and all layers that track statistics.
 
-    found = set()
+    The latter are for instance instance norms with `track_running_stats=True`.
+    """
+    from torch.nn.modules.batchnorm import _NormBase
+
+    found = {}
     # A layer that is used twice has two prefixes in the state dict: include both.
     for name, child in module.named_modules(remove_duplicate=False):
         tracks = "running_mean" in child._buffers and child._buffers["running_mean"] is not None
         if tracks or (isinstance(child, _NormBase) and "InstanceNorm" not in type(child).__name__):
-            found.add(f"{name}." if name else "")
+            found[name] = child
     return found
 
 
@@ -78,7 +82,7 @@ def _role(key: str, norms: set[str]) -> Role:
         return Role.STATISTICS
     if name == "num_batches_tracked":
         return Role.COUNTER
-    return Role.AFFINE if name in _AFFINE else Role.WEIGHTS
+    return Role.AFFINE if name in AFFINE else Role.WEIGHTS
 
 
 def split_by_role(

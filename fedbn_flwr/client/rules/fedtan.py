@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from fedbn_flwr.client.training import SGD, Gradient
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import LayerwiseStep
@@ -34,6 +36,11 @@ class FedTAN(ClientRule):
             return None
         if exchange is None:
             raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
+        if not any(isinstance(module, _BatchNorm) for module in self.local.model.modules()):
+            raise MessageError(
+                f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
+                "batch norm (instance norm has no statistics of a batch); use FedAvg, or a model with batch norm"
+            )
         backward = bool(config.get(protocol.COHORT_BACKWARD, True))
         if backward and not (isinstance(self.local.optimizer, SGD) and self.local.clip is None):
             raise MessageError(

@@ -322,7 +322,7 @@ def test_a_network_of_torchvision_s_can_be_named_so() -> None:
         ("own_nets:text", "returned a str; expected a torch.nn.Module"),
         ("own_nets:fails", "failed: KeyError: 'weights'"),
         ("own_nets:other", "cannot be called with num_classes: missing a required argument: 'classes'"),
-        ("own_nets:lazy", "1 is a LazyLinear of unknown size"),
+        ("own_nets:lazy", "'1' is a LazyLinear of unknown size"),
     ],
 )
 def test_what_is_wrong_with_a_network_of_the_user_s_own_is_one_message(own: str, name: str, message: str) -> None:

@@ -1,0 +1,306 @@
+"""Models with unusual dtypes, modules and names: they train with every rule, or one line names the module or key."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, RecordDict
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages.aggregate import as_bfloat16
+from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
+from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.strategies import build_strategy
+from tests.conftest import Batches
+
+RULES: dict[str, dict[str, Any]] = {
+    "FedAvg": {},
+    "FixBN": {"freeze_round": 1},
+    "FedTAN": {},
+    "FedBN": {},
+    "Scaffold": {},
+}
+
+
+class As(nn.Module):
+    """The network in another dtype; images and logits stay float32."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.network = network.to(dtype)
+        self.dtype = dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.network(images.to(self.dtype))
+        return logits.float()
+
+
+class WithBuffers(nn.Module):
+    """A network with buffers of its own, which do not change its output."""
+
+    def __init__(self, network: nn.Module, **buffers: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.network(images)
+        return logits + sum(buffer.float().sum() for buffer in self.buffers(recurse=False)) * 0
+
+
+class Gate(nn.Module):
+    """No norm, although its parameters have the names of a norm's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running_mean, self.running_var = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.full((4,), -1.0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images + self.running_mean[:, None, None]
+
+
+def net(norm: Callable[[], nn.Module] = lambda: nn.BatchNorm2d(4)) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), norm(), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def half_of_it(dtype: torch.dtype) -> nn.Module:
+    """Convolution and linear layer in `dtype`, batch norm in float32, as mixed precision has it."""
+    model = net()
+    first, last = As(model[0], dtype), As(nn.Sequential(model[3], model[4]), dtype)
+    return nn.Sequential(first, model[1], model[2], last)
+
+
+def tracked() -> nn.Module:
+    return nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+
+
+def tracked_first() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), tracked())
+
+
+TRAIN: dict[str, Callable[[], nn.Module]] = {
+    "bfloat16": lambda: As(net(), torch.bfloat16),
+    "float16": lambda: As(net(), torch.float16),
+    "float64": lambda: As(net(), torch.float64),
+    "bfloat16 and float32": lambda: half_of_it(torch.bfloat16),
+    "float16 and float32": lambda: half_of_it(torch.float16),
+    "a bfloat16 buffer": lambda: WithBuffers(net(), scale=torch.tensor([0.1, 0.7]).bfloat16()),
+    "integers and booleans": lambda: WithBuffers(net(), mask=torch.tensor([True, False]), at=torch.arange(3)),
+    "a running_var by itself": lambda: WithBuffers(net(), running_var=torch.full((3,), -2.0)),
+    "a name that ends in running_var": lambda: WithBuffers(
+        net(), log_running_var=torch.full((3,), -2.0), running_mean_of_loss=torch.tensor(-1.0)
+    ),
+    "a scalar running_var": lambda: WithBuffers(net(), running_var=torch.tensor(-2.0)),
+    "tracked instance norm and batch norm": lambda: nn.Sequential(tracked_first(), *net()[1:]),
+    "data parallel": lambda: nn.DataParallel(net()),
+    "a batch norm that tracks nothing, and one": lambda: nn.Sequential(
+        net()[0], nn.BatchNorm2d(4, track_running_stats=False), *net()[1:]
+    ),
+    "sync batch norm": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(net()),
+    "channels last": lambda: net().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+}
+
+
+def federation(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, LocalGrid]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make()
+        images = [torch.randn(2, size, 2, 4, 4) * (1 + size) + size for size in (4, 6)]
+    data = [Batches([(batch, torch.arange(len(batch)) % 3) for batch in batches]) for batches in images]
+
+    def make_client(context: Any) -> BNClient:
+        own = data[int(context.node_config["partition-id"])]
+        return BNClient(copy.deepcopy(model), own, own, lr=0.05, context=context, **options)
+
+    return model, LocalGrid(client_app(make_client), len(data))
+
+
+def trained(model: nn.Module, grid: LocalGrid, rule: str, rounds: int = 2, **settings: Any) -> list[ArrayRecord]:
+    """The global model before the first round and after each."""
+    strategy = build_strategy({"name": rule, **RULES[rule], **settings})
+    models: list[ArrayRecord] = []
+    strategy.start(
+        grid, pack(initial_arrays(model)), num_rounds=rounds, evaluate_fn=lambda _, arrays: models.append(arrays)
+    )
+    assert len(models) == rounds + 1
+    return models
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_model_trains_travels_and_is_stored(name: str, rule: str, tmp_path: Path) -> None:
+    model, grid = federation(TRAIN[name])
+    models = trained(model, grid, rule)
+    before, after = unpack(models[0]), unpack(models[-1])
+    changed = [key for key in before if before[key].tobytes() != after[key].tobytes()]
+    assert any(role is Role.WEIGHTS and key in changed for key, role in roles(before).items())
+    for key, value in after.items():
+        assert (value.dtype, value.shape) == (before[key].dtype, before[key].shape), key
+        assert np.isfinite(value).all(), key
+    of_client = roles(model)
+    statistics = {key for key, role in of_client.items() if role is Role.STATISTICS}
+    assert {key for key, role in roles(before).items() if role is Role.STATISTICS} == statistics
+    RunFolder(tmp_path).write_model(after)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {key: value.tobytes() for key, value in stored.items()} == {k: value.tobytes() for k, value in after.items()}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"FedTAN"}))
+def test_instance_norm_that_tracks_is_a_norm_to_server_and_client(rule: str) -> None:
+    model, grid = federation(lambda: net(tracked))
+    models = [unpack(arrays) for arrays in trained(model, grid, rule, rounds=3)]
+    moves = [models[k]["1.running_mean"].tobytes() != models[k - 1]["1.running_mean"].tobytes() for k in (1, 2, 3)]
+    assert moves == ([True, False, False] if rule == "FixBN" else [True, True, True])
+
+
+def test_fedtan_refuses_a_model_whose_only_statistics_are_of_instance_norm() -> None:
+    model, grid = federation(lambda: net(tracked))
+    with pytest.raises(RunFailed, match="this client's model has no batch norm"):
+        trained(model, grid, "FedTAN")
+
+
+def with_quantised_linear() -> nn.Module:
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch about itself
+        model = torch.ao.quantization.quantize_dynamic(net(), {nn.Linear}, torch.qint8)
+    torch.backends.quantized.engine = engine
+    return model  # type: ignore[no-any-return]
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return nn.Sequential(torch.jit.script(net()))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lazy": (
+        lambda: nn.Sequential(net()[:4], nn.LazyLinear(3)),
+        "'1' is a LazyLinear of unknown size; pass a batch through the model first",
+    ),
+    "lazy norm": (lambda: net(nn.LazyBatchNorm2d), "'1' is a LazyBatchNorm2d of unknown size"),
+    "quantised": (with_quantised_linear, "'4._packed_params.*quantise the trained model"),
+    "a quantised buffer": (
+        lambda: WithBuffers(net(), table=torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+        "'table' of the model is qint8",
+    ),
+    "complex parameter": (
+        lambda: nn.ParameterDict({"wave": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}),
+        "'wave' of the model is complex64; expected real numbers. Store torch.view_as_real",
+    ),
+    "complex buffer": (
+        lambda: WithBuffers(net(), wave=torch.zeros(2, dtype=torch.complex128)), "'wave' of the model is complex128"
+    ),
+    "float8": (lambda: WithBuffers(net(), table=torch.ones(2).to(torch.float8_e4m3fn)), "'table' .* float8_e4m3fn"),
+    "sparse": (lambda: WithBuffers(net(), table=torch.eye(2).to_sparse()), "'table' of the model is sparse"),
+    "extra state": (lambda: nn.Sequential(WithExtraState(2, 3)), "'0._extra_state' of the model is a dict"),
+    "script": (scripted, "'0' is a RecursiveScriptModule"),
+    "parameters with a norm's names": (
+        lambda: nn.Sequential(net(), Gate()), "'1.running_mean' of the model is no statistic of a norm layer"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_models_are_refused_by_server_and_client_before_training(name: str) -> None:
+    make, message = REFUSED[name]
+    for refuse in (initial_arrays, ModelTensors):
+        with pytest.raises(SettingsError, match=message) as refused:
+            refuse(make())
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "message"),
+    [
+        ({"running_mean": torch.zeros(2), "running_var": torch.full((2,), -1.0)}, "'running_var' has negative values"),
+        ({"mask": torch.tensor([0.0, -torch.inf])}, "'mask' has values that are not finite; register"),
+    ],
+)
+def test_a_run_does_not_begin_with_values_for_which_every_reply_would_be_refused(
+    buffers: dict[str, Tensor], message: str
+) -> None:
+    model, grid = federation(lambda: WithBuffers(net(), **buffers))
+    with pytest.raises(SettingsError, match=message):
+        trained(model, grid, "FedAvg")
+
+
+def test_the_server_refuses_complex_arrays_of_other_programs() -> None:
+    strategy = build_strategy({"name": "FedAvg"})
+    _, grid = federation(net)
+    with pytest.raises(SettingsError, match="'wave' is complex64; expected real numbers"):
+        strategy.start(grid, ArrayRecord({"wave": torch.zeros(2, dtype=torch.complex64)}), num_rounds=1)
+
+
+# --- bfloat16 ---
+
+
+def test_bfloat16_travels_as_float32_and_returns_without_a_change_of_any_bit() -> None:
+    model = half_of_it(torch.bfloat16)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    model.register_buffer("every", every[every.isfinite()].clone())
+    arrays = initial_arrays(model)
+    assert {value.dtype for value in arrays.values()} == {np.dtype("float32")}
+    assert size_of(pack(arrays))[1] == 4 * sum(value.size for value in arrays.values())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    tensors = ModelTensors(model)
+    records = parse(dump(RecordDict({"arrays": pack(tensors.taken(arrays))})))
+    stored = unpack(arrays_in(records)["arrays"])
+    for some in (stored, {key: stored[key] for key in reversed(list(stored))}):  # as one block and one by one
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                value.zero_()
+        tensors.load(some)
+        for key, value in model.state_dict().items():
+            if key in arrays:
+                assert value.dtype is before[key].dtype
+                assert value.equal(before[key]), key
+
+
+def test_the_server_rounds_to_bfloat16_as_pytorch_does() -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 10_000)
+    ties = (torch.arange(2000, dtype=torch.int32) * 0x8000 + 0x3F000000).view(torch.float32)
+    for some in (values, ties):
+        assert as_bfloat16(some.numpy()).tobytes() == some.bfloat16().float().numpy().tobytes()
+
+
+def test_frozen_statistics_of_bfloat16_keep_the_server_s_bits() -> None:
+    """The mean is float32, so a client returns it rounded, which is no change."""
+    model, grid = federation(lambda: As(net(), torch.bfloat16))
+    models = [unpack(arrays) for arrays in trained(model, grid, "FixBN", rounds=3)]
+    key = "network.1.running_mean"
+    assert models[1][key].tobytes() != as_bfloat16(models[1][key]).tobytes()
+    assert models[1][key].tobytes() == models[3][key].tobytes() != models[0][key].tobytes()
+
+
+@pytest.mark.parametrize("rule", ["FedAvg", "FedTAN", "Scaffold"])
+def test_a_round_of_bfloat16_is_that_of_float32_to_its_rounding(rule: str) -> None:
+    rounded, exact = (
+        unpack(trained(*federation(lambda dtype=dtype: As(net(), dtype)), rule, rounds=1)[-1])
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    for key, value in rounded.items():
+        np.testing.assert_allclose(value, exact[key], rtol=0.05, atol=0.05)
