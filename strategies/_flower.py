@@ -8,11 +8,10 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
@@ -20,12 +19,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, cast
-from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.screening import Reply
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Round
 from .meanstatistics import MeanStatistics
 
 T = TypeVar("T")
@@ -83,8 +77,7 @@ class FlowerRule(MeanStatistics):
     """A strategy of Flower; where it chooses clients at random, `seed` and the round decide."""
 
     def __init__(self, strategy: Strategy, *, robust: bool, seed: int) -> None:
-        super().__init__(strategy)
-        self.robust = robust
+        super().__init__(strategy, statistics="median" if robust else "mean")
         self.seed = seed
 
     def configure_train(
@@ -102,15 +95,5 @@ class FlowerRule(MeanStatistics):
     def _drawing(self, purpose: str, server_round: int) -> Any:
         return seeding.all_streams(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
 
-    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
-        model = super().combine(round, replies, weights)
-        if not self.robust:
-            return model
-        sent = unpack(round.arrays)
-        statistics = split_by_role(sent, roles(sent), {Role.STATISTICS, Role.COUNTER})[0]
-        medians = {key: np.median(np.stack([reply.arrays[key] for reply in replies]), axis=0) for key in statistics}
-        return {**model, **{key: cast(np.asarray(value), sent[key].dtype) for key, value in medians.items()}}
-
     def notes(self) -> dict[str, Any]:
-        name = type(self.strategy).__name__
-        return {**super().notes(), "strategy_of_flower": name, "norm_statistics": "median" if self.robust else "mean"}
+        return {**super().notes(), "strategy_of_flower": type(self.strategy).__name__}

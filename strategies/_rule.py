@@ -20,6 +20,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.messages.screening import Reply
 from fedbn_flwr.norms.roles import Role
 
@@ -70,11 +71,15 @@ class Rule(Strategy):
     # The weight of each reply in the last mean, by node id and in the order of the sum. None if the strategy does not
     # report it.
     shares: Mapping[int, float] | None = None
+    robust: Robust | None = None  # bounds on the influence of one client, if they are on
 
     # --- the hooks ---
 
     def check(self, num_rounds: int) -> None:
         """Raise SettingsError if the settings do not suit this number of rounds. No data are loaded yet."""
+
+    def check_clients(self, clients: int) -> None:
+        """Raise SettingsError if a run with this number of clients has too few for the settings."""
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""

@@ -71,6 +71,7 @@ class Wrapper(_Around):
         self.rule = as_rule(strategy)
         self.traits = self.rule.traits
         self.shares = self.rule.shares
+        self.robust = self.rule.robust
         self.memory = self.Memory()
         self.round: Round | None = None
         self._failed: list[Message] = []  # replies of this round that the wrapped strategy receives as errors
@@ -80,6 +81,9 @@ class Wrapper(_Around):
 
     def check(self, num_rounds: int) -> None:
         self.rule.check(num_rounds)
+
+    def check_clients(self, clients: int) -> None:
+        self.rule.check_clients(clients)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

@@ -30,6 +30,7 @@ from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import metrics_of, pack, record_of, unpack
+from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
 from fedbn_flwr.messages.screening import (
     Reply,
     number_problem,
@@ -39,7 +40,7 @@ from fedbn_flwr.messages.screening import (
     read_reply,
     refuse_records,
 )
-from fedbn_flwr.norms.roles import roles, split_by_role
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round, Rule, returned_roles
 
@@ -61,12 +62,20 @@ class FedAvgOptions(TypedDict, total=False):
     evaluate_metrics_aggr_fn: MeanOfMetrics | None
     seed: int
     node_timeout: float
+    robust: RobustRule | None
+    robust_statistics: StatisticsRule | None
+    malicious: int | float
+    max_share: float
+    clip_norm: float | None
+    clip_factor: float | None
+    plausible: float | None
 
 
 class FedAvg(Rule, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
-    It has the arguments of Flower's FedAvg and two more:
+    It has the arguments of Flower's FedAvg and those below. From `robust` on they bound the influence of one client,
+    and are off by default (docs/robustness.md).
 
     Parameters
     ----------
@@ -74,6 +83,25 @@ class FedAvg(Rule, FlowerFedAvg):
         The seed for the choice of clients, if not all take part.
     node_timeout : float (default: 600)
         Seconds to wait for enough nodes to connect.
+    robust : "median" | "trimmed" | "krum" or None (default: None)
+        Replaces the mean of weights, gamma and beta: "median" and "trimmed" are the median and the trimmed mean of each
+        value over the clients, "krum" is the mean of the models that are nearest to their neighbours. Each client
+        counts once, whatever number of examples it reports.
+    robust_statistics : "mean" | "median" | "trimmed" or None (default: None)
+        Replaces the mean of batch norm's statistics and counters, and the means of FedTAN's exchanges. By default the
+        median with robust: median and krum, the trimmed mean with robust: trimmed, and otherwise the mean.
+    malicious : int | float (default: 0.2)
+        The assumed number of faulty or malicious clients in a round, or their share, which is rounded up. "trimmed"
+        leaves out this many values at each end, "krum" this many models.
+    max_share : float (default: 1.0)
+        The largest share of one client in the weights of the mean.
+    clip_norm : float or None (default: None)
+        The largest L2 norm of a client's update of weights, gamma and beta; a longer one is shortened to it.
+    clip_factor : float or None (default: None)
+        The same, relative to the median norm of the round's updates.
+    plausible : float or None (default: None)
+        Leaves out clients whose statistics are further from the cohort's median than this factor times the norm of the
+        median (or times the clients' median distance from it). It applies to the tensors of FedTAN's exchanges too.
     """
 
     @dataclass
@@ -98,6 +126,13 @@ class FedAvg(Rule, FlowerFedAvg):
         *,
         seed: int = 0,
         node_timeout: float = 600,
+        robust: RobustRule | None = None,
+        robust_statistics: StatisticsRule | None = None,
+        malicious: int | float = 0.2,
+        max_share: float = 1.0,
+        clip_norm: float | None = None,
+        clip_factor: float | None = None,
+        plausible: float | None = None,
     ) -> None:
         super().__init__(
             fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
@@ -110,8 +145,15 @@ class FedAvg(Rule, FlowerFedAvg):
         self.round: Round | None = None  # the current one
         self.asked = 0  # number of clients that received the model in this round
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
+        options = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
+        if options != (None, None, 0.2, 1.0, None, None, None):
+            self.robust = Robust(*options)
 
     # --- sending ---
+
+    def check_clients(self, clients: int) -> None:
+        if self.robust is not None:
+            self.robust.check_clients(self._count(clients, self.fraction_train, self.min_train_nodes))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -121,6 +163,8 @@ class FedAvg(Rule, FlowerFedAvg):
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
+        if self.robust is not None and server_round == 1:
+            self.robust.check_clients(len(nodes))
         instructions = dict(self.instructions(round))
         if self.traits.returned and (returned := returned_roles(self.traits, roles(arrays).values())):
             instructions[RETURN] = protocol.join(returned)
@@ -169,7 +213,7 @@ class FedAvg(Rule, FlowerFedAvg):
         nodes = self._wait_for_nodes(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):
             log(WARNING, "round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
-        count = max(int(len(nodes) * fraction), least)
+        count = self._count(len(nodes), fraction, least)
         if count < len(nodes):
             self._ask_for_partitions(round, [node for node in nodes if node not in partitions])
         nodes.sort(key=self._position)
@@ -178,6 +222,9 @@ class FedAvg(Rule, FlowerFedAvg):
             chosen = sorted(random.choice(len(nodes), size=count, replace=False))
             nodes = [nodes[i] for i in chosen]
         return nodes
+
+    def _count(self, nodes: int, fraction: float, least: int) -> int:
+        return max(int(nodes * fraction), least)
 
     def _wait_for_nodes(self, grid: Grid, needed: int) -> list[int]:
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
@@ -227,11 +274,16 @@ class FedAvg(Rule, FlowerFedAvg):
         messages = refuse_records(messages, names, sent)
         usable = self.screen(f"round {server_round}", messages, self.asked, problem)
         read = [read_reply(message, self.arrayrecord_key, names) for message in usable]
+        if self.robust is not None:
+            read = self._plausible(round, read, self.robust)
+            usable = [reply.message for reply in read]
         weights = self.weights(round, read)
         if not sum(weights) > 0:
             raise RunFailed(
                 f"round {server_round}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero"
             )
+        if self.robust is not None:
+            weights = self.robust.weights(weights)
         self.shares = {reply.node: weight for reply, weight in zip(read, weights, strict=True)}
         model = pack(self.combine(round, read, weights))
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
@@ -253,7 +305,26 @@ class FedAvg(Rule, FlowerFedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
-        return weighted_mean((reply.arrays for reply in replies), weights)
+        if self.robust is None:
+            return weighted_mean((reply.arrays for reply in replies), weights)
+        arrays = [reply.arrays for reply in replies]
+        return self.robust.combine(arrays, weights, unpack(round.arrays), f"round {round.number}")
+
+    def notes(self) -> dict[str, Any]:
+        """The options that bound the influence of one client, if they are on."""
+        return {} if self.robust is None else self.robust.notes()
+
+    def _plausible(self, round: Round, replies: Sequence[Reply], robust: Robust) -> list[Reply]:
+        """The replies whose statistics are near those of the others."""
+        of = roles(round.arrays)
+        keys = [key for key in replies[0].arrays if of[key] is Role.STATISTICS]
+        found = robust.implausible([reply.arrays for reply in replies], keys)
+        if not found:
+            return list(replies)
+        refused = [(replies[i].node, reason) for i, reason in found.items()]
+        answered = {reply.node: reply.partition for reply in replies}
+        nodes = self.admit(f"round {round.number}", answered, refused, len(replies))
+        return [reply for reply in replies if reply.node in nodes]
 
     def screen(
         self, what: str, replies: Iterable[Message], asked: int, problem: Callable[[Message], str | None]

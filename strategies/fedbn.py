@@ -44,7 +44,7 @@ class LocalNorm(FedAvg):
         self.traits = Traits(personal=True, client_memory="their own batch norm", kept=self.kept, returned=returned)
 
     def notes(self) -> dict[str, Any]:
-        return {"global_norm": self.global_norm}
+        return {**super().notes(), "global_norm": self.global_norm}
 
 
 class FedBN(LocalNorm):

@@ -63,6 +63,8 @@ class FedBS(FedAvg):
         **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
+        if self.robust is not None:
+            self.robust.refuse(("robust",), "FedBS weights clients by their loss, and a robust rule counts each once")
         if not epsilon >= 0:
             raise SettingsError(f"epsilon is {epsilon!r}; expected zero or more")
         if not patience >= 1:
@@ -75,7 +77,7 @@ class FedBS(FedAvg):
 
     def notes(self) -> dict[str, Any]:
         """`switch_round` is the first round of FedProx, or None."""
-        return {"switch_round": self.memory.switch_round}
+        return {**super().notes(), "switch_round": self.memory.switch_round}
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {} if self.memory.switch_round is None else {PROXIMAL_MU: float(self.proximal_mu)}
@@ -97,7 +99,7 @@ class FedBS(FedAvg):
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if self.memory.switch_round is None:
-            spread = float(np.std(weights))  # the weights are the losses
+            spread = float(np.std([reply.number(protocol.TRAIN_LOSS) for reply in replies]))
             self.memory.alike = self.memory.alike + 1 if spread <= self.epsilon else 0
             if self.memory.alike >= self.patience:
                 self.memory.switch_round = round.number + 1

@@ -132,7 +132,8 @@ class FedTAN(FedAvg):
 
         def exchanges(carrier: Carrier) -> ExchangesDone:
             report = functools.partial(self._report, engine)
-            return run_exchanges(carrier, nodes, f"round {server_round}", self._weigh, self.admit, report)
+            what = f"round {server_round}"
+            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.robust)
 
         about = RoundMessages(model, shared, self.configrecord_key)
         if (service := self._service()) is None:

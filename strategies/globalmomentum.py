@@ -49,6 +49,10 @@ class GlobalMomentum(Wrapper):
                 "them; wrap one of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
             )
 
+        if self.robust is not None:
+            reason = "GlobalMomentum averages the clients' momentum too, which one client could set to any value"
+            self.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
+
     def instructions(self, round: Round) -> dict[str, Any]:
         return {MOMENTUM: True}
 

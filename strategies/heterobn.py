@@ -78,5 +78,6 @@ class HeteroBN(FedAvg):
 
         messages = self.screen(what, messages, len(messages), problem)
         replies = [read_reply(message, self.arrayrecord_key) for message in messages]
-        mean = weighted_mean([reply.arrays for reply in replies], self.weights(round, replies))
+        arrays, weights = [reply.arrays for reply in replies], self.weights(round, replies)
+        mean = weighted_mean(arrays, weights) if self.robust is None else self.robust.average(arrays, weights, what)
         return record_of({**round.arrays, **pack(mean)})

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, QFedAvg, Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
+from fedbn_flwr.messages.robust import median
 from fedbn_flwr.messages.screening import Reply, number_problem, with_arrays, without_norm_state
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
@@ -48,7 +51,24 @@ class MeanStatistics(Wrapper):
 
     Replies whose arrays do not match those that were sent, or are not finite, are left out first, since Flower's
     strategies do not check them.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy that aggregates the other arrays, for instance `FedAdam()`.
+    statistics : "mean" | "median" (default: "mean")
+        How statistics and counters are combined: "median" counts each client once, so that one client cannot set them
+        to any value. Around a robust strategy such as `FedMedian()` use "median".
     """
+
+    def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "median"] = "mean") -> None:
+        super().__init__(strategy)
+        if statistics not in ("mean", "median"):
+            raise SettingsError(f"statistics is {statistics!r}; expected 'mean' or 'median'")
+        if self.robust is not None:
+            reason = f"MeanStatistics around it combines the statistics; use {type(strategy).__name__} without it"
+            self.robust.refuse(("robust", "robust_statistics"), reason)
+        self.statistics = statistics
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         return number_problem(reply.metrics, protocol.NUM_EXAMPLES) or fault(reply.arrays, unpack(round.arrays))
@@ -77,5 +97,9 @@ class MeanStatistics(Wrapper):
         stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, inner, weights).items()}
         of_norms = split_by_role(sent, roles(sent), OF_NORMS)[0]
         statistics = [{key: reply.arrays[key] for key in of_norms} for reply in replies]
-        model = {**stepped, **weighted_mean(statistics, weights)}
+        combined = median(statistics) if self.statistics == "median" else weighted_mean(statistics, weights)
+        model = {**stepped, **combined}
         return {key: model[key] for key in sent}
+
+    def notes(self) -> dict[str, Any]:
+        return {**super().notes(), "norm_statistics": self.statistics}

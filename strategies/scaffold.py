@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from fedbn_flwr.client.rules.scaffold import CONTROL, CONTROL_RECORD
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
 from fedbn_flwr.messages.screening import Reply
 
 from ._rule import Round, Traits
-from .fedavg import FedAvg
+from .fedavg import FedAvg, FedAvgOptions
 
 
 class Scaffold(FedAvg):
@@ -42,6 +42,12 @@ class Scaffold(FedAvg):
         control: dict[str, Array] = field(default_factory=dict)  # c; empty before the first round, which means zero
 
     memory: Memory
+
+    def __init__(self, **options: Unpack[FedAvgOptions]) -> None:
+        super().__init__(**options)
+        if self.robust is not None:
+            reason = "Scaffold averages control variates too, which one client could set to any value"
+            self.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {CONTROL: True}

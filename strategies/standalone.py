@@ -8,10 +8,12 @@ client.)
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Traits
-from .fedavg import FedAvg
+from .fedavg import FedAvg, FedAvgOptions
 
 
 class Standalone(FedAvg):
@@ -21,3 +23,8 @@ class Standalone(FedAvg):
     """
 
     traits = Traits(personal=True, has_global_model=False, client_memory="their models", kept=frozenset(Role))
+
+    def __init__(self, **options: Unpack[FedAvgOptions]) -> None:
+        super().__init__(**options)
+        if self.robust is not None:
+            self.robust.refuse(tuple(self.robust.notes()), "Standalone sends no arrays to the server")

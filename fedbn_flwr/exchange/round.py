@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fedbn_flwr.messages.aggregate import pooled_moments, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_moments, weighted_mean
+from fedbn_flwr.messages.robust import Robust
 
 from .codec import Agreement, Contribution
 
@@ -50,16 +51,25 @@ class ExchangesDone:
 
 
 def run_exchanges(
-    carrier: Carrier, nodes: Sequence[int], what: str, weigh: Weigh, admit: Admit, report: Report | None = None
+    carrier: Carrier,
+    nodes: Sequence[int],
+    what: str,
+    weigh: Weigh,
+    admit: Admit,
+    report: Report | None = None,
+    robust: Robust | None = None,
 ) -> ExchangesDone:
     """All exchanges of the round; `what` is the round's name in messages."""
     agreement: Agreement | None = None
     step, remaining = 0, None
     while remaining != 0:
         answers = carrier.ask(nodes, step, agreement)
-        found = _usable(f"{what}, exchange {step + 1}", answers, len(nodes), remaining, admit)
+        name = f"{what}, exchange {step + 1}"
+        found = _usable(name, answers, len(nodes), remaining, admit)
+        if robust is not None:
+            found = _plausible(name, found, admit, robust)
         nodes, contributions = list(found), list(found.values())
-        agreement, remaining = agree(contributions, weigh), contributions[0].remaining
+        agreement, remaining = agree(contributions, weigh, robust, name), contributions[0].remaining
         step += 1
         if report is not None:
             report(step, step + remaining)
@@ -67,15 +77,41 @@ def run_exchanges(
     return ExchangesDone(list(nodes), step, agreement)
 
 
-def agree(contributions: Sequence[Contribution], weigh: Weigh) -> Agreement:
-    """Algorithm 3's means over the clients, with weights p_i."""
+def agree(
+    contributions: Sequence[Contribution], weigh: Weigh, robust: Robust | None = None, what: str = "exchange"
+) -> Agreement:
+    """Algorithm 3's means over the clients, with weights p_i, or the robust means in their place."""
     weights = [weigh(contribution) for contribution in contributions]
     tensors = [contribution.tensors for contribution in contributions]
     images = sum(contribution.images for contribution in contributions)
+    if robust is not None:
+        return Agreement(_robust_means(contributions[0].kind, tensors, weights, robust, what), images)
     if contributions[0].kind == "moments":
         mean, var = pooled_moments([each["mean"] for each in tensors], [each["var"] for each in tensors], weights)
         return Agreement({"mean": mean, "var": var}, images)
     return Agreement(weighted_mean(tensors, weights), images)
+
+
+def _robust_means(kind: str, tensors: Sequence[Arrays], weights: Sequence[float], robust: Robust, what: str) -> Arrays:
+    if kind != "moments":
+        return robust.average(tensors, weights, what)
+    means = robust.average([{"mean": each["mean"]} for each in tensors], weights, what)
+    # A client's variance around the agreed mean, as in the exchange of "variance".
+    around = [each["var"] + (each["mean"].astype(np.float64) - means["mean"]) ** 2 for each in tensors]
+    variances = robust.average([{"var": each} for each in around], weights, what)
+    return {**means, "var": cast(variances["var"], tensors[0]["var"].dtype)}
+
+
+def _plausible(what: str, found: Mapping[int, Contribution], admit: Admit, robust: Robust) -> dict[int, Contribution]:
+    """The contributions that are near those of the others."""
+    nodes, contributions = list(found), list(found.values())
+    tensors = [contribution.tensors for contribution in contributions]
+    reasons = robust.implausible(tensors, sorted(tensors[0]))
+    if not reasons:
+        return dict(found)
+    refused = [(nodes[i], f"{contributions[i].kind}: {reason}") for i, reason in reasons.items()]
+    kept = admit(what, {node: each.partition for node, each in found.items()}, refused, len(nodes))
+    return {node: found[node] for node in kept}
 
 
 def _usable(what: str, answers: Answers, asked: int, remaining: int | None, admit: Admit) -> dict[int, Contribution]:

@@ -27,6 +27,7 @@ from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
+from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.ledger import MeteredGrid
 
@@ -210,8 +211,9 @@ def _demand(rule: Strategy) -> _Demand:
     """The nodes that a strategy needs; that of the innermost one counts."""
     while isinstance(inner := getattr(rule, "strategy", None), Strategy):
         rule = inner
+    robust: Robust | None = getattr(rule, "robust", None)
     return _Demand(
-        trained=int(getattr(rule, "min_train_nodes", 1)),
+        trained=max(int(getattr(rule, "min_train_nodes", 1)), 1 if robust is None else robust.least()),
         connected=int(getattr(rule, "min_available_nodes", 1)),
         fraction=float(getattr(rule, "fraction_train", 1.0)),
     )
