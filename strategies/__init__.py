@@ -28,6 +28,7 @@ from .globalmomentum import GlobalMomentum as GlobalMomentum
 from .heterobn import HeteroBN as HeteroBN
 from .meanstatistics import MeanStatistics as MeanStatistics
 from .scaffold import Scaffold as Scaffold
+from .secure import Secure as Secure
 from .silobn import SiloBN as SiloBN
 from .standalone import Standalone as Standalone
 

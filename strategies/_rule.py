@@ -52,6 +52,9 @@ class Traits:
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
+    equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
+    individual: str | None = None  # what the rule does with replies of single clients, if their mean is not enough
+    masked: bool = False  # the server learns only the mean of the replies; no rule may be around it
 
 
 class Rule(Strategy):

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.screening import (
@@ -69,6 +69,9 @@ class Wrapper(_Around):
             )
         self.strategy = strategy
         self.rule = as_rule(strategy)
+        if self.rule.traits.masked:
+            inside, outside = type(strategy).__name__, type(self).__name__
+            raise SettingsError(f"{outside} cannot be around {inside}; expected {inside}({outside}(...), ...)")
         self.traits = self.rule.traits
         self.shares = self.rule.shares
         self.robust = self.rule.robust

@@ -28,7 +28,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.screening import Reply
 
-from ._rule import Round
+from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
 
 
@@ -46,6 +46,8 @@ class FedBS(FedAvg):
     proximal_mu : float (default: 0.01)
         mu of FedProx, after the switch.
     """
+
+    traits = Traits(individual="weights the clients by the loss of each")
 
     @dataclass
     class Memory(FedAvg.Memory):

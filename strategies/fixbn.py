@@ -9,7 +9,7 @@ additional communication.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any, Literal
 
@@ -98,6 +98,10 @@ class FixBN(Wrapper):
             raise SettingsError(
                 f"FixBN freezes batch norm's statistics, which {name} changes by steps of its optimiser, so that they "
                 f"are no statistics of the data; wrap it: FixBN(MeanStatistics({name}(...)), ...)"
+            )
+        if freeze_round == "auto":
+            self.traits = replace(
+                self.traits, individual="with freeze_round 'auto' compares the statistics of each client"
             )
         self.freeze_round = freeze_round
         self.freeze = frozenset(Role(name) for name in names)

@@ -21,7 +21,7 @@ from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.screening import read_reply
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round
+from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
 
 
@@ -51,6 +51,8 @@ class HeteroBN(FedAvg):
             raise SettingsError(f"statistics is {statistics!r}; expected 'batch' or 'query'")
         self.statistics = statistics
         self.query_timeout = query_timeout
+        if statistics == "query":
+            self.traits = Traits(individual="queries the statistics of each client's data")
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

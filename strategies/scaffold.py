@@ -34,6 +34,7 @@ class Scaffold(FedAvg):
 
     traits = Traits(
         client_memory="their control variates",
+        equal=frozenset({CONTROL_RECORD}),
         traffic="control variates, as large as the parameters: up in each round, down from round 2 on",
     )
 

@@ -25,7 +25,7 @@ from fedbn_flwr.messages.screening import arrays_of
 from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config
-from .layerwise import abandon_parked, parked_rounds, train_by_messages, train_over_stream
+from .layerwise import abandon_parked, model_of_round, parked_rounds, train_by_messages, train_over_stream
 from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rules import Update, known_keys
 
@@ -72,9 +72,13 @@ def client_app(
         try:
             on_disk = "state" in context.node_config
             with stored_state(message, _config(message), context) if on_disk else nullcontext():
+                masks = protocol.SECURE in _config(message) and handle is not _secure
+                before = _model_of_round(message, context) if masks else {}
                 content = handle(make, message, context)
                 if metric_names:
                     _rename_metrics(content, metric_names)
+                if masks:
+                    content = _masked(content, before, message, context)
                 return Message(content, reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             who = context.node_config.get("partition-id", f"node {context.node_id}")
@@ -116,6 +120,10 @@ def client_app(
     def keys(message: Message, context: Context) -> Message:
         return answer(protocol.KEYS_TASK, _keys, message, context)
 
+    @app.query(protocol.SECURE_QUERY.split(".")[1], mods=around["query"])
+    def secure(message: Message, context: Context) -> Message:
+        return answer("take part in secure aggregation", _secure, message, context)
+
     return app
 
 
@@ -156,7 +164,7 @@ def _train(make: Make, message: Message, context: Context) -> RecordDict:
     if isinstance(client, BNClient):
         return _reply(client.train_round(unpack(record), config, _extras(message, record)))
     # A NumPyClient identifies arrays by position, not by name: the reply uses the names of the message.
-    protocol.check_known(config, protocol.OF_RUN)
+    protocol.check_known(config, protocol.OF_RUN | protocol.SECURE_KEYS.keys())
     values, num_examples, extra = client.fit([a.numpy() for a in record.values()], _plain(config))
     if len(values) != len(record):
         raise MessageError(f"fit() received {len(record)} arrays and returned {len(values)}; expected the same number")
@@ -211,6 +219,30 @@ def _personal(make: Make, message: Message, context: Context) -> RecordDict:
     own = NodeState(client.records, run_of(_config(message))).load("local")
     sent = {key: value for key, value in own.items() if client.roles.get(key) is not Role.COUNTER}
     return _reply(Update(sent, client.identity, {}))
+
+
+# --- secure aggregation -------------------------------------------------------
+
+# Imported when needed: the cryptography takes 30 ms to import.
+
+
+def _secure(make: Make, message: Message, context: Context) -> RecordDict:
+    from . import secure
+
+    return secure.answer(message.content, context)
+
+
+def _masked(content: RecordDict, before: Arrays, message: Message, context: Context) -> RecordDict:
+    from . import secure
+
+    return secure.masked(content, before, _config(message), context)
+
+
+def _model_of_round(message: Message, context: Context) -> Arrays:
+    config = _config(message)
+    if protocol.DIRECT in config:
+        raise MessageError("exchanges over streams are not masked; expected exchanges by messages (strategy.direct)")
+    return model_of_round(message.content, config, context)
 
 
 # --- layer-wise rounds -------------------------------------------------------

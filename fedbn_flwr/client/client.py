@@ -314,6 +314,8 @@ class BNClient(NumPyClient):
         return [value.copy() for value in taken.values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Any]:
+        if protocol.SECURE in config:  # Flower's ClientApp would send the arrays without masks
+            raise MessageError(f"{protocol.SECURE!r} needs a ClientApp made by fedbn_flwr.client_app")
         update = self.train_round(self._named(parameters), config)
         metrics = dict(update.metrics)
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics

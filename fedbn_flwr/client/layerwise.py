@@ -21,6 +21,7 @@ from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
+from fedbn_flwr.messages.screening import arrays_of
 
 from .client import BNClient
 from .node_state import NodeState, run_of
@@ -88,6 +89,13 @@ def train_by_messages(
         for number in range(step + 1):
             state.forget(_name(number))
     return outcome
+
+
+def model_of_round(content: RecordDict, config: Mapping[str, Any], context: Context) -> Arrays:
+    """The model that a round begins with: only message 0 of a layer-wise round contains it."""
+    if int(config.get(protocol.COHORT_STEP, 0)):
+        content = NodeState(context.state, run_of(config)).load_records(_name(0))
+    return unpack(arrays_of(content)) if arrays_in(content) else {}
 
 
 def abandon_parked(context: Context) -> None:

@@ -84,7 +84,8 @@ def stored_state(message: Message, config: Mapping[str, Any], context: Context) 
     """Restores the state from the state folder before a message is handled, and saves it there after training."""
     folder = StateFolder.of(config, context)
     kind = message.metadata.message_type
-    if folder is None or protocol.ROUND not in config:
+    # A stage of secure aggregation uses secrets only, which are never in the folder.
+    if folder is None or protocol.ROUND not in config or kind == protocol.SECURE_QUERY:
         yield
         return
     server_round = int(config[protocol.ROUND])
@@ -149,6 +150,8 @@ class StateFolder:
         if isinstance(owner, ConfigRecord) and owner.get("name") == self.run and owner.get("round", 0) == wanted:
             return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
         records = self._read(wanted) if wanted else RecordDict()
+        if (secret := context.state.get(protocol.SECRET)) is not None:
+            records[protocol.SECRET] = secret
         context.state.clear()
         context.state.update(records)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flwr.app import Context, RecordDict
 
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import array_bytes
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, write_store
@@ -53,7 +54,7 @@ class Contexts:
         context = self._contexts[node]
         if node in self._spilled:
             with Store(self._file(node)) as store:
-                context.state = parse(store["state"])
+                context.state = RecordDict({**parse(store["state"]), **context.state})
             self._spilled.discard(node)
         try:
             yield context
@@ -74,7 +75,8 @@ class Contexts:
             except ValueError:  # an array of a type that cannot be stored: it stays in memory
                 continue
             write_store(self._file(other), [("state", data)], durable=False)  # it need not outlive this process
-            self._contexts[other].state = RecordDict()
+            secret = self._contexts[other].state.get(protocol.SECRET)  # which `dump` leaves out
+            self._contexts[other].state = RecordDict() if secret is None else RecordDict({protocol.SECRET: secret})
             self._spilled.add(other)
 
     def _file(self, node: int) -> Path:

@@ -21,7 +21,7 @@ from fedbn_flwr.messages.serialization import dump, parse
 HEADER_LIMIT = 16384  # bytes of a stream's message besides the tensors
 TEXT_LIMIT = 1000  # characters of a reason
 _LARGEST = 2**53  # larger floats are not exact integers
-_KIND, _FAILURE = "what", "failure"  # config keys
+KIND, _FAILURE = "what", "failure"  # config keys
 
 
 class CodecError(MessageError):
@@ -60,7 +60,7 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
         {
             "arrays": pack(contribution.tensors),
             "metrics": MetricRecord(numbers),  # type: ignore[arg-type]
-            "config": ConfigRecord({_KIND: contribution.kind}),
+            "config": ConfigRecord({KIND: contribution.kind}),
         }
     )
 
@@ -72,7 +72,7 @@ def contribution_from_records(content: RecordDict) -> Contribution:
     numbers = next(iter(metrics.values()))
     partition = numbers.get(protocol.PARTITION)
     return Contribution(
-        str(configs["config"].get(_KIND)),
+        str(configs["config"].get(KIND)),
         _tensors(content),
         images=_count(numbers, protocol.BATCH_EXAMPLES),
         remaining=_count(numbers, protocol.EXCHANGES_LEFT),

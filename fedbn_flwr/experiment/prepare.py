@@ -129,6 +129,12 @@ def make_rule(run: Settings) -> Rule:
             f"evaluate.matrix is true, but with {strategy_name(run.strategy)} all clients have the global model; "
             "expected a strategy with a model per client: FedBN, SiloBN or Standalone"
         )
+    for key, reads in (("matrix", "the models of single clients"), ("dynamics", "the statistics of single clients")):
+        if rule.traits.masked and getattr(run.evaluate, key):
+            raise SettingsError(
+                f"evaluate.{key} is true and reads {reads}, which {strategy_name(run.strategy)} hides from the server; "
+                f"leave evaluate.{key} out"
+            )
     return rule
 
 

@@ -131,14 +131,14 @@ def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arra
 
 def with_records(messages: Iterable[Message], records: Mapping[str, ArrayRecord]) -> list[Message]:
     """Copies of the messages with additional records; the originals keep their content."""
-    return [_with_content(message, RecordDict({**message.content, **records})) for message in messages]
+    return [with_content(message, RecordDict({**message.content, **records})) for message in messages]
 
 
 def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:
     """A copy of the message with changed arrays of the model; the original keeps its content."""
     arrays = arrays_of(message.content)
     name = next(name for name, record in message.content.items() if record is arrays)
-    return _with_content(message, RecordDict({**message.content, name: change(arrays)}))
+    return with_content(message, RecordDict({**message.content, name: change(arrays)}))
 
 
 def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
@@ -149,7 +149,7 @@ def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
 def without_records(messages: Iterable[Message], names: Collection[str]) -> list[Message]:
     """Copies of the messages without the records `names`; the originals keep their content."""
     return [
-        _with_content(message, RecordDict({key: value for key, value in message.content.items() if key not in names}))
+        with_content(message, RecordDict({key: value for key, value in message.content.items() if key not in names}))
         for message in messages
     ]
 
@@ -170,12 +170,12 @@ def with_common_metrics(replies: Iterable[Message]) -> list[Message]:
             name: MetricRecord({key: value for key, value in record.items() if key in common})
             for name, record in metrics_in(reply.content).items()
         }
-        return _with_content(reply, RecordDict({**reply.content, **records}))
+        return with_content(reply, RecordDict({**reply.content, **records}))
 
     return [reduced(reply) if reply.has_content() else reply for reply in messages]
 
 
-def _with_content(message: Message, content: RecordDict) -> Message:
+def with_content(message: Message, content: RecordDict) -> Message:
     changed = copy.copy(message)
     changed.content = content
     return changed

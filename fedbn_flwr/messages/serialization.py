@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from . import protocol
 from .arrays import pack, unpack
 
 _NAMES = "bool float16 float32 float64 int16 int32 int64 int8 uint16 uint32 uint64 uint8"
@@ -21,12 +22,17 @@ _KINDS: dict[str, type[MetricRecord] | type[ConfigRecord]] = {"metrics": MetricR
 
 
 def dump(records: RecordDict) -> bytes:
-    """The bytes of the records; ValueError if safetensors does not support the dtype of an array."""
+    """The bytes of the records; ValueError if safetensors does not support the dtype of an array.
+
+    The secrets of a client are left out: what has them stays in memory.
+    """
     from safetensors.numpy import save
 
     tensors: dict[str, np.ndarray] = {}
     entries: list[list[Any]] = []
     for number, (name, record) in enumerate(records.items()):
+        if name == protocol.SECRET:
+            continue
         if isinstance(record, ArrayRecord):
             for key, value in unpack(record).items():
                 tensors[f"{number}/{key}"] = _storable(value, f"{name}, {key}")

@@ -192,7 +192,8 @@ def test_weights_have_no_scale(rule: str, factor: float) -> None:
         np.testing.assert_allclose(scaled[key], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", EVERY)
+# A masked reply looks like noise to the server; its client checks it (test_secure.py).
+@pytest.mark.parametrize("rule", [rule for rule in EVERY if rule != "Secure"])
 def test_a_poisoned_reply_never_reaches_the_model(rule: str) -> None:
     case = Case(rule)
 

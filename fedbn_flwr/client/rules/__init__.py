@@ -105,7 +105,7 @@ def rules_by_key() -> Mapping[str, type[ClientRule]]:
 
 
 # Keys that no rule declares.
-ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS
+ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS | protocol.SECURE_KEYS
 
 
 def known_keys() -> dict[str, Key]:

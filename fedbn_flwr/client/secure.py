@@ -1,0 +1,270 @@
+"""A client's half of secure aggregation (strategies/secure.py); fedbn_flwr/messages/masking.py has the arithmetic.
+
+The stages of a session, each one message of the server: `keys` (the client draws its secrets and sends public keys),
+`shares` (it sends shares of its secrets, encrypted for the other clients), training and FedTAN's exchanges (their
+replies are masked, each as one part of the session), and after each part `unmask`. To unmask a part a client sends, for
+each other client, either its share of that client's own mask (the client replied) or its share of the client's mask key
+(it dropped out), once and never both.
+
+The secrets are in the client's state in memory, since every message may reach another process of the node. They are
+never written to disk, and are deleted when the last part is unmasked.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
+
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.exchange.codec import KIND
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.masking import (
+    KEY_BYTES,
+    SEALED_BYTES,
+    SHARE_BYTES,
+    TOTALS,
+    Fixed,
+    FixedPoint,
+    Secrets,
+    add_masks,
+    form_of,
+    from_vector,
+    kind_of_array,
+    kind_of_exchange,
+    kind_of_metric,
+    to_vector,
+)
+
+_MOST_PARTS = 100_000
+
+
+def answer(content: RecordDict, context: Context) -> RecordDict:
+    """The client's answer to a stage of the session."""
+    config = next(iter(configs_in(content).values()), ConfigRecord())
+    arrays = {key: value for record in arrays_in(content).values() for key, value in unpack(record).items()}
+    stage = config.get(protocol.SECURE_STAGE)
+    if stage == "keys":
+        given = _begin(config, context)
+    elif stage == "shares":
+        given = _share(config, arrays, context)
+    elif stage == "unmask":
+        given = _unmask(config, arrays, context)
+    else:
+        raise MessageError(f"{protocol.SECURE_STAGE} is {stage!r}; expected keys, shares or unmask")
+    return RecordDict({"secure": pack(given)})
+
+
+def masked(content: RecordDict, received: Arrays, config: Mapping[str, Any], context: Context) -> RecordDict:
+    """A reply to a train message or an exchange, with its arrays and metrics under masks.
+
+    `received` is the model that the round began with. The node's partition, the names and shapes of the arrays, and the
+    number and kind of exchanges stay readable.
+    """
+    session = _Session.of(config, context)
+    part, peers = int(config[protocol.SECURE_PART]), _nodes(config[protocol.SECURE_PEERS])
+    if not 0 <= part < session.parts or f"masked {part}" in session.record:
+        raise MessageError(f"the server asks for part {part} of a session again, or has not agreed on its keys")
+    if not {session.node} <= {*peers} <= {*session.nodes} or len({*peers}) < max(2, session.threshold):
+        raise MessageError(
+            f"the server asks for masks of {len({*peers})} clients; expected this one and {session.threshold - 1} or "
+            "more of those that agreed on keys"
+        )
+    fixed = FixedPoint(len(session.nodes), *_three(config[protocol.SECURE_RANGES]))
+    metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
+    weight_key = str(config[protocol.SECURE_WEIGHT])
+    weight = metrics.get(weight_key)
+    if not isinstance(weight, int | float) or weight != int(weight):
+        raise MessageError(f"{weight_key!r} is {weight!r}; expected a whole number, by which values are weighted")
+    equal = set(str(config.get(protocol.SECURE_EQUAL, "")).split(","))
+    records: dict[str, dict[str, Fixed]] = {TOTALS: {}}
+    exchange = next((str(record[KIND]) for record in configs_in(content).values() if KIND in record), None)
+    for name, record in arrays_in(content).items():
+        values = unpack(record)
+        if name == "arrays" and exchange is None and (negative := negative_variance(values)):
+            raise MessageError(negative)
+        if exchange == "moments":
+            values = _moments(values)
+        by = 1.0 if name in equal else weight
+        records[name] = {
+            key: fixed.encode(
+                key,
+                _change(value, received.get(key)) if name == "arrays" and exchange is None else value,
+                by,
+                kind_of_array(key, value.dtype) if exchange is None else kind_of_exchange(exchange),
+            )
+            for key, value in values.items()
+        }
+    readable = {}
+    for key, value in metrics.items():
+        if key in (protocol.PARTITION, protocol.EXCHANGES_LEFT):
+            readable[key] = value
+        elif isinstance(value, int | float):
+            kind = kind_of_metric(key, weight_key)
+            records[TOTALS][key] = fixed.encode(key, np.asarray(value), 1.0 if kind == "count" else weight, kind)
+    session.record[f"masked {part}"] = config[protocol.SECURE_PEERS]
+    hidden = session.mask(records, part, peers)
+    return RecordDict(
+        {
+            **{name: pack(values) for name, values in hidden.items()},
+            "metrics": MetricRecord(readable),
+            **configs_in(content),
+        }
+    )
+
+
+def _change(value: Array, before: Array | None) -> Array:
+    """An array that the server did not send is sent itself: FedBN's batch norm, for its mean."""
+    new = value.astype(np.float64)
+    return new if before is None else new - before.astype(np.float64)
+
+
+def _moments(tensors: Arrays) -> Arrays:
+    """Mean and second moment of a batch, which add up over clients; a variance does not."""
+    mean, var = (tensors[name].astype(np.float64) for name in ("mean", "var"))
+    return {"mean": mean, "var": var + mean**2}
+
+
+@dataclass
+class _Session:
+    """The session in a client's state."""
+
+    record: ConfigRecord
+    node: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], context: Context) -> _Session:
+        record = context.state.get(protocol.SECRET)
+        if not isinstance(record, ConfigRecord) or record.get("session") != config.get(protocol.SECURE):
+            raise MessageError(
+                "this client has no secrets of the session of secure aggregation that the server names; has the node "
+                "been restarted in this round?"
+            )
+        return cls(record, context.node_id)
+
+    @property
+    def secrets(self) -> Secrets:
+        root = self.record["root"]
+        assert isinstance(root, bytes)
+        return Secrets(root)
+
+    @property
+    def parts(self) -> int:
+        return int(str(self.record["parts"]))
+
+    @property
+    def threshold(self) -> int:
+        return int(str(self.record["threshold"])) if "threshold" in self.record else 0
+
+    @property
+    def nodes(self) -> list[int]:
+        """The clients that agreed on keys, in the order of their positions."""
+        return _nodes(self.record.get("nodes", b""))
+
+    def key(self, position: int, number: int) -> bytes:
+        """A public key of a client: number 0 that of its channel, 1 + k that of part k."""
+        keys = self.record["keys"]
+        assert isinstance(keys, bytes)
+        start = KEY_BYTES * (position * (1 + self.parts) + number)
+        return keys[start : start + KEY_BYTES]
+
+    def about(self, part: int, sender: int, receiver: int) -> bytes:
+        return f"{self.record['session']!r} {part} {sender} {receiver}".encode()
+
+    def mask(
+        self, records: Mapping[str, Mapping[str, Fixed]], part: int, peers: list[int]
+    ) -> dict[str, dict[str, Fixed]]:
+        nodes = self.nodes
+        mine = nodes.index(self.node)
+        others = {place: self.key(place, 1 + part) for place in map(nodes.index, peers) if place != mine}
+        vector = to_vector(records)
+        add_masks(vector, self.secrets.mask_keys(part, mine, others))
+        return from_vector(vector, form_of(records))
+
+
+def _begin(config: ConfigRecord, context: Context) -> Arrays:
+    parts = int(str(config[protocol.SECURE_PARTS]))
+    if not 1 <= parts <= _MOST_PARTS:
+        raise MessageError(f"{protocol.SECURE_PARTS} is {parts}; expected 1 to {_MOST_PARTS}")
+    root = secrets.token_bytes(KEY_BYTES)  # not a function of the seed: it must be secret
+    session = {"session": config[protocol.SECURE], "root": root, "parts": parts}
+    context.state[protocol.SECRET] = ConfigRecord(session)
+    return {"keys": _array(Secrets(root).public_keys(parts))}
+
+
+def _share(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
+    session = _Session.of(config, context)
+    if "nodes" in session.record:
+        raise MessageError("the server asks for the shares of this session again")
+    nodes, threshold = [int(node) for node in arrays["nodes"]], int(str(config[protocol.SECURE_THRESHOLD]))
+    keys = arrays["keys"].astype(np.uint8).tobytes()
+    each = KEY_BYTES * (1 + session.parts)
+    of_each = [keys[i : i + each] for i in range(0, len(keys), each)]
+    if len(set(of_each)) != len(of_each) or len(of_each) != len(nodes) or nodes != sorted({*nodes}):
+        raise MessageError("the public keys that the server sent are not one set for each client")
+    if session.node not in nodes or of_each[nodes.index(session.node)] != session.secrets.public_keys(session.parts):
+        raise MessageError("the public keys that the server sent do not contain this client's")
+    if not 2 <= threshold <= len(nodes) or 2 * threshold <= len(nodes):
+        raise MessageError(f"the threshold is {threshold} of {len(nodes)} clients; expected more than half of them")
+    session.record.update(nodes=arrays["nodes"].astype("<u8").tobytes(), keys=keys, threshold=threshold)
+    mine, known = nodes.index(session.node), session.secrets
+    sealed = np.zeros((len(nodes), session.parts, SEALED_BYTES), np.uint8)
+    for part in range(session.parts):
+        for place, share in enumerate(known.shares(part, threshold, len(nodes))):
+            if place != mine:
+                data = known.seal(share, session.key(place, 0), session.about(part, mine, place))
+                sealed[place, part] = _array(data)
+    return {"shares": sealed}
+
+
+def _unmask(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
+    session, part = _Session.of(config, context), int(str(config[protocol.SECURE_PART]))
+    survivors, dropped = ([int(node) for node in arrays[name]] for name in ("survivors", "dropped"))
+    masked_for = session.record.get(f"masked {part}")
+    if masked_for is None or f"unmasked {part}" in session.record:
+        raise MessageError(f"the server asks to unmask part {part}, which this client did not mask or has unmasked")
+    if sorted(survivors + dropped) != sorted(_nodes(masked_for)) or session.node not in survivors:
+        raise MessageError("the server asks to unmask a sum of other clients than those that this client has masks for")
+    if len(survivors) < session.threshold:
+        raise MessageError(
+            f"the server asks to unmask the sum of {len(survivors)} clients, and at least {session.threshold} must be "
+            "in a sum"
+        )
+    # Before anything is revealed: a second request with other survivors must never be answered.
+    session.record[f"unmasked {part}"] = True
+    nodes, known = session.nodes, session.secrets
+    mine = nodes.index(session.node)
+    shares = np.zeros((len(survivors) + len(dropped), SHARE_BYTES), np.uint8)
+    for row, node in enumerate(survivors + dropped):
+        place = nodes.index(node)
+        if place == mine:
+            both = known.shares(part, session.threshold, len(nodes))[mine]
+        else:
+            about = session.about(part, place, mine)
+            both = known.unseal(arrays["shares"][row].tobytes(), session.key(place, 0), about)
+        start = 0 if row < len(survivors) else SHARE_BYTES
+        shares[row] = _array(both[start : start + SHARE_BYTES])
+    if part == 0:
+        del context.state[protocol.SECRET]
+    return {"shares": shares}
+
+
+def _array(data: bytes) -> Array:
+    return np.frombuffer(data, np.uint8)
+
+
+def _nodes(data: object) -> list[int]:
+    assert isinstance(data, bytes)
+    return [int(node) for node in np.frombuffer(data, "<u8")]
+
+
+def _three(values: object) -> tuple[float, float, float]:
+    assert isinstance(values, list)
+    first, second, third = values
+    return float(first), float(second), float(third)

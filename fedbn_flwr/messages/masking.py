@@ -1,0 +1,270 @@
+"""The arithmetic of secure aggregation: fixed point, masks that cancel in the sum, and secret shares.
+
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", for a server that follows
+the protocol and reads all that it receives. In the paper's symbols client u sends, modulo 2^64,
+
+    y_u = x_u + PRG(b_u) + sum over v > u of PRG(s_uv) - sum over v < u of PRG(s_uv)
+
+Flower's parts for its legacy API are not used: they seed NumPy's Mersenne Twister with 32 bits, which can be tried one
+by one, and clip values without a word. Here PRG is AES-256 in counter mode, and a client refuses to send a value that
+is out of range.
+
+A session has several parts: part 0 is the reply to the train message, part k is exchange k of FedTAN. Each part has
+secrets of its own, so that those of one part, once revealed, reveal nothing of another part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from fedbn_flwr.errors import MessageError
+
+from . import protocol
+
+Fixed = NDArray[np.uint64]  # integers modulo 2^64
+Kind = Literal["update", "statistics", "count"]
+
+KEY_BYTES = 32
+SHARE_BYTES = 32
+SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares, and the tag of AES-GCM
+
+# --- fixed point -------------------------------------------------------------
+
+_LARGEST_COUNT = 2.0**31
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """Values as integers, so that 64 bits hold the weighted sum over `clients` if all values are in their range.
+
+    A value x of a client with weight p becomes the integer nearest to p * x * 2^bits. Each kind of value has its range:
+    "update" is the change of a parameter or an entry of a gradient, "statistics" the change of a running mean or
+    variance, a statistic of a batch, or a metric; a "count" is an integer.
+    """
+
+    clients: int
+    update_range: float
+    statistics_range: float
+    max_examples: float  # the largest weight
+
+    def bits(self, kind: Kind) -> int:
+        """The bits behind the point; the sum has a sign, and one more bit for rounding errors."""
+        if kind == "count":
+            return 0
+        return 62 - math.ceil(math.log2(self.clients * self.max_examples * self._range(kind)))
+
+    def encode(self, key: str, value: NDArray[Any], weight: float, kind: Kind) -> Fixed:
+        """The value times `weight`; MessageError names the key if it is out of range."""
+        if not 0 <= weight <= self.max_examples:
+            raise MessageError(
+                f"the weight of this client is {weight:g}, and the largest one is {self.max_examples:g}; raise "
+                "strategy.max_examples"
+            )
+        values = np.asarray(value, dtype=np.float64)
+        peak = float(np.abs(values).max()) if values.size else 0.0
+        if not peak <= self._range(kind):
+            setting = "" if kind == "count" else f"; raise strategy.{kind}_range, if it is no error"
+            raise MessageError(f"{key!r} has a value of size {peak:g}, the range is {self._range(kind):g}{setting}")
+        return np.rint(np.ldexp(values * weight, self.bits(kind))).astype(np.int64).view(np.uint64)
+
+    def decode(self, total: Fixed, kind: Kind) -> NDArray[np.float64]:
+        return np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind))
+
+    def _range(self, kind: Kind) -> float:
+        if kind == "count":
+            return _LARGEST_COUNT
+        return self.update_range if kind == "update" else self.statistics_range
+
+
+TOTALS = "totals"  # the record with the metrics of a masked reply
+
+
+def kind_of_array(key: str, dtype: np.dtype[Any]) -> Kind:
+    if dtype.kind in "iub":
+        return "count"
+    if dtype.kind != "f":
+        raise MessageError(f"{key!r} is {dtype}; expected floats, integers or booleans under Secure")
+    return "statistics" if key.endswith(("running_mean", "running_var")) else "update"
+
+
+def kind_of_metric(key: str, weight_key: str) -> Kind:
+    """Counts are added; the mean of other metrics is weighted."""
+    is_count = key == weight_key or key.endswith((protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES))
+    return "count" if is_count else "statistics"
+
+
+def kind_of_exchange(exchange: str) -> Kind:
+    return "update" if exchange == "gradients" else "statistics"
+
+
+# --- secret shares (Shamir 1979) ---------------------------------------------
+
+_PRIME = 2**255 - 19
+
+
+def split(polynomial: Sequence[int], count: int) -> list[int]:
+    """Shares 1 to `count` of the number polynomial[0]: as many as coefficients give it, fewer reveal nothing.
+
+    The other coefficients must be uniform below the prime.
+    """
+    shares = []
+    for position in range(1, count + 1):
+        value = 0
+        for coefficient in reversed(polynomial):
+            value = (value * position + coefficient) % _PRIME
+        shares.append(value)
+    return shares
+
+
+def join(shares: Mapping[int, int]) -> int:
+    """The secret from enough shares, by position: the polynomial's value at 0."""
+    total = 0
+    for position, value in shares.items():
+        factor = 1
+        for other in shares:
+            if other != position:
+                factor = factor * other * pow(other - position, -1, _PRIME) % _PRIME
+        total = (total + value * factor) % _PRIME
+    return total
+
+
+# --- keys --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """A client's secrets of one session, all derived from 32 random bytes."""
+
+    root: bytes = field(repr=False)
+
+    def public_keys(self, parts: int) -> bytes:
+        """The public key of the channel, and that of each part's masks."""
+        keys = [self._channel(), *(mask_key(self.pair_secret(part)) for part in range(parts))]
+        return b"".join(key.public_key().public_bytes_raw() for key in keys)
+
+    def self_secret(self, part: int) -> int:
+        """b_u"""
+        return self._number(f"self {part}")
+
+    def pair_secret(self, part: int) -> int:
+        """The secret of s_u^SK"""
+        return self._number(f"pair {part}")
+
+    def shares(self, part: int, threshold: int, count: int) -> list[bytes]:
+        """For each client the share of b_u and that of s_u^SK, in the order of positions."""
+        mine, pair = (
+            split([secret, *(self._number(f"{name} {part} {i}") for i in range(1, threshold))], count)
+            for name, secret in (("self", self.self_secret(part)), ("pair", self.pair_secret(part)))
+        )
+        return [to_bytes(a) + to_bytes(b) for a, b in zip(mine, pair, strict=True)]
+
+    def seal(self, plain: bytes, to: bytes, about: bytes) -> bytes:
+        """Encrypt for the client with the channel key `to`; `about` names session, part, sender and receiver."""
+        return AESGCM(self._agree(to, about)).encrypt(bytes(12), plain, about)
+
+    def unseal(self, sealed: bytes, sender: bytes, about: bytes) -> bytes:
+        try:
+            return AESGCM(self._agree(sender, about)).decrypt(bytes(12), sealed, about)
+        except InvalidTag:
+            raise MessageError("a share of a secret is not what its sender encrypted for this client") from None
+
+    def mask_keys(self, part: int, mine: int, others: Mapping[int, bytes]) -> list[tuple[bytes, int]]:
+        """The keys of all masks of client `mine`, with their signs; `others` are public mask keys by position."""
+        key = mask_key(self.pair_secret(part))
+        pairs = [(pair_key(key, public), 1 if other > mine else -1) for other, public in others.items()]
+        return [(stream_key(self.self_secret(part)), 1), *pairs]
+
+    def _channel(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(_derive(self.root, b"channel", KEY_BYTES))
+
+    def _agree(self, public: bytes, about: bytes) -> bytes:
+        # `about` makes the key of each message a different one, so that a constant nonce is safe.
+        shared = self._channel().exchange(X25519PublicKey.from_public_bytes(public))
+        return _derive(shared, b"channel " + about, KEY_BYTES)
+
+    def _number(self, name: str) -> int:
+        # 64 bytes: reduced to 255 bits they are uniform but for 2^-257.
+        return int.from_bytes(_derive(self.root, name.encode(), 64), "little") % _PRIME
+
+
+def mask_key(secret: int) -> X25519PrivateKey:
+    """s_u^SK"""
+    return X25519PrivateKey.from_private_bytes(_derive(to_bytes(secret), b"mask key", KEY_BYTES))
+
+
+def pair_key(mine: X25519PrivateKey, public: bytes) -> bytes:
+    """s_uv, the same for both clients"""
+    return _derive(mine.exchange(X25519PublicKey.from_public_bytes(public)), b"pair mask", KEY_BYTES)
+
+
+def stream_key(secret: int) -> bytes:
+    return _derive(to_bytes(secret), b"self mask", KEY_BYTES)
+
+
+def to_bytes(number: int) -> bytes:
+    return number.to_bytes(SHARE_BYTES, "little")
+
+
+def from_bytes(data: bytes) -> int:
+    return int.from_bytes(data, "little")
+
+
+def _derive(secret: bytes, name: bytes, length: int) -> bytes:
+    return HKDF(hashes.SHA256(), length, salt=None, info=b"fedbn secure aggregation: " + name).derive(secret)
+
+
+# --- masks -------------------------------------------------------------------
+
+_PIECE = 1 << 17  # elements: the buffers stay in the processor's cache
+_ZEROS = bytes(8 * _PIECE)
+
+
+def add_masks(values: Fixed, keys: Iterable[tuple[bytes, int]]) -> None:
+    """Add to `values`, or with the sign -1 subtract, the stream of each key. A key must have only one stream."""
+    buffer = bytearray(8 * _PIECE + 15)  # the library asks for 15 bytes more
+    for key, sign in keys:
+        stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        for start in range(0, values.size, _PIECE):
+            piece = values[start : start + _PIECE]
+            stream.update_into(memoryview(_ZEROS)[: 8 * piece.size], buffer)
+            mask = np.frombuffer(buffer, "<u8", piece.size)
+            if sign > 0:
+                piece += mask
+            else:
+                piece -= mask
+
+
+# --- the arrays of a reply as one vector -------------------------------------
+
+Records = Mapping[str, Mapping[str, Fixed]]  # arrays by record and key
+Form = tuple[tuple[str, str, tuple[int, ...]], ...]  # record, key and shape, sorted
+
+
+def form_of(records: Mapping[str, Mapping[str, NDArray[Any]]]) -> Form:
+    return tuple(sorted((name, key, value.shape) for name, each in records.items() for key, value in each.items()))
+
+
+def to_vector(records: Records) -> Fixed:
+    parts = [records[name][key].reshape(-1) for name, key, _ in form_of(records)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+
+def from_vector(vector: Fixed, form: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, dict[str, Fixed]]:
+    records: dict[str, dict[str, Fixed]] = {}
+    end = 0
+    for name, key, shape in form:
+        start, end = end, end + math.prod(shape)
+        records.setdefault(name, {})[key] = vector[start:end].reshape(shape)
+    return records
