@@ -23,7 +23,7 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.engines.base import GridAround
-from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import KIND, Contribution, contribution_to_records
 from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
@@ -105,11 +105,6 @@ class Secure(Wrapper):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        for key, value in unpack(arrays).items():
-            try:
-                kind_of_array(key, value.dtype)
-            except MessageError as error:
-                raise SettingsError(str(error)) from None
         direct = getattr(self._innermost, "direct", False)
         if isinstance(direct, ExchangeConfig) or (direct and ExchangeConfig.from_environment() is not None):
             raise SettingsError(
@@ -282,6 +277,8 @@ def _chain(strategy: Strategy) -> list[Strategy]:
 
 def _needs_more(strategy: Strategy) -> str | None:
     """What a strategy does with the replies of single clients, or None if their mean is enough."""
+    if getattr(strategy, "robust", None):
+        return "compares the replies of single clients (robust, max_share, clip_norm, clip_factor, plausible)"
     if isinstance(strategy, Rule):
         return strategy.traits.individual
     if type(strategy).aggregate_train in [mean.aggregate_train for mean in _MEANS]:
