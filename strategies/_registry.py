@@ -81,14 +81,18 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
         )
     known = _arguments_of(cls)
     positional: list[Strategy] = []
+    inside = ""  # the name of the base
     if issubclass(cls, Wrapper) and cls.inner is None:
         base = options.pop("base", {"name": "FedAvg"})
         if not isinstance(base, Mapping):
             raise SettingsError(f"{section}.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")
+        inside = str(base.get("name"))
         positional.append(build_strategy(base, f"{section}.base", **defaults))
     for key in options:
         if key not in known:
             hint = "" if key != "base" else f"{name} wraps no other strategy; "
+            if inside in (*STRATEGIES, *FLOWER) and key in arguments(inside):
+                hint = f"give it to its base: base: {{name: {inside}, {key}: {options[key]}}}; "
             raise SettingsError(
                 f"{section}.{key} (= {options[key]!r}) is not an argument of {name}; {hint}{did_you_mean(key, known)}"
             )

@@ -1,0 +1,177 @@
+"""Accuracy with 0, 1 and 2 malicious clients of ten, with and without the options of docs/robustness.md.
+
+    python benchmarks/robust.py digits cifar10 >> docs/results/robust/runs.jsonl
+
+Each line of the output is a run. Runs in docs/results/robust/runs.jsonl are not repeated, so a stopped benchmark
+continues. CIFAR-10 is read from $FEDBN_DATA. `--table` prints the tables of the page instead.
+
+The malicious clients are those of the partitions 0 and 1. They train honestly and then change what they send:
+
+- scaled: the update of weights, gamma and beta times 1000,
+- flipped: this update times -1,
+- noise: weights, gamma and beta plus Gaussian noise of standard deviation 1,
+- statistics: running means, and the means in FedTAN's exchanges, plus 1000; variances times a million.
+
+In FedTAN's exchanges, scaled and flipped change the gradients likewise, and noise is added to them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from fedbn_flwr import run, seeding
+from fedbn_flwr.errors import FedbnError
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.norms.roles import Role, roles
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "docs" / "results" / "robust" / "runs.jsonl"
+Arrays = dict[str, np.ndarray]
+
+COMMON: dict[str, Any] = {"clients": 10, "engine": {"device": "cpu", "workers": 0, "threads": 1}}
+SETS: dict[str, dict[str, Any]] = {
+    "digits": {
+        "rounds": 40,
+        "data": {"name": "digits", "partition": {"kind": "dirichlet", "alpha": 1.0}},
+        "model": {"name": "mlp", "norm": "bn"},
+        "train": {"lr": 0.1, "batch_size": 32, "steps": 5},
+        "evaluate": {"every": 40},
+    },
+    "cifar10": {
+        "rounds": 20,
+        "data": {"name": "cifar10", "partition": {"kind": "dirichlet", "alpha": 1.0}, "augment": []},
+        "model": {"name": "cnn", "norm": "bn"},
+        "train": {"lr": 0.05, "batch_size": 32, "steps": 5},
+        "evaluate": {"every": 20},
+    },
+}
+RULES: dict[str, dict[str, Any]] = {
+    "FedAvg": {"name": "FedAvg"},
+    "FixBN": {"name": "FixBN", "freeze_round": 0.5},
+    "FedTAN": {"name": "FedTAN"},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "trimmed": {"robust": "trimmed", "malicious": 2},
+    "bounds": {"clip_factor": 2.0, "plausible": 10.0, "max_share": 0.2},
+    "krum": {"robust": "krum", "malicious": 2},
+    "median": {"robust": "median"},
+}
+ATTACKS = ("scaled", "statistics", "flipped", "noise")
+
+
+class Attack:
+    """A mod of the malicious clients."""
+
+    def __init__(self, kind: str, clients: int) -> None:
+        self.kind = kind
+        self.clients = clients
+        self.models: dict[int, Arrays] = {}  # the model of the round, by node: exchanges come between it and the reply
+
+    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        partition = int(context.node_config["partition-id"])
+        for record in arrays_in(message.content).values():
+            if Role.STATISTICS in roles(record).values():
+                self.models[partition] = dict(unpack(record))
+        reply = call_next(message, context)
+        if partition >= self.clients or reply.has_error() or not arrays_in(reply.content):
+            return reply
+        arrays = dict(unpack(reply.content["arrays"]))
+        config = next(iter(configs_in(reply.content).values()), ConfigRecord())
+        number = next(iter(configs_in(message.content).values()), ConfigRecord()).get("server-round", 0)
+        random = np.random.default_rng(seeding.seed_for(0, "attack", int(number), partition))  # type: ignore[call-overload]
+        kind = config.get("what")
+        changed = self.model(arrays, partition, random) if kind is None else self.exchange(arrays, str(kind), random)
+        return Message(RecordDict({**reply.content, "arrays": pack(changed)}), reply_to=message)
+
+    def model(self, arrays: Arrays, partition: int, random: np.random.Generator) -> Arrays:
+        of, sent = roles(arrays), self.models[partition]
+        for key, value in arrays.items():
+            if of[key] is Role.STATISTICS:
+                arrays[key] = self.statistic(value, key.endswith("running_var"))
+            elif of[key] is not Role.COUNTER:
+                arrays[key] = self.update(value, sent[key], random)
+        return arrays
+
+    def exchange(self, arrays: Arrays, kind: str, random: np.random.Generator) -> Arrays:
+        if kind == "gradients":
+            return {key: self.update(value, np.zeros_like(value), random) for key, value in arrays.items()}
+        return {key: self.statistic(value, key == "var") for key, value in arrays.items()}
+
+    def statistic(self, value: np.ndarray, is_variance: bool) -> np.ndarray:
+        if self.kind != "statistics":
+            return value
+        return value * np.float32(1e6) if is_variance else value + np.float32(1000)
+
+    def update(self, value: np.ndarray, sent: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        match self.kind:
+            case "scaled":
+                return sent + np.float32(1000) * (value - sent)
+            case "flipped":
+                return sent - (value - sent)
+            case "noise":
+                return value + random.standard_normal(value.shape).astype(value.dtype)
+            case _:
+                return value
+
+
+def cases(name: str) -> Iterator[dict[str, Any]]:
+    for options in OPTIONS:
+        for rule in RULES:
+            yield {"set": name, "rule": rule, "options": options, "attack": None, "malicious": 0}
+            for attack in ATTACKS:
+                for malicious in (2, 1):
+                    yield {"set": name, "rule": rule, "options": options, "attack": attack, "malicious": malicious}
+
+
+def measured(case: Mapping[str, Any]) -> dict[str, Any]:
+    strategy = dict(RULES[case["rule"]])
+    options = OPTIONS[case["options"]]
+    strategy |= {"base": {"name": "FedAvg", **options}} if case["rule"] == "FixBN" else options
+    attack = {"name": "robust:Attack", "kind": case["attack"], "clients": case["malicious"]}
+    mods = {"train": [attack], "query": [attack]} if case["malicious"] else {}
+    settings = {**COMMON, **SETS[case["set"]], "strategy": strategy, "mods": mods}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            accuracy = run(settings, out=Path(folder) / "run", progress=False).summary.accuracy
+        except FedbnError as error:
+            return {**case, "accuracy": None, "failed": str(error).split(":")[0]}
+    return {**case, "accuracy": accuracy}
+
+
+def done() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
+
+
+def tables() -> None:
+    found = {tuple(list(each.values())[:5]): each["accuracy"] for each in done()}
+    for name in SETS:
+        for rule in RULES:
+            print(f"\n**{name}, {rule}**\n")
+            columns = [(None, 0), *((attack, count) for attack in ATTACKS for count in (1, 2))]
+            heads = ["none", *(f"{attack} {count}" for attack, count in columns[1:])]
+            print("| options | " + " | ".join(heads) + " |\n|" + "---|" * (len(heads) + 1))
+            for options in OPTIONS:
+                row = [found.get((name, rule, options, attack, count), "") for attack, count in columns]
+                cells = ["failed" if each is None else each and f"{100 * each:.1f}" for each in row]
+                if any(cells):
+                    print(f"| {options} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--table"]:
+        tables()
+        sys.exit()
+    finished = [tuple(list(each.values())[:5]) for each in done()]
+    for chosen in sys.argv[1:]:
+        for each in cases(chosen):
+            if tuple(each.values()) not in finished:
+                print(json.dumps(measured(each)), flush=True)
