@@ -1,6 +1,6 @@
 """The strategies, one file each; import them from `fedbn_flwr.strategies`."""
 
-from fedbn_flwr.messages.screening import Reply as Reply
+from fedbn_flwr.messages.gate import Reply as Reply
 
 from ._flower import FLOWER as FLOWER
 from ._records import CannotSave as CannotSave

@@ -16,12 +16,13 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.gate import Reply
 from fedbn_flwr.messages.robust import Robust
-from fedbn_flwr.messages.screening import Reply
 from fedbn_flwr.norms.roles import Role
 
 from ._records import load, save
@@ -75,6 +76,7 @@ class Rule(Strategy):
     # report it.
     shares: Mapping[int, float] | None = None
     robust: Robust | None = None  # bounds on the influence of one client, if they are on
+    used: Collection[int] = ()  # the nodes whose replies are in the last mean
 
     # --- the hooks ---
 
@@ -148,7 +150,9 @@ class Rule(Strategy):
     ) -> Result:
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
-        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        return super().start(
+            GatedGrid(grid), initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
 
 
 def returned_roles(traits: Traits, present: Collection[Role]) -> frozenset[Role]:

@@ -17,6 +17,7 @@ from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
+from fedbn_flwr.messages.gate import one_line, refused
 from fedbn_flwr.messages.masking import (
     KEY_BYTES,
     SEALED_BYTES,
@@ -35,7 +36,6 @@ from fedbn_flwr.messages.masking import (
     stream_key,
     to_vector,
 )
-from fedbn_flwr.messages.screening import one_line, refused
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.engines.gated import GatedGrid
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.screening import (
-    Reply,
-    check_some_left,
-    read_reply,
-    refuse_records,
-    refused,
-    with_common_metrics,
-    with_records,
-)
+from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, only_arrays, read_reply, refuse, refused
+from fedbn_flwr.messages.screening import alike, check_some_left, fault_problems, refuse_records, with_records
 
 from ._records import inside, load, nested, save
 from ._rule import Round, Rule
@@ -44,9 +38,6 @@ class _Around(Rule):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.strategy.aggregate_evaluate(server_round, with_common_metrics(replies))
 
     def summary(self) -> None:
         self.strategy.summary()
@@ -100,6 +91,9 @@ class Wrapper(_Around):
             check_some_left(round.number, messages)
         return unpack(round.arrays if arrays is None else arrays)
 
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self.rule.aggregate_evaluate(server_round, replies)
+
     def global_model(self, round: Round) -> ArrayRecord:
         return self.rule.global_model(round)
 
@@ -121,7 +115,7 @@ class Wrapper(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        round, messages = self.round, list(replies)
+        round, messages = self.round, gate(replies)
         if round is None or not messages:
             return self.rule.aggregate_train(server_round, messages)
         names = list(self.records(round))
@@ -144,10 +138,11 @@ class Wrapper(_Around):
         found.sort(key=lambda reply: (-1 if reply.partition is None else reply.partition, reply.node))
         weights = self.weights(round, found)
         model = pack(self.combine(round, found, weights))
-        if (shares := self.rule.shares) is not None:
-            by_node = {reply.node: reply for reply in found}
-            found, weights = [by_node[node] for node in shares], list(shares.values())
-        self.shares = shares
+        self.shares, self.used = self.rule.shares, self.rule.used
+        by_node = {reply.node: (reply, weight) for reply, weight in zip(found, weights, strict=True)}
+        found, weights = [by_node[node][0] for node in self.used], [by_node[node][1] for node in self.used]
+        if self.shares is not None:
+            weights = list(self.shares.values())
         self.after_round(round, found, weights)
         return model, self._metrics
 
@@ -172,7 +167,7 @@ class Wrapper(_Around):
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
         return _calling(innermost.strategy, self).start(
-            grid=grid,
+            grid=GatedGrid(grid),
             initial_arrays=initial_arrays,
             num_rounds=num_rounds,
             timeout=timeout,
@@ -211,16 +206,58 @@ class Foreign(_Around):
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.memory = self.Memory()
+        self._sent: Arrays = {}  # the arrays of the round's messages
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
+        self._sent = unpack(arrays)
         return self.strategy.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        return self.strategy.aggregate_train(server_round, replies)
+        messages = self._screened(replies, with_arrays=True)
+        contents = [message.content for message in messages if message.has_content()]
+        if contents and self._weight_key and not any(metrics_of(content)[self._weight_key] for content in contents):
+            raise RunFailed(f"round {server_round}: the weights of all clients ({self._weight_key}) are zero")
+        self.used = [message.metadata.src_node_id for message in messages if message.has_content()]
+        return self.strategy.aggregate_train(server_round, messages)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        messages = self._screened(replies, with_arrays=False)
+        return self.strategy.aggregate_evaluate(server_round, messages)
+
+    @property
+    def _weight_key(self) -> str | None:
+        """The metric by which a strategy derived from Flower's FedAvg, or one inside it, weights replies."""
+        inside: object = self.strategy
+        while inside is not None and not hasattr(inside, "weighted_by_key"):
+            inside = getattr(inside, "strategy", None)
+        return getattr(inside, "weighted_by_key", None)
+
+    def _screened(self, replies: Iterable[Message], *, with_arrays: bool) -> list[Message]:
+        """The replies, where those that would end or spoil the strategy's aggregation are errors.
+
+        Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics, which have the same
+        names and keys in all replies. Of other strategies the replies only pass the gate.
+        """
+        messages, key = gate(replies), self._weight_key
+        if key is None:
+            return messages
+        problems: dict[int, str] = {}
+        arrays: dict[int, Arrays] = {}
+        for message in filter(Message.has_content, messages):
+            node, content = message.metadata.src_node_id, message.content
+            try:
+                if problem := number_problem(metrics_of(content), key):
+                    raise MessageError(problem)
+                if with_arrays:
+                    arrays[node] = unpack(only_arrays(content))
+            except MessageError as error:
+                problems[node] = str(error)
+        problems |= fault_problems({node: each for node, each in arrays.items() if node not in problems}, self._sent)
+        return alike(refuse(messages, problems))
 
     def state(self) -> RecordDict:
         values = {name: value for name, value in vars(self.strategy).items() if not isinstance(value, _FUNCTIONS)}

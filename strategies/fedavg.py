@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -25,25 +25,27 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rules.fedbn import RETURN
-from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.engines.base import capabilities, wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
-from fedbn_flwr.messages.arrays import metrics_of, pack, record_of, unpack
-from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
-from fedbn_flwr.messages.screening import (
+from fedbn_flwr.messages.arrays import pack, record_of, unpack
+from fedbn_flwr.messages.gate import (
     Reply,
+    gate,
+    metrics_of,
     number_problem,
     one_line,
-    only_metrics,
     partition_of,
     read_reply,
-    refuse_records,
 )
+from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
+from fedbn_flwr.messages.screening import refuse_records
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round, Rule, returned_roles
 
+Content = TypeVar("Content")
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
@@ -237,13 +239,17 @@ class FedAvg(Rule, FlowerFedAvg):
             return
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
-        for reply in round.grid.send_and_receive(queries, timeout=self.node_timeout):
-            if reply.has_content():
-                self._note_partition(reply)
+        replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout))
+        answered = {r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()}
+        self._note_partitions(round.grid, answered)
 
-    def _note_partition(self, reply: Message) -> None:
-        if (partition := partition_of(reply.content)) is not None:
-            self.memory.partitions[reply.metadata.src_node_id] = partition
+    def _note_partitions(self, grid: Grid | None, answered: Mapping[int, int | None]) -> list[tuple[int, str]]:
+        """Note the partitions that nodes report; returns the nodes that report a wrong one, each with the reason."""
+        known = self.memory.partitions
+        found = {node: number for node, number in answered.items() if number not in (None, known.get(node))}
+        wrong = capabilities(grid).partition_problems(found) if found and grid is not None else {}
+        self.memory.partitions.update({node: number for node, number in found.items() if node not in wrong})
+        return list(wrong.items())
 
     def _position(self, node: int) -> tuple[int, int, int]:
         """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
@@ -259,44 +265,51 @@ class FedAvg(Rule, FlowerFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        self.shares = {}
+        self.shares, self.used = {}, ()
         round, messages = self.round, list(replies)
         if round is None or self.fraction_train == 0.0:
             return None, None
         sent, expected, names = unpack(round.arrays), self.expected(round.arrays), list(self.records(round))
+        if names:
+            messages = refuse_records(gate(messages), names, sent)
 
-        def problem(message: Message) -> str | None:
-            if wrong := number_problem(only_metrics(message.content), self.weighted_by_key):
-                return wrong
+        def read(message: Message) -> Reply:
             reply = read_reply(message, self.arrayrecord_key, names)
-            return fault(reply.arrays, sent, expected) or self.problem(round, reply)
+            if problem := (
+                number_problem(reply.metrics, self.weighted_by_key)
+                or fault(reply.arrays, sent, expected)
+                or self.problem(round, reply)
+            ):
+                raise MessageError(problem)
+            return reply
 
-        messages = refuse_records(messages, names, sent)
-        usable = self.screen(f"round {server_round}", messages, self.asked, problem)
-        read = [read_reply(message, self.arrayrecord_key, names) for message in usable]
+        usable = self.screen(f"round {server_round}", messages, self.asked, read)
         if self.robust is not None:
-            read = self._plausible(round, read, self.robust)
-            usable = [reply.message for reply in read]
-        weights = self.weights(round, read)
+            usable = self._plausible(round, usable, self.robust)
+        weights = self.weights(round, usable)
         if not sum(weights) > 0:
             raise RunFailed(
                 f"round {server_round}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero"
             )
         if self.robust is not None:
             weights = self.robust.weights(weights)
-        self.shares = {reply.node: weight for reply, weight in zip(read, weights, strict=True)}
-        model = pack(self.combine(round, read, weights))
+        self.shares = {reply.node: weight for reply, weight in zip(usable, weights, strict=True)}
+        self.used = [*self.shares]
+        model = pack(self.combine(round, usable, weights))
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
-        self.after_round(round, read, weights)
-        return model, self._mean_metrics(usable, self.train_metrics_aggr_fn)
+        self.after_round(round, usable, weights)
+        return model, self._mean_metrics([reply.metrics for reply in usable], self.train_metrics_aggr_fn)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        def problem(message: Message) -> str | None:
-            return number_problem(only_metrics(message.content), self.weighted_by_key)
+        def read(message: Message) -> MetricRecord:
+            metrics = metrics_of(message.content)
+            if problem := number_problem(metrics, self.weighted_by_key):
+                raise MessageError(problem)
+            return metrics
 
         # A missing evaluation must not end the run, so no reply is required.
-        usable = self.screen(f"round {server_round}, evaluation", replies, 0, problem)
+        usable = self.screen(f"round {server_round}, evaluation", replies, 0, read)
         return self._mean_metrics(usable, self.evaluate_metrics_aggr_fn) if usable else None
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
@@ -327,26 +340,23 @@ class FedAvg(Rule, FlowerFedAvg):
         return [reply for reply in replies if reply.node in nodes]
 
     def screen(
-        self, what: str, replies: Iterable[Message], asked: int, problem: Callable[[Message], str | None]
-    ) -> list[Message]:
-        """The replies for which `problem` returns None, in the order of partitions; see `admit`."""
-        usable: dict[int, Message] = {}
+        self, what: str, replies: Iterable[Message], asked: int, read: Callable[[Message], Content]
+    ) -> list[Content]:
+        """What `read` returns for each reply, in the order of partitions; a MessageError refuses one. See `admit`."""
+        usable: dict[int, Content] = {}
+        answered: dict[int, int | None] = {}
         refused: list[tuple[int, str]] = []  # not a dict: all error replies for lost nodes have the SuperLink's node id
-        for reply in replies:
+        for reply in gate(replies):
             node = reply.metadata.src_node_id
             if reply.has_error():
                 refused.append((node, reply.error.reason or f"error code {reply.error.code}"))
                 continue
-            self._note_partition(reply)
+            answered[node] = partition_of(reply.content)
             try:
-                reason = problem(reply)
+                usable[node] = read(reply)
             except MessageError as error:
-                reason = str(error)
-            if reason is None:
-                usable[node] = reply
-            else:
-                refused.append((node, reason))
-        return [usable[node] for node in self.admit(what, dict.fromkeys(usable), refused, asked)]
+                refused.append((node, str(error)))
+        return [usable[node] for node in self.admit(what, answered, refused, asked)]
 
     def admit(
         self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
@@ -357,7 +367,7 @@ class FedAvg(Rule, FlowerFedAvg):
         the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the `asked` clients remain;
         with `asked` 0 no client is required.
         """
-        self.memory.partitions.update({node: number for node, number in answered.items() if number is not None})
+        refused = [*refused, *self._note_partitions(None if self.round is None else self.round.grid, answered)]
         reasons = sorted(f"{self._who(node)}: {reason}" for node, reason in refused)
         usable = list(answered.keys() - {node for node, _ in refused})
         if (silent := asked - len(usable) - len(refused)) > 0:
@@ -373,9 +383,8 @@ class FedAvg(Rule, FlowerFedAvg):
             log(WARNING, "%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)
 
-    def _mean_metrics(self, replies: Sequence[Message], mean: MeanOfMetrics) -> MetricRecord:
+    def _mean_metrics(self, records: Sequence[MetricRecord], mean: MeanOfMetrics) -> MetricRecord:
         """The mean of each metric that all clients sent; identifiers and numbers of examples are left out."""
-        records = [metrics_of(reply.content) for reply in replies]
         common = set.intersection(*(set(record) for record in records))
         counts = {key for key in common if key.endswith(protocol.NUM_EXAMPLES)}  # of further test sets too
         common -= {protocol.PARTITION, protocol.BATCH_EXAMPLES, *counts} - {self.weighted_by_key}

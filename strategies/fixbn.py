@@ -26,7 +26,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, as_bfloat16
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.screening import Reply, one_line
+from fedbn_flwr.messages.gate import Reply, one_line
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr.client.rules.globalmomentum import MOMENTUM, MOMENTUM_RECORD
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
-from fedbn_flwr.messages.screening import Reply
+from fedbn_flwr.messages.gate import Reply
 
 from ._rule import Round
 from ._wrapper import Wrapper

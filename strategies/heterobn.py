@@ -14,11 +14,12 @@ from typing import Literal, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import fault, weighted_mean
+from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
-from fedbn_flwr.messages.screening import read_reply
+from fedbn_flwr.messages.gate import Reply, number_problem, read_reply
+from fedbn_flwr.messages.screening import fault_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Round, Traits
@@ -72,14 +73,20 @@ class HeteroBN(FedAvg):
         queries = [Message(content, node, protocol.STATISTICS_QUERY) for node in nodes]
         what = f"round {round.number}, statistics"
         answers = round.grid.send_and_receive(queries, timeout=self.query_timeout)
-        messages = self.screen(what, answers, len(nodes), lambda message: None)
-        first = read_reply(messages[0], self.arrayrecord_key).arrays
 
-        def problem(message: Message) -> str | None:
-            return fault(read_reply(message, self.arrayrecord_key).arrays, first)
+        def read(message: Message) -> Reply:
+            reply = read_reply(message, self.arrayrecord_key)
+            if problem := number_problem(reply.metrics, self.weighted_by_key):
+                raise MessageError(problem)
+            return reply
 
-        messages = self.screen(what, messages, len(messages), problem)
-        replies = [read_reply(message, self.arrayrecord_key) for message in messages]
-        arrays, weights = [reply.arrays for reply in replies], self.weights(round, replies)
+        replies = self.screen(what, answers, len(nodes), read)
+        problems = fault_problems({reply.node: reply.arrays for reply in replies})
+        left = self.admit(what, {reply.node: reply.partition for reply in replies}, [*problems.items()], len(replies))
+        replies = [reply for reply in replies if reply.node in left]
+        weights = self.weights(round, replies)
+        if not sum(weights) > 0:
+            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
+        arrays = [reply.arrays for reply in replies]
         mean = weighted_mean(arrays, weights) if self.robust is None else self.robust.average(arrays, weights, what)
         return record_of({**round.arrays, **pack(mean)})

@@ -26,8 +26,9 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
+from fedbn_flwr.messages.gate import Reply, number_problem
 from fedbn_flwr.messages.robust import median
-from fedbn_flwr.messages.screening import Reply, number_problem, with_arrays, without_norm_state
+from fedbn_flwr.messages.screening import with_arrays, without_norm_state
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round

@@ -20,7 +20,7 @@ from typing import Any, Unpack
 
 from fedbn_flwr.client.rules.scaffold import CONTROL, CONTROL_RECORD
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
-from fedbn_flwr.messages.screening import Reply
+from fedbn_flwr.messages.gate import Reply
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions

@@ -29,8 +29,8 @@ from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.gate import arrays_of, with_content
 from fedbn_flwr.messages.masking import TOTALS, FixedPoint, kind_of_array, kind_of_exchange, kind_of_metric
-from fedbn_flwr.messages.screening import arrays_of, with_content
 
 from ._rule import Round, Rule
 from ._session import SecureSettings, Session, Sums

@@ -21,7 +21,7 @@ from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.screening import arrays_of
+from fedbn_flwr.messages.gate import arrays_of
 from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config

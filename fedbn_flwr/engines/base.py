@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +58,10 @@ class Capabilities:
     def report(self, what: str, done: int, total: int) -> None:
         """Show the progress within a round, if it is watched; may be called from any thread."""
 
+    def partition_problems(self, reported: Mapping[int, int]) -> Mapping[int, str]:
+        """The nodes that cannot have the partition that they report, each with the reason."""
+        return {}
+
 
 def capabilities(grid: Grid) -> Capabilities:
     return grid if isinstance(grid, Capabilities) else Capabilities()
@@ -105,6 +109,9 @@ class GridAround(Capabilities, Grid):
 
     def report(self, what: str, done: int, total: int) -> None:
         capabilities(self.inner).report(what, done, total)
+
+    def partition_problems(self, reported: Mapping[int, int]) -> Mapping[int, str]:
+        return capabilities(self.inner).partition_problems(reported)
 
     def set_run(self, run: Run) -> None:
         self.inner.set_run(run)

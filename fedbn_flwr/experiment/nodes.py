@@ -13,7 +13,7 @@ from fedbn_flwr.engines.base import GridAround, wait_for_nodes
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
-from fedbn_flwr.messages.screening import number_of, partition_of
+from fedbn_flwr.messages.gate import number_of, one_line, partition_of
 
 from .settings import Settings
 
@@ -55,7 +55,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
     for reply in replies:
         node = reply.metadata.src_node_id
         if reply.has_error():
-            problems.append(f"node {node}: {reply.error.reason}")
+            problems.append(f"node {node}: {one_line(str(reply.error.reason))}")
             continue
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
         holders.setdefault(partition_of(reply.content), []).append(node)

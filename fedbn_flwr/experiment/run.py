@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import poll_often
@@ -27,7 +28,7 @@ from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.screening import number_of
+from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.results.folder import RunFolder, default_out, stopped_by_hand
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.write import write_report
@@ -58,7 +59,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
     """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
     snapshot = read_snapshot(folder) if done else None
-    ledger = MeteredGrid(WatchedGrid(grid, progress.report))
+    ledger = MeteredGrid(GatedGrid(WatchedGrid(grid, progress.report), run.clients))
     if snapshot is None:
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: secrets.token_hex(16)}
         state = RunState(prepared, ledger, identity, pack(initial_arrays(prepared.model)))
@@ -115,14 +116,15 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     if arrays is not None:
         state.arrays = arrays
     state.model, state.round = state.arrays, number
-    trained = [number_of(reply) for reply in replies if reply.has_content()]
+    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.used]
+    trained = [number_of(reply) for reply in used]
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
-    state.clients = values_of(replies, "images")
+    state.clients = values_of(used, "images")
     state.dynamics = None
     for listener in listeners:
-        listener.on_replies(state, replies)
+        listener.on_replies(state, used)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import re
 from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
+
+from fedbn_flwr.errors import MessageError
 
 Values = Mapping[str, NDArray[Any]]
 _STYPE = "numpy.ndarray"
@@ -178,11 +181,6 @@ def metrics_in(content: RecordDict) -> dict[str, MetricRecord]:
     return {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
 
 
-def metrics_of(content: RecordDict) -> MetricRecord:
-    """The first MetricRecord of a reply; a screened reply has only one."""
-    return next(iter(metrics_in(content).values()))
-
-
 def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
     return {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
 
@@ -215,8 +213,8 @@ def size_of(record: ArrayRecord) -> tuple[int, int]:
     """The number of elements of a record and of their bytes, without names and headers."""
     if (block := _block_of(record)) is not None:
         return block.flat.size, block.flat.nbytes
-    counts = [(math.prod(array.shape), np.dtype(array.dtype).itemsize) for array in record.values()]
-    return sum(count for count, _ in counts), sum(count * size for count, size in counts)
+    values = unpack(record).values()
+    return sum(value.size for value in values), sum(value.nbytes for value in values)
 
 
 def array_bytes(content: RecordDict) -> int:
@@ -263,23 +261,84 @@ def _kept(value: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
+def held(record: ArrayRecord) -> ArrayRecord:
+    """The record with all its arrays in memory, as they were declared; MessageError names a key that is not so.
+
+    The same record if nothing had to be read. Arrays in memory need no bytes, so they are not checked again.
+    """
+    if _block_of(record) is not None:
+        return record
+    arrays = {key: array if _is_held(array) else _read_as_declared(key, array) for key, array in record.items()}
+    return record if all(arrays[key] is array for key, array in record.items()) else _record(arrays)
+
+
+def _is_held(array: FlowerArray) -> bool:
+    if type(array) is not Array:
+        return False
+    values = array.__dict__
+    owner = values["_owner"]
+    if isinstance(owner, FlatArrays):
+        return bool(values["dtype"] == owner.layout.name and values["shape"] == owner.layout.shapes[values["_key"]])
+    return owner is not None and values["shape"] == owner.shape and values["dtype"] == _name(owner.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype)  # NumPy formats it again on each access
+
+
+def _read_as_declared(key: str, array: FlowerArray) -> Array:
+    try:
+        value = _read(array)
+        shape = tuple(array.shape)
+    except MessageError as error:
+        raise MessageError(f"its array {key!r} cannot be read: {error}") from None
+    except Exception:  # of Python or NumPy: the attributes may be of any type
+        raise MessageError(f"its array {key!r} cannot be read") from None
+    if (array.dtype, shape) != (_name(value.dtype), value.shape):
+        raise MessageError(
+            f"its array {key!r} is declared as {array.dtype!s:.40} of shape {shape!s:.80}, "
+            f"but its bytes are {value.dtype} of shape {value.shape}"
+        )
+    return Array(_kept(value))
+
+
 def _read(array: FlowerArray) -> NDArray[Any]:
-    return read_npy(array.data) if array.stype == _STYPE else array.numpy()
+    if array.stype != _STYPE:
+        raise MessageError(f"its type is {array.stype!s:.40}, expected {_STYPE}")
+    return read_npy(array.data)
 
 
 def read_npy(data: bytes) -> NDArray[Any]:
-    """The array in the bytes of a .npy file, not copied and with a cached header; NumPy's reader does neither."""
-    if data[:8] == b"\x93NUMPY\x01\x00":
-        start = 10 + int.from_bytes(data[8:10], "little")
-        dtype, shape, plain = _header(data[:start])
-        if plain and (count := math.prod(shape)):
-            return np.frombuffer(data, dtype, count, start).reshape(shape)
-    return np.load(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-any-return]
+    """The array of numbers in the bytes of a .npy file, not copied; MessageError for other bytes.
+
+    NumPy's reader also opens archives, evaluates the header as Python and advises to allow pickles.
+    """
+    start = 10 + int.from_bytes(data[8:10], "little")
+    if data[:8] != b"\x93NUMPY\x01\x00" or start > _LONGEST_HEADER:
+        raise MessageError("it is no .npy file of version 1.0")
+    dtype, shape, fortran_order = _header(data[10:start])
+    count = math.prod(shape)
+    if count * dtype.itemsize != len(data) - start:
+        raise MessageError(f"its header has {dtype} of shape {shape!s:.80}, which does not fit its {len(data)} bytes")
+    values = np.frombuffer(data, dtype, count, start) if count else np.empty(0, dtype)
+    return values.reshape(shape[::-1]).T if fortran_order else values.reshape(shape)
+
+
+_LONGEST_HEADER = 2048  # bytes; 64 axes fit
+_HEADER = re.compile(
+    rb"\{'descr': ?'([<>|=][biufc]\d\d?)', ?'fortran_order': ?(True|False), ?'shape': ?\(([\d, ]*)\),? ?\}\s*"
+)
 
 
 @functools.lru_cache(maxsize=4096)
-def _header(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """dtype and shape in a .npy header, and whether the data are numbers in C order."""
-    file = io.BytesIO(head[8:])
-    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
-    return dtype, shape, not (fortran_order or dtype.hasobject)
+def _header(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """dtype, shape and whether the order is Fortran's, from the header of a .npy file."""
+    if (found := _HEADER.fullmatch(text)) is None:
+        raise MessageError("its header is not that of an array of numbers")
+    descr, fortran_order, shape = found.groups()
+    try:
+        dtype = np.dtype(descr.decode())
+    except TypeError:
+        raise MessageError(f"its dtype {descr.decode()!r} does not exist") from None
+    return dtype, tuple(int(axis) for axis in re.findall(rb"\d+", shape)), fortran_order == b"True"

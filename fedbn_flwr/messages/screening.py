@@ -1,95 +1,18 @@
-"""Checks of replies that depend only on their content, not on a round, a strategy or a grid."""
+"""Checks and changes of several replies that depend on the model, but not on a strategy or a grid."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from . import protocol
 from .aggregate import Arrays, fault
 from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
-
-
-@dataclass(frozen=True, eq=False)
-class Reply:
-    """A client's reply to a train message."""
-
-    node: int
-    partition: int | None  # None if the client does not report it
-    arrays: Arrays
-    metrics: MetricRecord
-    records: Mapping[str, Arrays]  # the additional records that the rule requested, by name
-    message: Message  # without these records
-
-    def number(self, key: str) -> float:
-        """The metric `key`; NaN if it is missing or a list."""
-        value = self.metrics.get(key)
-        return float(value) if isinstance(value, int | float) else math.nan
-
-
-def read_reply(message: Message, name: str = "arrays", records: Collection[str] = ()) -> Reply:
-    """The content of a reply; MessageError if it cannot be read. `name` is the record of the model's arrays."""
-    extras = {key: unpack(record) for key, record in arrays_in(message.content).items() if key in records}
-    if extras:
-        (message,) = without_records([message], records)
-    content = message.content
-    metrics = next(iter(metrics_in(content).values()), MetricRecord())
-    try:
-        arrays = unpack(arrays_of(content, name))
-    except MessageError:
-        raise
-    except Exception as error:  # a client may send anything
-        raise MessageError(f"the reply's arrays cannot be read: {error}") from error
-    return Reply(message.metadata.src_node_id, partition_of(content), arrays, metrics, extras, message)
-
-
-def partition_of(content: RecordDict) -> int | None:
-    """The partition that a client reports, in a ConfigRecord or among its metrics, or None."""
-    records: list[ConfigRecord | MetricRecord] = [*configs_in(content).values(), *metrics_in(content).values()]
-    for record in records:
-        if isinstance(partition := record.get(protocol.PARTITION), int):
-            return partition
-    return None
-
-
-def number_of(reply: Message) -> int:
-    """The number of the client that sent a reply: its partition or, if it reports none, its node id."""
-    partition = partition_of(reply.content)
-    return reply.metadata.src_node_id if partition is None else partition
-
-
-def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
-    """The model's arrays: the record `name`, or a record of any name if it is the only ArrayRecord."""
-    records = arrays_in(content)
-    if name in records:
-        return records[name]
-    if len(records) != 1:
-        raise MessageError(f"expected an ArrayRecord {name!r}, found {len(records)} ArrayRecords: {list(records)}")
-    return next(iter(records.values()))
-
-
-def only_metrics(content: RecordDict) -> MetricRecord:
-    records = list(metrics_in(content).values())
-    if len(records) != 1:
-        raise MessageError(f"the reply has {len(records)} MetricRecords, expected one")
-    return records[0]
-
-
-def number_problem(metrics: MetricRecord, key: str) -> str | None:
-    """The reason why a metric cannot be a weight, or None."""
-    value = metrics.get(key)
-    if isinstance(value, list) or value is None or not math.isfinite(value) or value < 0:
-        return f"the reply's metrics have {key!r} = {value!r}, expected a number, zero or more"
-    return None
+from .gate import arrays_of, metrics_of, one_line, refuse, with_content
 
 
 def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dict[int, str]:
@@ -102,18 +25,34 @@ def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dic
     read: dict[int, Arrays] = {}
     problems: dict[int, str] = {}
     for reply in replies:
-        node = reply.metadata.src_node_id
-        if name not in arrays_in(reply.content):
-            problems[node] = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
-            continue
-        try:
-            read[node] = unpack(arrays_in(reply.content)[name])
-        except Exception as error:  # a client may send anything
-            problems[node] = f"cannot be read: {error}"
+        if (record := arrays_in(reply.content).get(name)) is None:
+            reason = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
+            problems[reply.metadata.src_node_id] = reason
+        else:
+            read[reply.metadata.src_node_id] = unpack(record)
     votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
     keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
     problems |= {node: problem for node, arrays in read.items() if (problem := fault(arrays, like, keys)) is not None}
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
+
+
+def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays | None = None) -> dict[int, str]:
+    """The reasons why the arrays of replies are unusable, by node, where the server does not know what to expect.
+
+    It expects the keys, shapes and dtypes that most replies have; of equally frequent ones those of `sent`, the arrays
+    in its messages. If no two replies are alike, only their values are checked.
+    """
+
+    def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
+
+    forms = {node: form(values) for node, values in arrays.items()}
+    votes, of_sent = Counter(forms.values()), None if sent is None else form(sent)
+    most = max(votes, key=lambda each: (votes[each], each == of_sent), default=None)
+    differ = most is not None and votes[most] == 1 and most != of_sent
+    like = next((values for node, values in arrays.items() if forms[node] == most), {})
+    found = {node: fault(values, values if differ else like) for node, values in arrays.items()}
+    return {node: problem for node, problem in found.items() if problem is not None}
 
 
 def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arrays) -> list[Message]:
@@ -121,12 +60,7 @@ def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arra
     problems: dict[int, str] = {}
     for name in names:
         problems = record_problems([reply for reply in replies if reply.has_content()], name, model) | problems
-    return [
-        refused(reply, problems[reply.metadata.src_node_id])
-        if reply.has_content() and reply.metadata.src_node_id in problems
-        else reply
-        for reply in replies
-    ]
+    return refuse(replies, problems)
 
 
 def with_records(messages: Iterable[Message], records: Mapping[str, ArrayRecord]) -> list[Message]:
@@ -146,48 +80,31 @@ def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
     return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])
 
 
-def without_records(messages: Iterable[Message], names: Collection[str]) -> list[Message]:
-    """Copies of the messages without the records `names`; the originals keep their content."""
-    return [
-        with_content(message, RecordDict({key: value for key, value in message.content.items() if key not in names}))
-        for message in messages
-    ]
+def alike(replies: Iterable[Message]) -> list[Message]:
+    """The replies with the names of records that most have, and with the metrics that all of them have.
 
-
-def with_common_metrics(replies: Iterable[Message]) -> list[Message]:
-    """The replies with the metrics that all of them have: Flower's strategies end the run if clients differ.
-
-    A client leaves out a metric that its images do not define, such as the AUC of images of one class.
+    Flower's strategies end the run if clients differ. A client leaves out a metric that its images do not define, such
+    as the AUC of images of one class.
     """
     messages = list(replies)
-    keys = [set(record) for reply in messages if reply.has_content() for record in metrics_in(reply.content).values()]
-    if all(each == keys[0] for each in keys):
+    contents = [message.content for message in messages if message.has_content()]
+    names = Counter(_names(content) for content in contents)
+    keys = [metrics_of(content).keys() for content in contents]
+    if len(names) < 2 and all(each == keys[0] for each in keys):
         return messages
-    common = set.intersection(*keys)
+    common = set(keys[0]).intersection(*keys)
+    of_arrays, of_metrics = names.most_common(1)[0][0]
 
-    def reduced(reply: Message) -> Message:
-        records = {
-            name: MetricRecord({key: value for key, value in record.items() if key in common})
-            for name, record in metrics_in(reply.content).items()
-        }
-        return with_content(reply, RecordDict({**reply.content, **records}))
+    def changed(content: RecordDict) -> RecordDict:
+        metrics = {key: value for key, value in metrics_of(content).items() if key in common}
+        arrays = zip([of_arrays], arrays_in(content).values(), strict=False)  # an evaluation has none
+        return RecordDict({**configs_in(content), **dict(arrays), of_metrics: MetricRecord(metrics)})
 
-    return [reduced(reply) if reply.has_content() else reply for reply in messages]
-
-
-def with_content(message: Message, content: RecordDict) -> Message:
-    changed = copy.copy(message)
-    changed.content = content
-    return changed
+    return [with_content(reply, changed(reply.content)) if reply.has_content() else reply for reply in messages]
 
 
-def refused(reply: Message, reason: str) -> Message:
-    """The reply as an error with this reason; the original keeps its content."""
-    # Not Message(error, reply_to=...), which would change the reply's metadata.
-    changed = copy.copy(reply)
-    changed.__dict__["_content"] = None
-    changed.__dict__["_error"] = Error(ErrorCode.MOD_FAILED_PRECONDITION, reason)
-    return changed
+def _names(content: RecordDict) -> tuple[str, str]:
+    return next(iter(arrays_in(content)), "arrays"), next(iter(metrics_in(content)))
 
 
 def check_some_left(server_round: int, replies: Sequence[Message]) -> None:
@@ -196,7 +113,3 @@ def check_some_left(server_round: int, replies: Sequence[Message]) -> None:
         reasons = sorted(f"node {r.metadata.src_node_id}: {one_line(str(r.error.reason))}" for r in replies)
         listed = "".join(f"\n  - {reason}" for reason in reasons)
         raise RunFailed(f"round {server_round}: 0 of {len(replies)} clients sent a usable reply:{listed}")
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())

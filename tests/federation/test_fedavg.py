@@ -248,9 +248,9 @@ SPOILS: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "missing key": (change_array("4.bias", lambda a: None), "the reply lacks '4.bias'"),
     "negative variance": (change_array("1.running_var", lambda a: -a - 1), "'1.running_var' has negative values"),
     "no count": (change_count(None), "'num-examples' = None"),
-    "negative count": (change_count(-3), "'num-examples' = -3"),
-    "NaN count": (change_count(float("nan")), "'num-examples' = nan"),
-    "list of counts": (change_count([1, 2]), "'num-examples' = [1, 2]"),
+    "negative count": (change_count(-3), "'num-examples' is -3, expected a number from 0"),
+    "NaN count": (change_count(float("nan")), "'num-examples' is nan"),
+    "list of counts": (change_count([1, 2]), "'num-examples' is [1, 2]"),
     "two MetricRecords": (second_metrics, "2 MetricRecords, expected one"),
 }
 

@@ -136,6 +136,6 @@ ROUND = {
     "fedbn_flwr.engines.local",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training",
     "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",
-    "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.screening", "fedbn_flwr.messages.aggregate",
+    "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.gate", "fedbn_flwr.messages.aggregate",
     "fedbn_flwr.seeding",
 }  # fmt: skip

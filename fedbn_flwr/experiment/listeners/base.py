@@ -59,7 +59,7 @@ class Listener:
         """Before the first round, or the first one after resuming."""
 
     def on_replies(self, state: RunState, replies: Sequence[Message]) -> None:
-        """When the replies of a round have become `state.arrays`, before `on_round`; the replies are not kept."""
+        """When these replies of a round have become `state.arrays`, before `on_round`; the replies are not kept."""
 
     def on_round(self, state: RunState) -> None:
         """After a round, in the order of the listeners."""

@@ -10,7 +10,7 @@ from flwr.app import Message
 
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
-from fedbn_flwr.messages.screening import number_of
+from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.results.clients import spread
 
 ByClient = dict[int, dict[str, float]]  # metrics by the number of the client

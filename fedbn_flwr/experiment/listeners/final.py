@@ -13,7 +13,7 @@ from flwr.common import log
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, record_of
-from fedbn_flwr.messages.screening import number_of, one_line
+from fedbn_flwr.messages.gate import number_of, one_line
 from fedbn_flwr.results.folder import RunFolder
 
 from .base import Listener, RunState

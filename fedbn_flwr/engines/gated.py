@@ -1,0 +1,64 @@
+"""A grid whose replies have passed the gate (`fedbn_flwr.messages.gate`), and whose nodes keep their partitions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedbn_flwr.messages.gate import gate, partition_of, refuse
+
+from .base import GridAround
+
+
+class GatedGrid(GridAround):
+    """A grid that replaces replies that may not pass by errors with the reason.
+
+    A node keeps the partition that it first reports, as long as it is connected. If two nodes report the same partition
+    at first, neither is known to be right, and both pass.
+
+    Parameters
+    ----------
+    clients
+        The number of partitions; None: unknown.
+    """
+
+    def __init__(self, inner: Grid, clients: int | None = None) -> None:
+        super().__init__(inner)
+        self._clients = clients
+        self._partitions: dict[int, int] = {}  # by node
+        self._holders: dict[int, int] = {}  # the inverse
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self._passed(super().send_and_receive(messages, timeout=timeout))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self._passed(super().pull_messages(message_ids))
+
+    def _passed(self, replies: Iterable[Message]) -> list[Message]:
+        passed = gate(replies)
+        reported = {
+            reply.metadata.src_node_id: partition
+            for reply in passed
+            if reply.has_content() and (partition := partition_of(reply.content)) is not None
+        }
+        return refuse(passed, self.partition_problems(reported))
+
+    def partition_problems(self, reported: Mapping[int, int]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        times = Counter(reported.values())
+        for node, partition in reported.items():
+            if self._partitions.get(node) == partition:
+                continue
+            holder = self._holders.get(partition)
+            if self._clients is not None and partition >= self._clients:
+                found[node] = f"its partition-id is {partition}, expected 0 to {self._clients - 1}"
+            elif node in self._partitions:
+                found[node] = f"its partition-id is {partition}, and it reported {self._partitions[node]} before"
+            elif holder is not None and holder in self.inner.get_node_ids():
+                found[node] = f"its partition-id is {partition}, which node {holder} has"
+            elif times[partition] == 1:
+                self._partitions[node], self._holders[partition] = partition, node
+        return found

@@ -1,0 +1,259 @@
+"""The gate: every reply of a client is checked here before the ledger, wrappers and rules read it.
+
+Clients are machines of other people, so a reply may contain anything. The gate reads each array once and keeps it in
+memory, checks each metric by its type, and never raises: a reply passes, or it becomes an error reply with the reason.
+Behind the gate
+
+- arrays are NumPy arrays of numbers with the declared dtype and shape,
+- metrics are finite numbers or lists of them, and numbers of examples are between 0 and 2**31,
+- a partition is a whole number, zero or more,
+- a metric has the same form (one number, or so many numbers) in all replies to the messages of a round.
+
+What depends on the model or the round (`fault`, `Rule.problem`) is checked where these are known.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.errors import MessageError
+
+from . import protocol
+from .aggregate import Arrays
+from .arrays import arrays_in, held, metrics_in, unpack
+
+MOST_EXAMPLES = 2**31
+_LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
+_TEXT_LIMIT = 2000  # characters of a reason
+_COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
+_WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
+_SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
+
+
+def gate(replies: Iterable[Message]) -> list[Message]:
+    """The replies to the messages of a round; each one that may not pass is replaced by an error with the reason."""
+    passed = [_passed(reply) for reply in replies]
+    odd = _odd_metrics(passed)
+    return [refused(reply, odd[i]) if i in odd else reply for i, reply in enumerate(passed)] if odd else passed
+
+
+def checked(content: RecordDict) -> RecordDict:
+    """The content with its arrays in memory; MessageError names the first record or key that may not pass."""
+    read: dict[str, ArrayRecord] = {}
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            if (arrays := held(record)) is not record:
+                read[name] = arrays
+        elif isinstance(record, MetricRecord):
+            _check_metrics(record)
+        elif not isinstance(record, ConfigRecord):
+            raise MessageError(f"its record {shown(name)} is a {type(record).__name__}")
+        elif protocol.PARTITION in record:
+            _check_whole(protocol.PARTITION, record[protocol.PARTITION])
+    return RecordDict({**content, **read}) if read else content
+
+
+def _passed(reply: Message) -> Message:
+    if not reply.has_content():
+        return reply
+    try:
+        content = checked(reply.content)
+    except MessageError as error:
+        return refused(reply, str(error))
+    except Exception:  # the texts of NumPy's and Flower's errors are about their own interfaces
+        return refused(reply, "its content cannot be read")
+    return reply if content is reply.content else with_content(reply, content)
+
+
+def _check_metrics(metrics: MetricRecord) -> None:
+    for key, value in metrics.items():
+        if key in _WHOLE:
+            _check_whole(key, value)
+        elif key.endswith(_COUNTS):
+            if not _is_number(value) or not 0 <= value <= MOST_EXAMPLES:  # type: ignore[operator]
+                raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected a number from 0 to 2**31")
+        elif isinstance(value, list):
+            if not all(map(_is_number, value)):
+                raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected finite numbers")
+        elif not _is_number(value):
+            raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected a finite number")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # false for NaN
+
+
+def _check_whole(key: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_EXAMPLES:
+        raise MessageError(f"its {key!r} is {shown(value)}, expected a whole number from 0 to 2**31")
+
+
+def _odd_metrics(replies: list[Message]) -> dict[int, str]:
+    """The replies with a metric that is unlike that of most others, by position, and the reasons.
+
+    A metric has the same form in most replies: one number, or a list of so many numbers. Accuracies and other shares
+    are between 0 and 1, and a batch is no larger than its data set, unless that is not so for most clients: some
+    ClientApps report percentages, or equal weights as numbers of examples.
+    """
+    contents = [reply.content if reply.has_content() else RecordDict() for reply in replies]
+    records = [record for content in contents for record in metrics_in(content).values()]
+    unusual = {
+        key: None
+        for record in records
+        for key, value in record.items()
+        if isinstance(value, list) or _beyond(key, value, record)
+    }
+    found: dict[int, str] = {}
+    for key in unusual:
+        each = {i: r for i, content in enumerate(contents) for r in metrics_in(content).values() if key in r}
+        forms = {i: len(value) if isinstance(value := record[key], list) else -1 for i, record in each.items()}
+        counts = Counter(forms.values())
+        most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
+        form = "one number" if most < 0 else f"a list of {most} numbers"
+        odd = {i: f"that of other clients is {form}" for i in each if forms[i] != most}
+        beyond = {i: why for i, record in each.items() if i not in odd and (why := _beyond(key, record[key], record))}
+        if 2 * len(beyond) <= len(each) - len(odd):
+            odd |= beyond
+        found |= {i: f"its metric {shown(key)} is {shown(each[i][key])}, {why}" for i, why in odd.items()}
+    return found
+
+
+def _beyond(key: str, value: object, metrics: MetricRecord) -> str | None:
+    """The range of a number that only an unusual client leaves, if it is outside."""
+    if isinstance(value, int | float):
+        if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
+            return "expected a number from 0 to 1"
+        examples = metrics.get(protocol.NUM_EXAMPLES)
+        if key == protocol.BATCH_EXAMPLES and isinstance(examples, int | float) and value > examples:
+            return f"more than its {protocol.NUM_EXAMPLES!r}, {examples}"
+    return None
+
+
+# --- the typed content of a reply --------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """A client's reply that has passed the gate."""
+
+    node: int
+    partition: int | None  # None if the client does not report it
+    arrays: Arrays  # of the model
+    metrics: MetricRecord
+    records: Mapping[str, Arrays]  # the additional records that the rule requested, by name
+    message: Message  # without these records
+
+    def number(self, key: str) -> float:
+        """The metric `key`; NaN if it is missing or a list."""
+        value = self.metrics.get(key)
+        return float(value) if isinstance(value, int | float) else math.nan
+
+
+def read_reply(message: Message, name: str = "arrays", records: Collection[str] = ()) -> Reply:
+    """The content of a reply that has passed the gate; `name` is the record of the model's arrays.
+
+    MessageError if it is not a reply with arrays.
+    """
+    content = message.content
+    extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
+    if extras:
+        message = with_content(message, RecordDict({k: record for k, record in content.items() if k not in records}))
+    arrays = unpack(arrays_of(message.content, name))
+    return Reply(message.metadata.src_node_id, partition_of(content), arrays, metrics_of(content), extras, message)
+
+
+def partition_of(content: RecordDict) -> int | None:
+    """The partition that a client reports, in a ConfigRecord or among its metrics, or None."""
+    for record in content.values():
+        if not isinstance(record, ArrayRecord) and isinstance(partition := record.get(protocol.PARTITION), int):
+            return partition
+    return None
+
+
+def number_of(reply: Message) -> int:
+    """The number of the client that sent a reply: its partition or, if it reports none, its node id."""
+    partition = partition_of(reply.content)
+    return reply.metadata.src_node_id if partition is None else partition
+
+
+def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
+    """The model's arrays: the record `name`, or a record of any name if it is the only ArrayRecord."""
+    records = arrays_in(content)
+    if name in records:
+        return records[name]
+    if len(records) != 1:
+        raise MessageError(f"expected an ArrayRecord {name!r}, found {len(records)} ArrayRecords: {shown([*records])}")
+    return next(iter(records.values()))
+
+
+def only_arrays(content: RecordDict) -> ArrayRecord:
+    records = list(arrays_in(content).values())
+    if len(records) != 1:
+        raise MessageError(f"the reply has {len(records)} ArrayRecords, expected one")
+    return records[0]
+
+
+def metrics_of(content: RecordDict) -> MetricRecord:
+    """The metrics of a reply, which has one MetricRecord."""
+    records = list(metrics_in(content).values())
+    if len(records) != 1:
+        raise MessageError(f"the reply has {len(records)} MetricRecords, expected one")
+    return records[0]
+
+
+def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
+    """The reason why a metric cannot be a weight, or None."""
+    value = metrics.get(key)
+    if value is None or isinstance(value, list) or not 0 <= value <= MOST_EXAMPLES:
+        return f"the reply's metrics have {key!r} = {shown(value)}, expected a number, zero or more"
+    return None
+
+
+def refused(reply: Message, reason: str) -> Message:
+    """The reply as an error with this reason; the original keeps its content."""
+    # Not Message(error, reply_to=...), which would change the reply's metadata.
+    changed = copy.copy(reply)
+    changed.__dict__["_content"] = None
+    changed.__dict__["_error"] = Error(ErrorCode.MOD_FAILED_PRECONDITION, reason)
+    return changed
+
+
+def refuse(replies: Iterable[Message], reasons: Mapping[int, str]) -> list[Message]:
+    """The replies, where those of the nodes in `reasons` are errors."""
+    return [
+        refused(reply, reasons[node])
+        if (node := reply.metadata.src_node_id) in reasons and reply.has_content()
+        else reply
+        for reply in replies
+    ]
+
+
+def with_content(message: Message, content: RecordDict) -> Message:
+    changed = copy.copy(message)
+    changed.content = content
+    return changed
+
+
+def shown(value: object) -> str:
+    """A value of a client in a message, at most 80 characters."""
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print integers of thousands of digits
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list) and len(value) > 5:
+        return f"a list of {len(value)} values"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def one_line(text: str) -> str:
+    """The text in one line without control characters, since it may be a client's."""
+    line = " ".join(text.split())
+    printable = line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
+    return printable if len(printable) <= _TEXT_LIMIT else f"{printable[:_TEXT_LIMIT]}..."
