@@ -4,7 +4,9 @@ They run in the environment that nox is installed in (`uv pip install -e '.[dev]
 environment per chore would download PyTorch each time.
 """
 
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -52,6 +54,26 @@ def test_all(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Tests with Flower's real timeouts, and tests that need containers or a GPU."""
     run(session, "pytest", "-m", "nightly", *session.posargs)
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Known vulnerabilities of the installed packages, from PyPI's database; needs the Internet."""
+    program = str(Path(sys.executable).with_name("pip-audit"))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "audit.json"
+        session.run(program, "--progress-spinner=off", "--format=json", f"--output={file}", success_codes=[0, 1])
+        packages = json.loads(file.read_text(encoding="utf-8"))["dependencies"]
+    # This project, and builds such as torch 2.12+cpu, are not in the database.
+    unknown = [package["name"] for package in packages if "skip_reason" in package]
+    if len(unknown) > len(packages) // 10:
+        session.error(f"{len(unknown)} of {len(packages)} packages could not be looked up, such as {unknown[0]}")
+    for package in packages:
+        for found in package.get("vulns", []):
+            fixed = ", ".join(found["fix_versions"]) or "no version yet"
+            session.warn(f"{package['name']} {package['version']}: {found['id']}, fixed in {fixed}")
+    if any(package.get("vulns") for package in packages):
+        session.error("installed packages have known vulnerabilities")
 
 
 @nox.session

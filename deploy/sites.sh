@@ -38,8 +38,8 @@ repeat() {
         /^[^ ]/ || /^  [^ ]/ { inside = 0 }
         /^  (supernode|superexec-clientapp)-[0-9]+:/ { inside = 1; mine = /-0:/ }
         inside { if (mine) block = block $0 "\n"; next }
-        /^ +(- )?(data|state|site|exchange)-[0-9]+:?$/ {
-            if (/-0:?$/) for (i = 0; i < sites; i++) print site($0, i)
+        /^ +(- )?(data|state|site|exchange)-[0-9]+(-ca|-key)?(:.*)?$/ {
+            if (/^ +(- )?[a-z]+-0/) for (i = 0; i < sites; i++) print site($0, i)
             next
         }
         { flush(); print }

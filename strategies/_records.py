@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 
 Record = ArrayRecord | MetricRecord | ConfigRecord
@@ -49,8 +49,9 @@ def save(values: Mapping[str, Any], owner: str) -> RecordDict:
 
 def load(records: RecordDict) -> dict[str, Any]:
     """The values that `save` converted to these records."""
-    literals = records["literals"]
-    assert isinstance(literals, ConfigRecord)
+    literals = records.get("literals")
+    if not isinstance(literals, ConfigRecord):
+        raise StorageError("the strategy's state in the checkpoint has no ConfigRecord 'literals'")
     values = {name: ast.literal_eval(str(text)) for name, text in literals.items()}
     for key, record in records.items():
         kind, colon, name = key.partition(":")

@@ -24,7 +24,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 
 PREFIX = "FEDBN_EXCHANGE_"
 METHOD = "/fedbn.Exchange/Stream"
-TOKEN = "fedbn-token"  # key of the call's metadata
+TOKEN = "fedbn-token"  # key of the call's metadata  # noqa: S105 (the name of a header)
 ACCEPTED = "fedbn-accepted"  # key in the metadata of the answer to an accepted call
 
 # Pings detect a lost machine within half a minute.

@@ -30,7 +30,7 @@ class Key:
 PREFIX = "fedbn."
 RUN = "fedbn.run"
 READY = "fedbn.ready"
-TOKEN = "fedbn.run-token"
+TOKEN = "fedbn.run-token"  # noqa: S105 (the name of a key)
 KEPT_ROUND = "fedbn.kept-round"
 OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
@@ -57,7 +57,7 @@ COHORT_STEP = "fedbn.cohort-step"
 COHORT_BATCH = "fedbn.cohort-batch"
 REPORT_BATCH = "fedbn.report-batch"
 DIRECT = "fedbn.direct"
-DIRECT_TOKEN = "fedbn.direct-token"
+DIRECT_TOKEN = "fedbn.direct-token"  # noqa: S105 (the name of a key)
 DIRECT_CA = "fedbn.direct-ca"
 DIRECT_INSECURE = "fedbn.direct-insecure"
 DIRECT_TIMEOUT = "fedbn.direct-timeout"

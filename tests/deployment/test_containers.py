@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.containers import Containers, skip_without_an_engine
+from tests.support.containers import Containers, docker, skip_without_an_engine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
@@ -57,6 +57,20 @@ def check_owners(containers: Containers, sites: int) -> None:
         assert containers.inside(node, "touch /keys/new 2>/dev/null || echo read-only").strip() == "read-only"
 
 
+def check_isolation(containers: Containers, sites: int) -> None:
+    """No container can write to its root, and the apps of sites are on internal networks only."""
+    nodes = [f"supernode-{site}" for site in range(sites)]
+    apps = [f"superexec-clientapp-{site}" for site in range(sites)]
+    for service in ("superlink", "superexec-serverapp", *nodes, *apps):
+        assert containers.inside(service, "touch /new /python/new 2>/dev/null || echo read-only").strip() == "read-only"
+    for app in apps:
+        for network in containers.networks(app):
+            assert docker("network", "inspect", "--format", "{{.Internal}}", network).strip() == "true", network
+    for name in ("superlink", "supernode-1"):
+        assert containers.inside(apps[0], f"getent hosts {name} || echo unknown").strip() == "unknown"
+    assert containers.inside("superexec-serverapp", "getent hosts supernode-0 || echo unknown").strip() == "unknown"
+
+
 def run_both(containers: Containers, clients: int) -> None:
     for name, change in (("fixbn", FIXBN), ("fedtan", FEDTAN)):
         containers.wait_for_end(containers.submit(name, EXPERIMENT | {"clients": clients} | change))
@@ -86,6 +100,7 @@ def test_three_sites_lose_a_site_and_a_server_and_continue(containers: Container
     containers.wait_for_end(containers.submit("fedbn", experiment, resume=True))
     assert [line["round"] for line in containers.history("fedbn")] == [1, 2, 3, 4, 5, 6]
     check_owners(containers, 3)
+    check_isolation(containers, 3)
 
 
 def test_five_sites_train(containers: Containers) -> None:
@@ -94,3 +109,4 @@ def test_five_sites_train(containers: Containers) -> None:
     containers.wait_for_nodes(5)
     run_both(containers, 5)
     check_owners(containers, 5)
+    check_isolation(containers, 5)

@@ -72,14 +72,23 @@ def test_containers_are_those_of_the_compose_file(name: str, services: dict[str,
         for target, read_only in volumes_of(expected):
             assert mounts.pop({"/register.sh": "/script"}.get(target, target)) == read_only
         assert mounts.keys() <= {"/app", "/tmp"}, "only folders for temporary files are added"
+        assert limit_of(expected) == container["resources"]["limits"]["memory"]
+        assert expected["read_only"] == container["securityContext"]["readOnlyRootFilesystem"]
 
 
 def volumes_of(service: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """The folders that a service mounts, and whether it can only read them; files of secrets count as their folder."""
     for volume in service.get("volumes", []):
         if isinstance(volume, str):
             yield volume.split(":")[1], volume.endswith(":ro")
         else:
             yield volume["target"], volume["read_only"]
+    for folder in sorted({secret["target"].rpartition("/")[0] for secret in service.get("secrets", [])}):
+        yield folder, True
+
+
+def limit_of(service: dict[str, Any]) -> str:
+    return str(service["mem_limit"]).replace("g", "Gi")
 
 
 @pytest.mark.parametrize("name", ["server.yaml", "site.yaml"])
@@ -131,12 +140,14 @@ def test_the_docs_create_each_secret_and_config_map_from_the_right_folder() -> N
     created = re.findall(r"create (secret generic|configmap) ([\w-]+) +--from-file=(\S+)", text)
     found = {(kind.split()[0], name): source for kind, name, source in created}
     needed: dict[tuple[str, str], str] = {}
-    compose = read_compose()["services"]
+    compose, secrets = read_compose()["services"], read_compose()["secrets"]
     for file, services in (("server.yaml", SERVER), ("site.yaml", SITE)):
         for pod, resource, container in pods(file):
-            given = {
-                volume["target"]: volume["source"] for volume in compose[services[pod]]["volumes"] if "target" in volume
-            }
+            service = compose[services[pod]]
+            given = {volume["target"]: volume["source"] for volume in service.get("volumes", []) if "target" in volume}
+            for secret in service.get("secrets", []):
+                folder = secrets[secret["source"]]["file"].rpartition("/")[0]
+                given[secret["target"].rpartition("/")[0]] = folder
             places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
             for volume in resource["spec"]["template"]["spec"]["volumes"]:
                 place = {"/script": "/register.sh"}.get(places[volume["name"]], places[volume["name"]])

@@ -89,7 +89,8 @@ def test_images_are_those_of_the_installed_flower() -> None:
     services = read_compose()["services"].values()
     images = [service["image"] for service in services if "image" in service and "profiles" not in service]
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
-    images += [line.split()[1] for line in dockerfile.splitlines() if line.startswith("FROM ")]
+    images += re.findall(r"^ARG SUPEREXEC_IMAGE=(.+)$", dockerfile, re.MULTILINE)
+    assert len(images) == 6
     assert {image.split(":")[1].rsplit(".", 1)[0] for image in images} == {version("flwr").rsplit(".", 1)[0]}
 
 
@@ -133,17 +134,84 @@ def test_an_app_reaches_only_its_own_node_and_the_server(sites: int, five_sites:
         assert reachable == {f"supernode-{i}", "superexec-serverapp"}
         assert services[app]["volumes"] == [f"data-{i}:/data:ro", f"state-{i}:/state"], "no keys, only its data"
         mounted += [f"data-{i}", f"state-{i}"]
-        (key,) = services[f"supernode-{i}"]["volumes"]
-        assert (key["source"], key["read_only"]) == (f"{KEYS}/site-{i}", True)
+        own = services[f"supernode-{i}"]["secrets"]
+        assert {secret["target"]: content["secrets"][secret["source"]]["file"] for secret in own} == {
+            "/keys/ca.crt": f"{KEYS}/site-{i}/ca.crt",
+            "/keys/node.key": f"{KEYS}/site-{i}/node.key",
+        }
+        assert "secrets" not in services[app]
+        assert all(
+            str((content["networks"][n] or {}).get("internal")).lower() == "true" for n in services[app]["networks"]
+        )
         (config,) = (word for word in services[f"supernode-{i}"]["command"] if word.startswith("--node-config="))
         assert config.split("=", 1)[1].split() == [f"partition-id={i}", f"num-partitions={sites}", "state='/state'"]
     assert set(content["volumes"]) == {"superlink-state", "runs", "data", "prometheus", "grafana", *mounted}
     settings = {
         key: value for key, value in services["superexec-serverapp"]["environment"].items() if "EXCHANGE" in key
     }
+    assert members["server"] == {"superlink", "superexec-serverapp"}, "the code of a run reaches no node"
     assert settings["FEDBN_EXCHANGE_ADDRESS"] == "superexec-serverapp:8001"
     known = {f"{PREFIX}{field.name.upper()}" for field in fields(ExchangeConfig)}
     assert settings.keys() <= known
+
+
+def test_containers_have_a_user_limits_and_a_root_that_they_cannot_write_to() -> None:
+    for name, service in read_compose()["services"].items():
+        assert service["read_only"], name
+        assert int(service["user"].split(":")[0]) > 0, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["pids_limit"] == 2048, name
+        assert service["mem_limit"].endswith("g"), name
+        assert service["init"], name
+
+
+def test_a_site_elsewhere_can_open_its_exchange_network_only() -> None:
+    networks = read_compose({"EXCHANGE_INTERNAL": "false"})["networks"]
+    is_open = {name for name, network in networks.items() if network and network["internal"] in ("false", False)}
+    assert is_open == {"exchange-0", "exchange-1", "exchange-2"}
+
+
+@needs_tools
+def test_each_secret_is_one_file_for_the_services_that_name_it() -> None:
+    """The private keys have one reader each."""
+    content = read_compose()
+    readers: dict[str, list[str]] = {}
+    for name, service in content["services"].items():
+        for secret in service.get("secrets", []):
+            readers.setdefault(secret["source"], []).append(name)
+    assert readers.keys() == content["secrets"].keys()
+    own = {"superlink-key": ["superlink"], "exchange-key": ["superexec-serverapp"]}
+    own |= {f"site-{i}-key": [f"supernode-{i}"] for i in range(3)}
+    assert {secret: names for secret, names in readers.items() if secret.endswith("-key")} == own
+
+
+def test_images_are_pinned_to_the_digests_that_the_engine_pulled(tmp_path: Path) -> None:
+    """With a stand-in for `docker`: digests come from a registry."""
+    digest = "sha256:" + "a" * 64
+    (tmp_path / "deploy").mkdir()
+    for file in (COMPOSE, ROOT / "deploy" / "images.sh", ROOT / "deploy" / "Dockerfile"):
+        shutil.copy(file, tmp_path / file.relative_to(ROOT).parent)
+    (tmp_path / ".env").write_text("SITES=3\nSUPERLINK_IMAGE=flwr/superlink:1.40.0@sha256:old\n")
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(f'#!/bin/sh\n[ "$1" = pull ] || echo some/other@{digest}\n')
+    docker.chmod(0o755)
+    path = {"PATH": f"{docker.parent}{os.pathsep}{os.environ['PATH']}"}
+    run = ["sh", str(tmp_path / "deploy" / "images.sh")]
+    unpinned = subprocess.run([*run, "--check"], capture_output=True, text=True, env=path, timeout=60)
+    assert unpinned.returncode == 1
+    assert "SUPEREXEC_IMAGE" in unpinned.stderr
+    done = subprocess.run(run, capture_output=True, text=True, env=path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / ".env").read_text().splitlines()
+    assert lines[0] == "SITES=3"
+    assert f"SUPERLINK_IMAGE=flwr/superlink:1.41.0@{digest}" in lines
+    given = dict(line.split("=", 1) for line in lines)
+    services = read_compose(given, tmp_path / "docker-compose.yml")["services"].values()
+    used = [service.get("image") or service["build"]["args"]["SUPEREXEC_IMAGE"] for service in services]
+    assert {image.partition("@")[2] for image in used} == {digest}
+    assert subprocess.run([*run, "--check"], capture_output=True, env=path, timeout=60).returncode == 0
 
 
 def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
@@ -181,7 +249,8 @@ def test_limits_are_variables_of_each_kind_of_service() -> None:
         service = read_compose({f"{variable}_CPUS": "1.5", f"{variable}_MEMORY": "8g"})["services"][name]
         assert (service["cpus"], service["mem_limit"]) == (1.5, "8g")
         service = read_compose()["services"][name]
-        assert (service["cpus"], service["mem_limit"]) == (0, 0), "no limit"
+        assert service["cpus"] == 0, "no limit"
+        assert service["mem_limit"] != "0"
 
 
 # --- the image ---
@@ -197,7 +266,9 @@ def instructions() -> list[tuple[str, str]]:
 
 def test_the_image_is_pinned_unprivileged_and_without_secrets() -> None:
     found = instructions()
-    assert all(re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+", value) for name, value in found if name == "FROM")
+    assert [value for name, value in found if name == "FROM"] == ["${SUPEREXEC_IMAGE}"]
+    image = next(value.partition("=")[2] for name, value in found if name == "ARG")
+    assert re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+", image)
     assert [value for name, value in found if name == "USER"][-1] == "49999", "the user to whom keys.sh gives the keys"
     assert [name for name, _ in found if name == "ADD"] == []
     copied = [value.split()[-2] for name, value in found if name == "COPY"]
@@ -222,13 +293,17 @@ def test_the_image_s_file_is_clean_to_a_linter() -> None:
 def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert make_keys(keys, "example.org", "10.0.0.7").returncode == 0
+    content = read_compose()
     mounted = {
         volume["source"]
-        for service in read_compose()["services"].values()
+        for service in content["services"].values()
         for volume in service.get("volumes", [])
         if isinstance(volume, dict) and volume["source"].startswith(KEYS)
     }
-    assert mounted == {f"{KEYS}/{path.name}" for path in keys.iterdir() if path.is_dir() and path.name != "ca"}
+    assert mounted == {f"{KEYS}/nodes"}
+    files = {secret["file"].replace(KEYS, str(keys)) for secret in content["secrets"].values()}
+    assert all(Path(file).is_file() for file in files)
+    assert {str(path) for path in keys.rglob("*.key")} - files == {str(keys / "ca" / "ca.key")}
     for server, host in (("superlink", "superlink"), ("exchange", "superexec-serverapp")):
         certificate = keys / server / "server.pem"
         words = ["openssl", "x509", "-in", str(certificate), "-noout", "-ext", "subjectAltName"]

@@ -71,6 +71,11 @@ class Containers:
     def inside(self, service: str, command: str) -> str:
         return self.compose("exec", "-T", service, "sh", "-c", command)
 
+    def networks(self, service: str) -> list[str]:
+        container = self.compose("ps", "--quiet", service).strip()
+        names = "{{range $name, $network := .NetworkSettings.Networks}}{{println $name}}{{end}}"
+        return docker("inspect", "--format", names, container).split()
+
     def flwr(self, *words: str) -> Any:
         """The JSON that a command of `flwr` prints."""
         done = subprocess.run(

@@ -164,14 +164,16 @@ class Deployment:
         self.folder = folder
         self.real_clocks = real_clocks
         self.keys = folder / "keys"
-        self.services: dict[str, Any] = _always_started(read_compose(variables, file)["services"])
+        compose = read_compose(variables, file)
+        self.services: dict[str, Any] = _always_started(compose["services"])
+        self.secrets: dict[str, Any] = compose["secrets"]
         self.running: dict[str, Service] = {}
         self._ports: dict[tuple[str, int], int] = {}
 
     # --- a container's environment ---
 
     def mounts(self, service: str) -> dict[str, Path]:
-        """The folder on this host for each folder inside the container."""
+        """The folder or file on this host for each one inside the container."""
         folders = {HOME: self.folder / service / HOME[1:]}
         if service.startswith("supernode-"):
             # Its --node-config names folders of the container that runs the app.
@@ -190,6 +192,10 @@ class Deployment:
                 folders[target] = ROOT / source
             else:
                 folders[target] = self.folder / "volumes" / source
+        for secret in self.services[service].get("secrets", []):
+            file = self.secrets[secret["source"]]["file"]
+            assert file.startswith(KEYS + "/")
+            folders[secret["target"]] = self.keys / file[len(KEYS) + 1 :]
         return folders
 
     def port(self, host: str, port: int) -> int:

@@ -47,7 +47,8 @@ def partition(
             f"data.partition ({kind}) gives {lost} of {len(labels)} images to no client (classes {gone[:10]}); "
             "use more clients, more classes per client, or assignment: consecutive"
         )
-    assert counts.max() == 1, "a partitioner gave an image to two clients"
+    if counts.max() > 1:
+        raise DataError(f"data.partition ({kind}) gives image {int(counts.argmax())} to two clients; expected one")
     return [torch.from_numpy(np.sort(part)) for part in parts]
 
 
