@@ -83,7 +83,7 @@ SECURE_KEYS = {
     SECURE_WEIGHT: Key("name of a metric", "the metric by which values are weighted"),
     SECURE_EQUAL: Key("names, comma separated", "records in which all clients count equally"),
 }
-SECRET = "fedbn.secret"  # the record in a client's state with the secrets of a session; it is never written to disk
+SECRET = "fedbn.secret"  # the record in a client's state with the secrets of a session; it is never written to disk  # noqa: S105 (the name of a key)
 
 ROUND = "server-round"
 
