@@ -14,10 +14,11 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.exchange.codec import KIND
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
-from fedbn_flwr.messages.gate import one_line, refused
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.gate import gate, one_line, refused
 from fedbn_flwr.messages.masking import (
     KEY_BYTES,
     SEALED_BYTES,
@@ -57,9 +58,17 @@ class SecureSettings:
 class Sums:
     """What the server learns of a part."""
 
-    replies: list[Message]  # those in the sums, in the order of nodes
+    replies: list[Message]  # those in the sums, in the order of nodes; their readable records are equal
     sums: Mapping[str, Mapping[str, Fixed]]  # by record and key
     refused: list[Message]  # errors, for the replies that are not
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What all masked replies to a message must have."""
+
+    totals: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]] | None  # by key, of the model; None for an exchange
 
 
 class Session:
@@ -90,7 +99,7 @@ class Session:
         self.threshold = settings.needed(len(nodes))
         if len(nodes) < self.threshold:
             raise RunFailed(f"{what}: {len(nodes)} clients train, and a sum must have at least {self.threshold}")
-        keys = self._ask("keys", nodes, {protocol.SECURE_PARTS: parts}, {}, "keys", (KEY_BYTES * (1 + parts),))
+        keys = self._agree("keys", nodes, {protocol.SECURE_PARTS: parts}, {}, "keys", (KEY_BYTES * (1 + parts),))
         self.roster = sorted(keys)  # positions follow the node ids
         self._keys = np.stack([keys[node] for node in self.roster])
         of_all = {"nodes": np.array(self.roster, np.uint64), "keys": self._keys}
@@ -99,7 +108,7 @@ class Session:
         )
         form = (len(self.roster), parts, SEALED_BYTES)
         more = {protocol.SECURE_THRESHOLD: self.threshold}
-        self._shares = self._ask("shares", self.roster, more, dict.fromkeys(self.roster, of_all), "shares", form)
+        self._shares = self._agree("shares", self.roster, more, dict.fromkeys(self.roster, of_all), "shares", form)
         self.nodes = sorted(self._shares)
 
     def instructions(self, part: int, nodes: Sequence[int]) -> dict[str, Any]:
@@ -110,25 +119,28 @@ class Session:
         peers = np.array(self._peers[part], "<u8").tobytes()
         return {protocol.SECURE: self.token, protocol.SECURE_PART: part, protocol.SECURE_PEERS: peers}
 
-    def open(self, part: int, replies: Iterable[Message]) -> Sums:
+    def open(self, part: int, replies: Iterable[Message], expected: Expected) -> Sums:
         """The sums over the usable replies, after the survivors have revealed what removes the masks."""
-        found, forms, failed = {}, {}, []
-        for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
+        found: dict[int, tuple[Message, Fixed]] = {}
+        forms: dict[int, tuple[Form, Readable]] = {}
+        failed: list[Message] = []
+        for reply in sorted(gate(replies), key=lambda reply: reply.metadata.src_node_id):
             node = reply.metadata.src_node_id
             if reply.has_error() or node not in self._peers[part]:
                 failed.append(reply)
                 continue
             try:
-                records = _masked_records(reply.content)
+                records = _masked_records(reply.content, expected)
             except MessageError as error:
                 failed.append(refused(reply, str(error)))
                 continue
-            found[node], forms[node] = (reply, to_vector(records)), form_of(records)
-        most: Form = max(forms.values(), key=list(forms.values()).count, default=())
+            found[node] = reply, to_vector(records)
+            forms[node] = form_of(records), _readable(reply.content)
+        most = max(forms.values(), key=list(forms.values()).count, default=((), ()))
         for node, form in forms.items():
             if form != most:
-                other = next(iter({*form} ^ {*most}))
-                failed.append(refused(found.pop(node)[0], f"{other[1]!r} differs from the reply of most clients"))
+                reply, _ = found.pop(node)
+                failed.append(refused(reply, "its arrays or its exchange differ from those of most clients"))
         survivors = list(found)
         if len(survivors) < self.threshold:
             reasons = [f"node {r.metadata.src_node_id}: {r.error.reason}" for r in failed if r.has_error()]
@@ -137,7 +149,7 @@ class Session:
         for _, vector in found.values():
             total += vector
         self._remove_masks(total, part, survivors)
-        return Sums([reply for reply, _ in found.values()], from_vector(total, most), failed)
+        return Sums([reply for reply, _ in found.values()], from_vector(total, most[0]), failed)
 
     def _remove_masks(self, total: Fixed, part: int, survivors: Sequence[int]) -> None:
         dropped = [node for node in self._peers[part] if node not in survivors]
@@ -148,7 +160,7 @@ class Session:
             node: {**about, "shares": np.stack([self._shares[sender][places[node], part] for sender in wanted])}
             for node in survivors
         }
-        given = self._ask(
+        given, _ = self._ask(
             "unmask", survivors, {protocol.SECURE_PART: part}, arrays, "shares", (len(wanted), SHARE_BYTES)
         )
         # Positions of shares begin with 1: the value at 0 is the secret.
@@ -169,6 +181,12 @@ class Session:
                 total, [(pair_key(mine, keys[node]), -1 if places[lost] > places[node] else 1) for node in survivors]
             )
 
+    def _agree(self, stage: str, nodes: Sequence[int], *details: Any) -> dict[int, Any]:
+        """`_ask`, before the session begins: nodes that do not answer take no part in it."""
+        found, errors = self._ask(stage, nodes, *details)
+        self.failed += errors
+        return found
+
     def _ask(
         self,
         stage: str,
@@ -177,8 +195,8 @@ class Session:
         arrays: Mapping[int, Arrays],
         key: str,
         shape: tuple[int, ...],
-    ) -> dict[int, Any]:
-        """The array `key` of this shape in each node's answer; RunFailed if there are fewer than the threshold."""
+    ) -> tuple[dict[int, Any], list[Message]]:
+        """The array `key` of this shape in each node's answer, and errors; RunFailed below the threshold."""
         config = ConfigRecord({**self._config, protocol.SECURE_STAGE: stage, **more})
         messages = []
         for node in nodes:
@@ -188,7 +206,7 @@ class Session:
             messages.append(Message(content, node, protocol.SECURE_QUERY))
         found: dict[int, Any] = {}
         errors: dict[int, Message] = {}
-        for reply in self._grid.send_and_receive(messages, timeout=self._settings.timeout):
+        for reply in gate(self._grid.send_and_receive(messages, timeout=self._settings.timeout)):
             node = reply.metadata.src_node_id
             if reply.has_error():
                 errors[node] = reply
@@ -205,8 +223,7 @@ class Session:
             raise self._too_few(f"stage {stage}", len(found), len(nodes), reasons)
         for reason in reasons:
             log(WARNING, "%s, secure aggregation, stage %s: without %s", self._what, stage, one_line(reason))
-        self.failed += errors.values()
-        return dict(sorted(found.items()))
+        return dict(sorted(found.items())), list(errors.values())
 
     def _too_few(self, stage: str, found: int, asked: int, reasons: Sequence[str]) -> RunFailed:
         listed = "".join(f"\n  - {one_line(reason)}" for reason in reasons)
@@ -223,7 +240,8 @@ def _reason(error: Message) -> str:
     return reason
 
 
-def _masked_records(content: RecordDict) -> dict[str, Arrays]:
+def _masked_records(content: RecordDict, expected: Expected) -> dict[str, Arrays]:
+    """The masked arrays of a reply; MessageError if they cannot be added to those of other clients."""
     records = {name: unpack(record) for name, record in arrays_in(content).items()}
     if TOTALS not in records:
         raise MessageError("the reply is not masked; serve the client with fedbn_flwr.client_app")
@@ -231,4 +249,22 @@ def _masked_records(content: RecordDict) -> dict[str, Arrays]:
         for key, value in arrays.items():
             if value.dtype != np.uint64:
                 raise MessageError(f"{key!r} in the record {name!r} is {value.dtype}, expected masked values, uint64")
+            if name == TOTALS:
+                shape: tuple[int, ...] | None = ()
+            else:
+                shape = value.shape if expected.shapes is None else expected.shapes.get(key)
+            if value.shape != shape:
+                raise MessageError(f"{key!r} in the record {name!r} has shape {value.shape}, expected {shape}")
+    if missing := sorted(expected.totals - records[TOTALS].keys()):
+        raise MessageError(f"the reply lacks the metric {missing[0]!r}")
     return records
+
+
+Readable = tuple[object, ...]
+
+
+def _readable(content: RecordDict) -> Readable:
+    """What replies to one exchange have in common besides their arrays."""
+    kinds = [record[KIND] for record in configs_in(content).values() if KIND in record]
+    left = [record.get(protocol.EXCHANGES_LEFT) for record in metrics_in(content).values()]
+    return (*map(repr, kinds), *map(repr, left))

@@ -69,6 +69,8 @@ class MeanStatistics(Wrapper):
         if self.robust is not None:
             reason = f"MeanStatistics around it combines the statistics; use {type(strategy).__name__} without it"
             self.robust.refuse(("robust", "robust_statistics"), reason)
+        if statistics == "median":
+            self.traits = replace(self.traits, individual="takes the median of the clients' statistics")
         self.statistics = statistics
 
     def problem(self, round: Round, reply: Reply) -> str | None:

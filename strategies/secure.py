@@ -33,7 +33,7 @@ from fedbn_flwr.messages.gate import arrays_of, with_content
 from fedbn_flwr.messages.masking import TOTALS, FixedPoint, kind_of_array, kind_of_exchange, kind_of_metric
 
 from ._rule import Round, Rule
-from ._session import SecureSettings, Session, Sums
+from ._session import Expected, SecureSettings, Session, Sums
 from ._wrapper import Wrapper
 
 # Strategies of Flower whose result depends on the mean of the replies only.
@@ -92,7 +92,7 @@ class Secure(Wrapper):
         self.traits = replace(self.traits, traffic=f"{of_base}; {masked}" if of_base else masked, masked=True)
         chain = _chain(strategy)
         self._innermost = chain[-1]
-        for inside in chain:
+        for inside in reversed(chain):
             if (why := _needs_more(inside)) is not None:
                 raise SettingsError(
                     f"{type(inside).__name__} {why}, and with Secure the server learns only the mean of all replies; "
@@ -143,9 +143,10 @@ class Secure(Wrapper):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         session, self._session = self._session, None
-        if session is None:
+        if session is None or self.round is None:
             return self.rule.aggregate_train(server_round, replies)
-        opened = session.open(0, replies)
+        shapes = {key: value.shape for key, value in unpack(self.round.arrays).items()}
+        opened = session.open(0, replies, Expected(frozenset({self._weight}), shapes))
         mean = self._mean_reply(session.fixed, opened)
         means = [_with_mean(reply, mean) for reply in opened.replies]
         return self.rule.aggregate_train(server_round, [*means, *opened.refused, *session.failed])
@@ -160,7 +161,7 @@ class Secure(Wrapper):
         count, totals = len(opened.replies), opened.sums[TOTALS]
         weight = float(fixed.decode(totals[self._weight], "count"))
         whole = unpack(self.round.arrays)
-        content: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {}
+        content: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {"arrays": ArrayRecord()}
         for name, sums in opened.sums.items():
             if name == TOTALS:
                 continue
@@ -209,7 +210,8 @@ class _MaskedExchanges(GridAround):
             self._part, failed = 1, session.failed
         nodes = [node for node in nodes if node in session.nodes]
         asked = _with_config(messages, nodes, session.instructions(self._part, nodes))
-        opened = session.open(self._part, self.inner.send_and_receive(asked, timeout=timeout))
+        expected = Expected(frozenset({secure._weight, protocol.BATCH_EXAMPLES}), None)
+        opened = session.open(self._part, self.inner.send_and_receive(asked, timeout=timeout), expected)
         return [*_mean_contributions(session.fixed, opened, secure._weight), *opened.refused, *failed]
 
 
@@ -223,11 +225,12 @@ def _mean_contributions(fixed: FixedPoint, opened: Sums, weight_key: str) -> lis
     totals, count = opened.sums[TOTALS], len(opened.replies)
     weight = float(fixed.decode(totals[weight_key], "count")) or 1.0
     images = int(fixed.decode(totals[protocol.BATCH_EXAMPLES], "count"))
-    # All clients have the same form, so one names the exchange.
     kinds = [str(record[KIND]) for record in configs_in(opened.replies[0].content).values() if KIND in record]
     kind = kinds[0] if kinds else ""
-    tensors = {key: fixed.decode(sums, kind_of_exchange(kind)) / weight for key, sums in opened.sums["arrays"].items()}
-    if kind == "moments":
+    sums = opened.sums.get("arrays", {})
+    tensors = {key: fixed.decode(total, kind_of_exchange(kind)) / weight for key, total in sums.items()}
+    # FedTAN refuses tensors of other names and shapes.
+    if kind == "moments" and len({tensors[key].shape for key in ("mean", "var") if key in tensors}) == 1 < len(tensors):
         tensors["var"] = tensors["var"] - tensors["mean"] ** 2
     if kind != "gradients" and "var" in tensors:
         tensors["var"] = np.maximum(tensors["var"], 0.0)  # the fixed point may leave a zero below zero
@@ -277,7 +280,7 @@ def _chain(strategy: Strategy) -> list[Strategy]:
 
 def _needs_more(strategy: Strategy) -> str | None:
     """What a strategy does with the replies of single clients, or None if their mean is enough."""
-    if getattr(strategy, "robust", None):
+    if getattr(strategy, "robust", None) is not None:
         return "compares the replies of single clients (robust, max_share, clip_norm, clip_factor, plausible)"
     if isinstance(strategy, Rule):
         return strategy.traits.individual

@@ -223,7 +223,7 @@ def _personal(make: Make, message: Message, context: Context) -> RecordDict:
 
 # --- secure aggregation -------------------------------------------------------
 
-# Imported when needed: the cryptography takes 30 ms to import.
+# Imported when needed: most runs do not use it.
 
 
 def _secure(make: Make, message: Message, context: Context) -> RecordDict:

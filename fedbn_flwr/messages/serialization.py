@@ -30,9 +30,8 @@ def dump(records: RecordDict) -> bytes:
 
     tensors: dict[str, np.ndarray] = {}
     entries: list[list[Any]] = []
-    for number, (name, record) in enumerate(records.items()):
-        if name == protocol.SECRET:
-            continue
+    stored = [(name, record) for name, record in records.items() if name != protocol.SECRET]
+    for number, (name, record) in enumerate(stored):
         if isinstance(record, ArrayRecord):
             for key, value in unpack(record).items():
                 tensors[f"{number}/{key}"] = _storable(value, f"{name}, {key}")

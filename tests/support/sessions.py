@@ -50,6 +50,7 @@ SPECIAL: dict[str, str] = {
     "FedWon": "strategy: {name: FedWon}\nmodel: {norm: won}",
     "FixBN": "strategy: {name: FixBN, freeze_round: 2}",
     "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 2}",
+    "Secure": "strategy: {name: Secure, base: {name: FixBN, freeze_round: 3, base: {name: Scaffold}}}",
     "FedBS": "strategy: {name: FedBS, epsilon: 100, patience: 3}",
 }
 # Other states that a resumed run needs.

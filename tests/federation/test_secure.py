@@ -1,0 +1,570 @@
+"""Secure aggregation: equal to the open run, with clients that drop out at any stage, and what the server receives."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.common.serde import recorddict_to_proto
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, Krum, QFedAvg, Strategy
+from torch import nn
+
+from fedbn_flwr import LocalGrid, client_app, convert_norm
+from fedbn_flwr.client import secure
+from fedbn_flwr.client.layerwise import ParkedRounds
+from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.serialization import dump
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedAvgGlobalStats,
+    FedBN,
+    FedBS,
+    FedProx,
+    FedTAN,
+    FedTANII,
+    FedWon,
+    FixBN,
+    GlobalMomentum,
+    HeteroBN,
+    MeanStatistics,
+    Scaffold,
+    Secure,
+    SiloBN,
+    Standalone,
+)
+from tests.support.experiments import read
+from tests.support.federations import Arrays, last_model, models_of, same
+from tests.support.models import two_norms
+
+Federations = Callable[..., Any]
+NO_EVALUATION: dict[str, Any] = {"fraction_evaluate": 0.0}
+
+
+def double(federation: Federations, sizes: tuple[int, ...] = (6, 8, 10), **options: Any) -> Any:
+    return federation(sizes, **{"model": two_norms, "dtype": torch.float64, "lr": 0.05, **options})
+
+
+def distance(a: Arrays, b: Arrays) -> float:
+    assert a.keys() == b.keys()
+    return max(float(np.abs(value - b[key]).max()) for key, value in a.items())
+
+
+def without_norms() -> nn.Module:
+    return convert_norm(two_norms(), "won")
+
+
+RULES: dict[str, Callable[[], Strategy]] = {
+    "FedAvg": lambda: FedAvg(**NO_EVALUATION),
+    "some clients": lambda: FedAvg(fraction_train=0.67, **NO_EVALUATION),
+    "FedProx": lambda: FedProx(**NO_EVALUATION),
+    "FedBN": lambda: FedBN(**NO_EVALUATION),
+    "SiloBN": lambda: SiloBN(**NO_EVALUATION),
+    "FedWon": lambda: FedWon(**NO_EVALUATION),
+    "Scaffold": lambda: Scaffold(**NO_EVALUATION),
+    "GlobalMomentum": lambda: GlobalMomentum(FedAvg(**NO_EVALUATION)),
+    "FedAdam": lambda: MeanStatistics(FedAdam(eta=0.01, tau=0.1, **NO_EVALUATION)),
+    "FixBN": lambda: FixBN(FedAvg(**NO_EVALUATION), freeze_round=1),
+    "FixBN of FedProx, all": lambda: FixBN(FedProx(**NO_EVALUATION), freeze_round=1, freeze=["affine", "statistics"]),
+    "FedTAN": lambda: FedTAN(**NO_EVALUATION),
+    "FedTAN paper": lambda: FedTAN(exchange="paper", **NO_EVALUATION),
+    "FedTAN batch": lambda: FedTAN(weights="batch", **NO_EVALUATION),
+    "FedTANII": lambda: FedTANII(fedtan_rounds=1, **NO_EVALUATION),
+    "FedAvgGlobalStats": lambda: FedAvgGlobalStats(**NO_EVALUATION),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_model_is_that_of_the_open_run(federation: Federations, rule: str) -> None:
+    fed = double(federation, momentum=0.9, model=without_norms if rule == "FedWon" else two_norms)
+    there = last_model(fed, RULES[rule](), 2)
+    # A statistic's step, 2^-24 in the sum over 16 or more examples, with the rounding errors of all clients.
+    assert 0 < distance(there, last_model(fed, Secure(RULES[rule]()), 2)) < 5e-8
+
+
+def test_smaller_ranges_have_smaller_steps(federation: Federations) -> None:
+    fed = double(federation)
+    there = last_model(fed, FedTAN(**NO_EVALUATION), 2)
+    exact = Secure(FedTAN(**NO_EVALUATION), update_range=8, statistics_range=1024, max_examples=16)
+    assert distance(there, last_model(fed, exact, 2)) < 1e-13
+
+
+def test_frozen_statistics_keep_every_bit(federation: Federations) -> None:
+    fed = federation((6, 8, 10), model=two_norms)
+    models = models_of(fed, Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=1)), 3)
+    for key in models[1]:
+        frozen = "running" in key
+        assert (models[1][key].tobytes() == models[3][key].tobytes()) == frozen, key
+
+
+def test_counters_travel_as_integers(federation: Federations) -> None:
+    fed = double(federation)
+    whole = pack({key: value.numpy().copy() for key, value in fed.model.state_dict().items()})
+    models = []
+    for rule in (FedAvg(**NO_EVALUATION), Secure(FedAvg(**NO_EVALUATION))):
+        rule.start(fed.grid(), whole, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(dict(unpack(arrays))))
+    there, here = models[2], models[5]
+    assert here["1.num_batches_tracked"].dtype == np.int64
+    assert here["1.num_batches_tracked"] == there["1.num_batches_tracked"] == 4
+    assert distance(there, here) < 5e-8
+
+
+def test_metrics_are_the_means_of_the_open_run(federation: Federations) -> None:
+    fed = double(federation)
+    there, here = (
+        rule.start(fed.grid(), fed.arrays(), num_rounds=2).train_metrics_clientapp
+        for rule in (FedAvg(**NO_EVALUATION), Secure(FedAvg(**NO_EVALUATION)))
+    )
+    for number in (1, 2):
+        assert here[number].keys() == there[number].keys() == {"train-loss"}
+        assert here[number]["train-loss"] == pytest.approx(there[number]["train-loss"], abs=5e-8)
+
+
+def test_a_numpy_client_is_masked_too(federation: Federations) -> None:
+    class Adding(NumPyClient):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [array + self.number for array in parameters], self.number + 1, {"train_loss": 2.0 * self.number}
+
+    fed = double(federation)
+    app = client_app(lambda context: Adding(int(context.node_config["partition-id"])))
+    grid = Keeping(LocalGrid(app, 3))
+    before = unpack(fed.arrays())
+    after = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
+    assert (
+        distance(dict(before), {key: value - 8 / 6 for key, value in after.items()}) < 5e-8
+    )  # (0 + 2 + 6) / (1 + 2 + 3)
+    assert len(grid.masked()) == 3
+
+
+# --- what arrives at the server ----------------------------------------------
+
+
+class Keeping(GridAround):
+    """Keeps all replies that arrive at the server."""
+
+    def __init__(self, inner: Grid) -> None:
+        super().__init__(inner)
+        self.replies: list[Message] = []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = list(self.inner.send_and_receive(messages, timeout=timeout))
+        self.replies += replies
+        return replies
+
+    def masked(self) -> list[Message]:
+        """The replies to train messages and exchanges."""
+        kinds = ("train", protocol.COHORT_QUERY)
+        return [reply for reply in self.replies if reply.metadata.message_type in kinds]
+
+    def bytes(self) -> bytes:
+        """All that arrived, as Flower sends it."""
+        return b"".join(recorddict_to_proto(reply.content).SerializeToString() for reply in self.replies)
+
+
+def values_of(reply: Message) -> dict[tuple[str, str], np.ndarray]:
+    records = arrays_in(reply.content)
+    return {(name, key): value for name, record in records.items() for key, value in unpack(record).items()}
+
+
+def with_secrets(monkeypatch: pytest.MonkeyPatch, offset: int) -> list[bytes]:
+    """Secrets of clients that the test knows; they depend on `offset` and on how many were drawn."""
+    drawn: list[bytes] = []
+
+    def token_bytes(count: int) -> bytes:
+        drawn.append((1000 * offset + len(drawn)).to_bytes(count, "little"))
+        return drawn[-1]
+
+    monkeypatch.setattr(secure, "secrets", SimpleNamespace(token_bytes=token_bytes))
+    return drawn
+
+
+@pytest.mark.parametrize("rule", ["FedAvg", "Scaffold", "FedBN", "FedTAN"])
+def test_no_array_or_metric_of_a_client_arrives(federation: Federations, rule: str) -> None:
+    fed = double(federation)
+    opened, masked = Keeping(fed.grid()), Keeping(fed.grid())
+    last_model(fed, RULES[rule](), 1, opened)
+    last_model(fed, Secure(RULES[rule]()), 1, masked)
+    arrived = masked.bytes()
+    sent = opened.masked()
+    # The two runs send the same replies, and the open one shows what each client's values are.
+    assert len(sent) == len(masked.masked())
+    for plain, hidden in zip(sent, masked.masked(), strict=True):
+        assert plain.metadata.src_node_id == hidden.metadata.src_node_id
+        values, noise = values_of(plain), values_of(hidden)
+        assert noise.keys() == values.keys() | {("totals", key) for _, key in noise if _ == "totals"}
+        for where, value in values.items():
+            assert value.tobytes() in opened.bytes(), where  # the search finds what is there
+            assert value.tobytes() not in arrived, where
+            assert value.astype(np.float32).tobytes() not in arrived, where
+            assert noise[where].dtype == np.uint64
+            assert noise[where].shape == value.shape
+        readable = {key for record in metrics_in(hidden.content).values() for key in record}
+        assert readable <= {protocol.EXCHANGES_LEFT, protocol.PARTITION}
+        for metrics in metrics_in(plain.content).values():
+            for key in metrics.keys() - readable:
+                assert ("totals", key) in noise
+    bits = np.concatenate([value.reshape(-1) for reply in masked.masked() for value in values_of(reply).values()])
+    share = np.unpackbits(bits.view(np.uint8)).mean()
+    assert abs(share - 0.5) < 4 / np.sqrt(64 * bits.size)  # eight standard deviations
+    assert len(np.unique(bits)) == bits.size
+
+
+def test_masks_depend_on_the_secrets_only_and_one_of_them_hides_everything(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same secrets, other data: replies differ exactly by the difference of the values. Other secrets: everywhere."""
+    arrived = []
+    for data, secret in ((0, 0), (1, 0), (0, 1)):
+        fed = double(federation)
+        fed.data[0].batches = [(images + data, labels) for images, labels in fed.data[0].batches]
+        roots = with_secrets(monkeypatch, secret)
+        grid = Keeping(fed.grid())
+        # The test takes the values before they are masked; the protocol is unchanged.
+        values: list[Mapping[str, Any]] = []
+        mask = secure._Session.mask
+
+        def noting(self: Any, records: Any, part: int, peers: list[int], to: Any = values, do: Any = mask) -> Any:
+            to.append({(name, key): value.copy() for name, each in records.items() for key, value in each.items()})
+            return do(self, records, part, peers)
+
+        monkeypatch.setattr(secure._Session, "mask", noting)
+        last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
+        monkeypatch.setattr(secure._Session, "mask", mask)
+        assert len(roots) == 3
+        arrived.append((values, [values_of(reply) for reply in grid.masked()]))
+    (plain, first), (moved, second), (_, third) = arrived
+    for client in range(3):
+        for where in first[client]:
+            difference = second[client][where] - first[client][where]
+            assert (difference == moved[client][where] - plain[client][where]).all()
+            if first[client][where].size > 1:
+                assert (third[client][where] != first[client][where]).all()
+    changed = [any((first[i][where] != second[i][where]).any() for where in first[i]) for i in range(3)]
+    assert changed == [True, False, False]
+    # What is left of client 0's reply without the masks that it shares with one or both of the others is noise, too.
+    for where, value in plain[0].items():
+        assert (first[0][where] != value).all()
+        assert (first[0][where] + first[1][where] != value + plain[1][where]).all()
+
+
+# --- clients that drop out ---------------------------------------------------
+
+
+class Losing(GridAround):
+    """Loses the replies of some nodes to some messages, which the nodes have handled."""
+
+    def __init__(self, inner: Grid, nodes: set[int], where: Callable[[Message, int], bool]) -> None:
+        super().__init__(inner)
+        self.nodes, self.where, self.sent = nodes, where, 0
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        self.sent += bool(messages) and messages[0].metadata.message_type == protocol.COHORT_QUERY
+        lost = {m.metadata.dst_node_id for m in messages if self.where(m, self.sent)} & self.nodes
+        replies = self.inner.send_and_receive(messages, timeout=timeout)
+        return [reply for reply in replies if reply.metadata.src_node_id not in lost]
+
+
+def at_stage(stage: str) -> Callable[[Message, int], bool]:
+    def is_lost(message: Message, exchange: int) -> bool:
+        config = next(iter(configs_in(message.content).values()))
+        kind = message.metadata.message_type
+        return kind == "train" if stage == "train" else config.get(protocol.SECURE_STAGE) == stage
+
+    return is_lost
+
+
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "unmask"])
+@pytest.mark.parametrize("rule", ["FedAvg", "Scaffold"])
+def test_clients_may_drop_out_at_every_stage(federation: Federations, stage: str, rule: str) -> None:
+    fed = double(federation, (6, 8, 10, 4, 12))
+    lost = {2, 5}
+    secure = last_model(fed, Secure(RULES[rule]()), 2, Losing(fed.grid(), lost, at_stage(stage)))
+    # A client whose masked reply has arrived is in the sum, whether it answers later or not.
+    twin = Losing(fed.grid(), set() if stage == "unmask" else lost, at_stage("train"))
+    assert distance(secure, last_model(fed, RULES[rule](), 2, twin)) < 5e-8
+
+
+@pytest.mark.parametrize("exchange", [1, 3])
+@pytest.mark.parametrize("stage", ["exchange", "unmask"])
+def test_clients_may_drop_out_of_an_exchange(federation: Federations, stage: str, exchange: int) -> None:
+    fed = double(federation, (6, 8, 10, 4, 12))
+
+    def in_exchange(message: Message, number: int) -> bool:
+        config = next(iter(configs_in(message.content).values()))
+        if stage == "unmask":
+            return config.get(protocol.SECURE_STAGE) == "unmask" and number == exchange
+        return number >= exchange and message.metadata.message_type in (protocol.COHORT_QUERY, "train")
+
+    secure = last_model(fed, Secure(FedTAN(**NO_EVALUATION)), 1, Losing(fed.grid(), {2, 5}, in_exchange))
+    twin = Losing(fed.grid(), set() if stage == "unmask" else {2, 5}, in_exchange)
+    assert distance(secure, last_model(fed, FedTAN(**NO_EVALUATION), 1, twin)) < 5e-8
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ("keys", r"round 1, secure aggregation, stage keys: 2 of 5 clients answered, 3 are needed"),
+        ("shares", r"round 1, secure aggregation, stage shares: 2 of 5 clients answered, 3 are needed"),
+        ("train", r"round 1, secure aggregation, masked replies: 2 of 5 clients answered, 3 are needed"),
+        ("unmask", r"round 1, secure aggregation, stage unmask: 2 of 5 clients answered, 3 are needed.*\n.*node 2 did"),
+    ],
+)
+def test_below_the_threshold_the_run_fails_by_name(federation: Federations, stage: str, says: str) -> None:
+    fed = double(federation, (6, 8, 10, 4, 12))
+    with pytest.raises(RunFailed, match=says):
+        last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, Losing(fed.grid(), {2, 4, 5}, at_stage(stage)))
+
+
+def test_a_client_out_of_range_drops_out_by_name(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
+    fed = double(federation, (6, 8, 10, 4))
+    fed.data[1].batches = [(1e4 * images, labels) for images, labels in fed.data[1].batches]
+    secure = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1)
+    assert "client 1 could not train: MessageError: '1.running_var' has a value of size" in flower_log.text
+    assert "raise strategy.statistics_range" in flower_log.text
+    twin = last_model(fed, FedAvg(**NO_EVALUATION), 1, Losing(fed.grid(), {2}, at_stage("train")))
+    assert distance(secure, twin) < 5e-8
+
+
+def test_a_client_that_diverged_drops_out_by_name(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = double(federation, (6, 8, 10, 4))
+    fed.data[1].batches = [(np.nan * images, labels) for images, labels in fed.data[1].batches]
+    after = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1)
+    assert all(np.isfinite(value).all() for value in after.values())
+    assert "has a value of size nan" in flower_log.text
+
+
+# --- a client reveals no more than the protocol needs ------------------------
+
+
+class Asking(GridAround):
+    """Repeats the server's requests to reveal shares, with changes, and keeps the answers."""
+
+    def __init__(self, inner: Grid, change: Callable[[Message], list[Message]]) -> None:
+        super().__init__(inner)
+        self.change, self.answers = change, []  # type: ignore[var-annotated]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        replies = list(self.inner.send_and_receive(messages, timeout=timeout))
+        for message in messages:
+            for asked in self.change(message):
+                self.answers += self.inner.send_and_receive([asked], timeout=timeout)
+        return replies
+
+
+def unmask_of(message: Message, change: Callable[[dict[str, np.ndarray]], None]) -> list[Message]:
+    config = next(iter(configs_in(message.content).values()))
+    if config.get(protocol.SECURE_STAGE) != "unmask":
+        return []
+    arrays = dict(unpack(message.content["secure"]))  # type: ignore[arg-type]
+    change(arrays)
+    content = RecordDict({"config": config, "secure": pack(arrays)})
+    return [Message(content, message.metadata.dst_node_id, protocol.SECURE_QUERY)]
+
+
+def test_a_client_never_reveals_both_shares_of_another(federation: Federations) -> None:
+    """In an exchange of FedTAN, whose session continues: a second request with another set of survivors."""
+
+    def without_last(arrays: dict[str, np.ndarray]) -> None:
+        arrays["dropped"] = np.append(arrays["dropped"], arrays["survivors"][-1])
+        arrays["survivors"] = arrays["survivors"][:-1]
+
+    fed = double(federation, (6, 8, 10, 4))
+    grid = Asking(fed.grid(), lambda message: unmask_of(message, without_last))
+    last_model(fed, Secure(FedTAN(**NO_EVALUATION)), 1, grid)
+    assert len(grid.answers) == 4 * 5
+    assert all(reply.has_error() for reply in grid.answers)
+    reasons = {reply.error.reason.rpartition("MessageError: ")[2][:50] for reply in grid.answers}
+    assert reasons == {
+        "the server asks to unmask part 1, which this client did not mask or has unmasked"[:50],
+        "the server asks to unmask part 2, which this client did not mask or has unmasked"[:50],
+        "the server asks to unmask part 3, which this client did not mask or has unmasked"[:50],
+        "the server asks to unmask part 4, which this client did not mask or has unmasked"[:50],
+        "this client has no secrets of the session of secure aggregation"[:50],  # after the last part
+    }
+
+
+@pytest.mark.parametrize(
+    ("survivors", "dropped", "says"),
+    [
+        ([1, 2, 3], [], "of other clients than those that this client has masks for"),
+        ([2, 3, 4], [1], "of other clients than those"),
+        ([1, 2, 3, 3], [4], "of other clients than those"),
+        ([1, 2], [3, 4], "the sum of 2 clients, and at least 3"),
+    ],
+)
+def test_a_client_refuses_to_open_other_sums(
+    federation: Federations, survivors: list[int], dropped: list[int], says: str
+) -> None:
+    fed = double(federation, (6, 8, 10, 4))
+    grid = fed.grid()
+    rule = Secure(FedAvg(**NO_EVALUATION))
+    rule.begin(1, fed.arrays())
+    messages = list(rule.configure_train(1, fed.arrays(), ConfigRecord(), grid))
+    assert not any(reply.has_error() for reply in grid.send_and_receive(messages))
+    asked = configs_in(messages[0].content)["config"]
+    dropped = (
+        [node for node in (1, 2, 3, 4) if node not in survivors] if len(survivors) != 3 or 1 not in survivors else []
+    )
+    content = RecordDict(
+        {
+            "config": ConfigRecord({**asked, protocol.SECURE_STAGE: "unmask"}),
+            "secure": pack({"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}),
+        }
+    )
+    (reply,) = grid.send_and_receive([Message(content, 1, protocol.SECURE_QUERY)])
+    assert says in reply.error.reason
+
+
+def test_a_part_is_masked_once(federation: Federations) -> None:
+    """Two replies under the same masks would reveal their difference."""
+    fed = double(federation, (6, 8, 10))
+    again = Asking(fed.grid(), lambda message: [message] if message.metadata.message_type == "train" else [])
+    last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, again)
+    assert len(again.answers) == 3
+    assert all("asks for part 0 of a session again" in reply.error.reason for reply in again.answers)
+
+
+def test_an_app_that_cannot_mask_refuses(federation: Federations) -> None:
+    fed = double(federation)
+    client = fed.make_client(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
+    with pytest.raises(MessageError, match=r"'fedbn\.secure' needs a ClientApp made by fedbn_flwr\.client_app"):
+        client.fit([value.numpy() for value in fed.model.state_dict().values()], {protocol.SECURE: "0" * 32})
+
+
+# --- secrets stay in memory --------------------------------------------------
+
+
+def test_secrets_are_neither_written_nor_logged(
+    federation: Federations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    fed = double(federation)
+    roots = with_secrets(monkeypatch, 77_000_000_000)
+    grid = fed.grid(node_config={"state": str(tmp_path)}, state_memory=1e-9)
+    rule = Secure(Scaffold(**NO_EVALUATION))
+    run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0})
+    rule.start(grid, fed.arrays(), num_rounds=2, train_config=run)
+    assert len(roots) == 6
+    written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert b"fedbn.arrays.control" in written  # the client's state is there
+    for root in roots:
+        assert root not in written
+        assert base64.b64encode(root) not in written
+        assert root.hex() not in caplog.text
+        assert repr(root) not in caplog.text
+    for node in (1, 2, 3):  # and deleted when the round has ended
+        assert protocol.SECRET not in grid.read_state(node)
+    assert protocol.SECRET.encode() not in dump(RecordDict({protocol.SECRET: ConfigRecord({"root": b"x"})}))
+    grid.close()
+
+
+def test_states_on_disk_and_in_other_processes_give_the_same_model(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = double(federation)
+    for rule in (Scaffold, FedTAN):
+        here = last_model(fed, Secure(rule(**NO_EVALUATION)), 2)
+        with fed.grid(state_memory=1e-9) as grid:
+            assert same(here, last_model(fed, Secure(rule(**NO_EVALUATION)), 2, grid))
+
+    class Forgetful(ParkedRounds):
+        """Parked rounds as if a new process received every message."""
+
+        def take(self, *args: Any) -> None:
+            self.clear()
+
+    monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", Forgetful())
+    assert same(here, last_model(fed, Secure(FedTAN(**NO_EVALUATION)), 2))
+
+
+# --- what is refused before training -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: FedBS(), "FedBS weights the clients by the loss of each"),
+        (lambda: HeteroBN(statistics="query"), "HeteroBN queries the statistics of each client's data"),
+        (
+            lambda: FixBN(FedAvg(), freeze_round="auto"),
+            "FixBN with freeze_round 'auto' compares the statistics",
+        ),
+        (lambda: FixBN(FedBS(), freeze_round=1), "loss of each"),
+        (lambda: FedAvg(robust="median"), "FedAvg compares the replies of single clients"),
+        (lambda: FixBN(FedAvg(clip_norm=1.0)), "FedAvg compares the replies of single clients"),
+        (lambda: MeanStatistics(Krum()), "Krum is not known to compute with nothing but the mean"),
+        (lambda: MeanStatistics(FedAdam(), statistics="median"), "MeanStatistics takes the median of the clients'"),
+        (lambda: QFedAvg(0.1, train_loss_key="train-loss"), "QFedAvg is not known"),
+        (lambda: DifferentialPrivacyServerSideFixedClipping(FedAdam(), 1.0, 1.0, 3), "FixedClipping is not known"),
+    ],
+)
+def test_rules_that_need_single_replies_are_refused(make: Callable[[], Strategy], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        Secure(make())
+
+
+def test_it_must_be_the_outermost_rule() -> None:
+    with pytest.raises(SettingsError, match=r"FixBN cannot be around Secure; expected Secure\(FixBN\(...\), ...\)"):
+        FixBN(Secure(FedAvg()))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"threshold": 0.4}, "threshold is 0.4; expected a share of the clients from 0.5"),
+        ({"threshold": 1.0}, "threshold is 1.0"),
+        ({"update_range": 0}, "update_range is 0"),
+        ({"statistics_range": 2**30}, "statistics_range is 1073741824 and max_examples is 1048576"),
+        ({"max_examples": 2.0**40}, "max_examples is"),
+        ({"timeout": 0}, "timeout is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        Secure(FedAvg(), **options)
+
+
+def test_streams_are_refused_before_training(federation: Federations) -> None:
+    fed = double(federation)
+    with pytest.raises(SettingsError, match=r"whose streams Secure does not mask; set strategy\.direct of FedTAN"):
+        last_model(fed, Secure(FedTAN(direct=ExchangeConfig("127.0.0.1:1"), **NO_EVALUATION)), 1)
+
+
+@pytest.mark.parametrize("key", ["matrix", "dynamics"])
+def test_an_experiment_that_reads_single_clients_is_refused(key: str) -> None:
+    text = f"model: {{name: cnn}}\nstrategy: {{name: Secure, base: {{name: FedBN}}}}\nevaluate: {{{key}: true}}"
+    with pytest.raises(SettingsError, match=f"evaluate.{key} is true and reads"):
+        make_rule(read(text))
+
+
+def test_a_single_client_is_refused(federation: Federations) -> None:
+    fed = double(federation, (6,))
+    single = FedAvg(min_train_nodes=1, min_available_nodes=1, **NO_EVALUATION)
+    with pytest.raises(RunFailed, match="1 clients train, and a sum must have at least 2"):
+        last_model(fed, Secure(single), 1)
+
+
+def test_a_rule_that_sends_no_arrays(federation: Federations) -> None:
+    fed = double(federation)
+    assert same(last_model(fed, Secure(Standalone(**NO_EVALUATION)), 1), dict(unpack(fed.arrays())))
