@@ -29,22 +29,33 @@ _MARK = b"fedbn-store1"
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of the system become a StorageError that names the file: the disk is full, the folder is read-only."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
+@contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """A temporary path beside `path`; the file written there replaces `path` if the block ends without an error.
+    Raises StorageError if it cannot be written.
 
     With `durable` the new content is then on the disk and survives a loss of power.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
+    with writing(path):
+        try:
+            yield temporary
+            if durable:
+                _sync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         if durable:
-            _sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if durable:
-        _sync(path.parent)
+            _sync(path.parent)
 
 
 def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:
@@ -54,18 +65,15 @@ def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bo
     """
     index: dict[str, tuple[int, int, int]] = {}
     offset = 0
-    try:
-        target = replacing(path) if durable else nullcontext(path)
-        with target as file, file.open("wb", buffering=1 << 20) as stream:
-            os.chmod(file, 0o600)  # the states of clients follow from their data
-            for name, data in entries:
-                stream.write(data)
-                index[name] = (offset, len(data), zlib.crc32(data))
-                offset += len(data)
-            text = json.dumps(index).encode()
-            stream.write(text + _TAIL.pack(len(text), zlib.crc32(text), _MARK))
-    except OSError as error:
-        raise StorageError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    target = replacing(path) if durable else nullcontext(path)
+    with writing(path), target as file, file.open("wb", buffering=1 << 20) as stream:
+        os.chmod(file, 0o600)  # the states of clients follow from their data
+        for name, data in entries:
+            stream.write(data)
+            index[name] = (offset, len(data), zlib.crc32(data))
+            offset += len(data)
+        text = json.dumps(index).encode()
+        stream.write(text + _TAIL.pack(len(text), zlib.crc32(text), _MARK))
 
 
 class Store(Mapping[str, bytes]):
@@ -113,7 +121,14 @@ class Store(Mapping[str, bytes]):
         text = self._stream.read(length)
         if zlib.crc32(text) != checksum:
             raise self._damaged("the checksum of its index is wrong")
-        index: dict[str, tuple[int, int, int]] = json.loads(text)
+        try:
+            index: dict[str, tuple[int, int, int]] = json.loads(text)
+            for offset, length, checksum in index.values():
+                whole = all(type(part) is int for part in (offset, length, checksum))
+                if not whole or not 0 <= offset <= offset + length <= size:
+                    raise ValueError
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise self._damaged("its index does not fit the file") from None
         return index
 
     def _damaged(self, reason: str) -> StorageError:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from flwr.app import ConfigRecord, Context, Message
 
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, StorageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
 from fedbn_flwr.storage import replacing
@@ -62,7 +62,7 @@ def _write(message: Message, context: Context, began: float, error: str | None, 
         line = {"round": config.get(protocol.ROUND, 0), "seconds": now - began, "error": error}
         with replacing(file, durable=False) as temporary:
             temporary.write_text(json.dumps({**known, task: {**line, "succeeded": succeeded, **figures}}))
-    except (OSError, MessageError):
+    except (OSError, MessageError, StorageError):
         return  # a full disk or a wrong token has its own error where the state is saved
 
 

@@ -29,8 +29,8 @@ def partition(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.results.partition import partition_table, plot_partitions
 
     out = arguments.out or Path("partition.png")
-    if out.is_dir() or not out.parent.is_dir() or not out.suffix:
-        raise SettingsError(f"--out is {str(out)!r}; expected a file in an existing folder, such as partition.png")
+    if out.is_dir() or not out.suffix:
+        raise SettingsError(f"--out is {str(out)!r}; expected a file, such as partition.png")
     counts = count_partitions(load_experiment(arguments.experiment, arguments.overrides))
     plot_partitions(counts, out)
     print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")

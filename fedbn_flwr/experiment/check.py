@@ -62,7 +62,7 @@ def _explain(details: ErrorDetails) -> str:
         case "value_error":
             return f"{key + ': ' if key else ''}{details['ctx']['error']}"
         case "string_pattern_mismatch":
-            return f"{key} is {value}: expected one line"
+            return f"{key} is {value}: expected one line without control characters"
         case "tuple_type":
             return f"{key} is {found!r}: expected a list"
         case "dict_type" | "model_type":

@@ -12,10 +12,10 @@ from typing import Any
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import file_name, shorten
+from fedbn_flwr.yaml_text import DEPTH, LENGTH, parse_yaml
 
 from .check import check_settings
 from .settings import Experiment, Settings
-from .yaml_text import DEPTH, LENGTH, parse_yaml
 
 
 def experiments_folder() -> Path:

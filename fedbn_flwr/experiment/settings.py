@@ -336,11 +336,14 @@ class Published(BaseModel):
         return self
 
 
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey
+
+
 class Settings(Section):
     """One training run."""
 
-    name: Annotated[str, Field(pattern=r"^[^\n\r]*$")] = "experiment"
-    label: Annotated[str, Field(pattern=r"^[^\n\r]*$")] = ""
+    name: Line = "experiment"
+    label: Line = ""
     rounds: Positive = 10
     clients: Positive = 5
     seed: int = Field(default=0, ge=0, lt=2**63)

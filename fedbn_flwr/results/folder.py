@@ -6,6 +6,7 @@ history.jsonl       one line per round: metrics, messages and bytes in each dire
 partition.json      the images of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
+checksums.txt       a checksum of each line of the three files above
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its images
@@ -23,26 +24,27 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from flwr.app import RecordDict
 
 from fedbn_flwr import __version__
-from fedbn_flwr.errors import SettingsError, UserError
+from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.storage import replacing
+from fedbn_flwr.storage import replacing, writing
+from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
 from .checkpoint import CheckpointFile, Snapshot
+from .files import add_line, damaged, read_lines, read_object, read_text, write_lines, write_text
 from .summary import Summary
-from .text import file_name
+from .text import file_name, shorten
 
-_LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
+LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
 _PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
 
 
@@ -62,6 +64,8 @@ class RunFolder:
         """Refuse to overwrite a run, or to resume one with other settings."""
         existing = self.config()
         if not existing:
+            if self.checkpoint.path.exists():
+                raise damaged(self.path / "config.yaml", "it is missing beside a checkpoint")
             return
         if not resume:
             raise SettingsError(
@@ -100,7 +104,7 @@ class RunFolder:
     def begin(self, config: Mapping[str, Any]) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         done = self.checkpoint.round()
-        kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in _LINES}
+        kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
         if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
@@ -110,74 +114,90 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
-        self._write("config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
-        self._write("environment.json", json.dumps(environment(), indent=2) + "\n")
-        for name, lines in kept.items():
-            if lines or name == "history.jsonl":
-                self._write(name, "".join(json.dumps(line) + "\n" for line in lines))
-            else:
-                (self.path / name).unlink(missing_ok=True)
+        write_text(self.path / "config.yaml", dump_yaml(dict(config)))
+        write_text(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
+        write_lines(self.path, kept)
         return done
 
     def config(self) -> dict[str, Any]:
-        """The resolved settings; empty if there are none."""
+        """The resolved settings; empty if there is no file."""
         file = self.path / "config.yaml"
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return found if isinstance(found, dict) else {}
+        if (text := read_text(file)) is None:
+            return {}
+        try:
+            found = parse_yaml(text)
+        except SettingsError as error:
+            raise damaged(file, str(error)) from None
+        if not isinstance(found, dict) or not found:
+            raise damaged(file, "it has no settings")
+        for key in ("engine", "evaluate", "published"):
+            if not isinstance(found.get(key) or {}, dict):
+                raise damaged(file, f"{key} is {shorten(repr(found[key]), 100)}; expected a mapping")
+        return found
 
     def is_finished(self) -> bool:
-        summary = self.summary()
+        try:
+            summary = self.summary()
+        except UserError:  # it is written again
+            return False
         return summary is not None and summary.status == "finished"
 
     def add_line(self, name: str, line: Mapping[str, Any]) -> None:
-        """Add the line of a round to one of the files in `_LINES`."""
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(line)) + "\n")
+        """Add the line of a round to one of the files in `LINES`."""
+        add_line(self.path / name, line)
 
     def history(self) -> list[dict[str, Any]]:
         return self.lines("history.jsonl")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        file = self.path / name
-        if not file.exists():
-            return []
-        # A last line without a line break was cut off by a crash.
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.strip() and line.endswith("\n")]
+        return read_lines(self.path / name)
 
     def write_partition(self, counts: Mapping[str, Any]) -> None:
-        self._write("partition.json", json.dumps(dict(counts)) + "\n")
+        write_text(self.path / "partition.json", json.dumps(dict(counts)) + "\n")
+
+    def partition(self) -> dict[str, Any] | None:
+        return read_object(self.path / "partition.json")
 
     def write_summary(self, summary: Summary) -> None:
-        self._write("summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        write_text(self.path / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
 
     def summary(self) -> Summary | None:
-        """None if there is none; ValueError if it cannot be read."""
+        """None if there is none."""
         file = self.path / "summary.json"
-        return Summary.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        content = read_object(file)
+        try:
+            return None if content is None else Summary.from_json(content)
+        except ValueError as error:
+            raise damaged(file, str(error)) from None
 
     def write_matrix(self, matrix: Mapping[str, Any]) -> None:
-        self._write("matrix.json", json.dumps(dict(matrix)) + "\n")
+        write_text(self.path / "matrix.json", json.dumps(dict(matrix)) + "\n")
 
     def matrix(self) -> dict[str, Any] | None:
-        file = self.path / "matrix.json"
-        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        return found
+        return read_object(self.path / "matrix.json")
+
+    def environment(self) -> dict[str, Any] | None:
+        return read_object(self.path / "environment.json")
 
     def write_model(self, arrays: Arrays, name: str = "model.safetensors") -> None:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
-        with replacing(self.path / name, durable=False) as file:
-            save_file({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}, file)
+        path = self.path / name
+        try:
+            with replacing(path, durable=False) as file:
+                save_file(
+                    {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}, file
+                )
+        except SafetensorError as error:
+            raise StorageError(f"{str(path)!r} cannot be written: {error}") from None
 
     def write_model_description(self, description: Mapping[str, Any]) -> None:
-        self._write("model.json", json.dumps(dict(description), indent=2) + "\n")
+        write_text(self.path / "model.json", json.dumps(dict(description), indent=2) + "\n")
 
     def model_description(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads((self.path / "model.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{str(self.path)!r} has no readable model.json: {error}") from None
+        if (found := read_object(self.path / "model.json")) is None:
+            raise UserError(f"{str(self.path)!r} has no model.json")
         return found
 
     @property
@@ -185,14 +205,10 @@ class RunFolder:
         return CheckpointFile(self.path / "checkpoint")
 
     def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> None:
-        with (self.path / "history.jsonl").open("rb") as history:
-            os.fsync(history.fileno())  # its rounds must be on disk before their checkpoint is
+        history = self.path / "history.jsonl"
+        with writing(history), history.open("rb") as stream:
+            os.fsync(stream.fileno())  # its rounds must be on disk before their checkpoint is
         self.checkpoint.write(snapshot, clients)
-
-    def _write(self, name: str, text: str) -> None:
-        """Write atomically: another process may be reading the file."""
-        with replacing(self.path / name, durable=False) as file:
-            file.write_text(text, encoding="utf-8")
 
 
 # Settings of the engine that may differ when a run is resumed, because they do not affect results.
@@ -220,9 +236,10 @@ def mark_interrupted(out: Path) -> None:
     """Mark unfinished runs below `out` as interrupted, after their process has ended."""
     for file in out.rglob("summary.json"):
         folder = RunFolder(file.parent)
-        if (summary := folder.summary()) is not None and summary.status == "running":
-            summary.status = "interrupted"
-            folder.write_summary(summary)
+        with suppress(FedbnError):  # damaged, or the disk is full
+            if (summary := folder.summary()) is not None and summary.status == "running":
+                summary.status = "interrupted"
+                folder.write_summary(summary)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from fedbn_flwr import __version__
 
 from . import sections
 from .curves import AXES, POINTS, Curves, Measure, curves, headline, is_number, measures
+from .folder import RunFolder
 from .report import COLOURS, Cell, Row, by_domain, repetitions, table
 from .text import in_csv, in_html, in_script, printable
 
@@ -141,7 +142,7 @@ def _sorted_by(cell: str) -> str:
 
 def _run(row: Row, place: int) -> str:
     run = row.runs[place]
-    environment = sections.read_json(run.path / "environment.json")
+    environment = RunFolder(run.path).environment()
     parts = [("Settings", run.config), ("Results", run.figures), ("Environment", environment)]
     blocks = "".join(
         f'<h4>{title}</h4><pre tabindex="0">{html.escape(_yaml(content))}</pre>' for title, content in parts if content

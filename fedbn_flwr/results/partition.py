@@ -125,6 +125,7 @@ def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
                 tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each label ends below its bar
         _explain_colours(figure, panel, partition, colours)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
         raise UserError(f"cannot write the plot {str(file)!r}: {error}") from None

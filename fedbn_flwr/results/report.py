@@ -15,6 +15,7 @@ from fedbn_flwr.messages.protocol import METRICS
 
 from .clients import evaluated, heading, is_fraction, last_values, main, spread
 from .curves import MIB
+from .files import damaged
 from .folder import RunFolder, deciding, flat_settings
 from .summary import BY_DOMAIN, Summary, keys_of
 from .text import in_markdown, printable
@@ -68,12 +69,14 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     runs = []
     for file in files:
         run_folder = RunFolder(file.parent)
+        if (summary := run_folder.summary()) is None:  # deleted meanwhile
+            continue
+        history = run_folder.history()
         try:
-            summary = run_folder.summary()
-            assert summary is not None, "its file was found"
-            runs.append(Run(file.parent, summary, run_folder.history()))
-        except (ValueError, OSError) as error:
-            raise UserError(f"{str(file.parent)!r} is not a readable run: {error}") from None
+            summary.check(history)
+        except ValueError as error:
+            raise damaged(file, str(error)) from None
+        runs.append(Run(file.parent, summary, history))
     return sorted(runs, key=lambda run: (run.summary.began, str(run.path)))
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from fedbn_flwr.errors import UserError
 
 from .clients import Values, spread
 from .curves import Measure, is_number, thinned
@@ -18,16 +15,6 @@ from .report import Domains, Row, Run, by_domain, figure
 _CELLS = 100  # rows and columns of a heat map
 _POINTS = 200  # clients of a row drawn as points; beyond that only outliers are
 _ROUNDS = 200  # of a layer's curve
-
-
-def read_json(file: Path) -> Any:
-    """The content of a JSON file; None if there is no file."""
-    if not file.exists():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{str(file)!r} cannot be read: {error}") from None
 
 
 def name_of(run: Run, row: Row) -> str:
@@ -100,7 +87,7 @@ def partitions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         for run in row.runs:
-            content = read_json(run.path / "partition.json")
+            content = RunFolder(run.path).partition()
             if content is None:
                 continue
             same = found.setdefault(json.dumps(content), {**content, "runs": []})
@@ -117,7 +104,7 @@ def matrices(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         for run in row.runs:
-            content = read_json(run.path / "matrix.json")
+            content = RunFolder(run.path).matrix()
             if content is None:
                 continue
             names, values = content["clients"], content["accuracy"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_type_hints
 
+from .files import check_types
 from .ledger import Traffic
 
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -28,6 +29,8 @@ _LATEST = (
     "unseen_accuracy",
     "unseen_accuracy_tuned",
 )
+
+_BEST = ("best_test_accuracy", "best_round", "best_round_accuracy", "best_validation_accuracy")
 
 # Endings of the keys of a spread over clients, which follow the name of the metric.
 SPREAD = ("_std", "_worst_tenth")
@@ -108,17 +111,41 @@ class Summary:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
+        """The summary from what `to_json` returned; ValueError if a key is missing or its value is of another type."""
         required = [item.name for item in fields(cls) if item.default is item.default_factory is MISSING]
         if missing := [key for key in required if key not in content]:
-            raise ValueError(f"summary.json lacks {', '.join(missing)}")
+            raise ValueError(f"it lacks {', '.join(missing)}")
         rest = {key: value for key, value in content.items() if key != "broadcast_mib_per_round"}
-        traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
-        own = {item.name: rest.pop(item.name) for item in fields(cls) if item.name in rest}
+        nested = {"traffic", "measured", "spread", "domains", "notes"}
+        own = {key: rest.pop(key) for key in get_type_hints(cls).keys() - nested if key in rest}
+        check_types(own, get_type_hints(cls))
         own["metrics"] = tuple(own.get("metrics", ()))
+        traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
         measured = {key: rest.pop(key) for key in keys_of(own["metrics"]) if key in rest}
         spread = {key: rest.pop(key) for key in list(rest) if _is_spread(key)}
         domains = {key: rest.pop(key) for key in list(rest) if key.startswith(tuple(BY_DOMAIN))}
+        check_types(traffic, dict.fromkeys(traffic, int))
+        for figures in (measured, spread, domains):
+            check_types(figures, dict.fromkeys(figures, float))
         return cls(**own, traffic=Traffic(**traffic), measured=measured, spread=spread, domains=domains, notes=rest)
+
+    def check(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError if these are not the figures of the history, which has checksums."""
+        empty: dict[str, Any] = {
+            "rounds": 0,
+            "seconds": 0.0,
+            "traffic": Traffic(),
+            "measured": {},
+            "spread": {},
+            "domains": {},
+        }
+        empty |= dict.fromkeys((*_LATEST, *_BEST))
+        again = replace(self, **empty)
+        for line in history[: self.rounds]:
+            again.account(line)
+        for key in empty:
+            if repr(found := getattr(self, key)) != repr(expected := getattr(again, key)):  # NaN is not NaN
+                raise ValueError(f"{key} is {found}, but {expected} by the lines of history.jsonl")
 
 
 def keys_of(metrics: Iterable[str]) -> list[str]:

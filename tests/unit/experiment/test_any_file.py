@@ -149,7 +149,7 @@ def test_any_file_is_read_or_refused(
         ("rounds: 1000000000000", "rounds is 1000000000000: expected less than or equal to 1000000"),
         ("data: {size: [8, 100000]}", "data.size: found [8, 100000]; expected pixels per side, or [height, width], at"),
         ("label: 'a\n\n  b'", "label is 'a\\nb': expected one line"),
-        ('label: "a\\e[31m"', "label is 'a\\x1b[31m'; expected text without the character '\\x1b'"),
+        ('label: "a\\e[31m"', "label is 'a\\x1b[31m': expected one line without control characters"),
         ("train: {schedule: {kind: step, milestones: [-1]}}", "train.schedule: milestones has -1; expected a fraction"),
         ("train: {schedule: {kind: step, milestones: [1.5]}}", "train.schedule: milestones has 1.5; expected a frac"),
         ("train: {schedule: {kind: cosine, gamma: 0.5}}", "train.schedule: gamma (0.5) is for kind step or exponent"),

@@ -64,5 +64,5 @@ def test_a_file_without_a_required_key_is_refused_by_its_name(tmp_path: Path) ->
     content = begun().to_json()
     del content["seed"], content["model"]
     (tmp_path / "summary.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"summary\.json lacks model, seed"):
+    with pytest.raises(ValueError, match=r"summary\.json': it lacks model, seed; restore"):
         RunFolder(tmp_path).summary()

@@ -17,11 +17,6 @@ from fedbn_flwr.errors import SettingsError
 LENGTH, VALUES, DEPTH, DIGITS = 2**18, 50_000, 50, 19  # bounds of a text: characters, values, levels, digits
 
 
-# Not printed as they are: control characters (which a terminal obeys) except tab and line breaks, marks that reverse
-# the direction of text, and halves of characters.
-_CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
 class _Loader(yaml.SafeLoader):
     """Reads 1e-4 as a number and a date as text, and rejects a key that is given twice."""
 
@@ -42,9 +37,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would read as a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def dump_yaml(content: Any) -> str:
+    """The text from which `parse_yaml` reads the content; it may be longer than that of an experiment."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
 
 
 def parse_yaml(text: str) -> Any:
@@ -119,7 +124,7 @@ def _check_plain(value: Any, key: str) -> None:
             if not math.isfinite(value):
                 raise SettingsError(f"{key or 'the value'} is {value}; expected a finite number")
         case str():
-            if bad := _CONTROL.search(value):
+            if bad := re.search(r"[\0\ud800-\udfff]", value):
                 raise SettingsError(
                     f"{key or 'the value'} is {value!r}; expected text without the character {bad[0]!r}"
                 )
