@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -44,6 +45,9 @@ COMMANDS = (
 )  # as in the help
 
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
@@ -59,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fedbn list ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        print(f"fedbn: error: {error.filename or 'the output'!s} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 class _Parser(argparse.ArgumentParser):

@@ -25,7 +25,7 @@ from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.simulation import run_installed
 from fedbn_flwr.engines.watched import WatchedGrid
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
@@ -103,8 +103,20 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         state.error = error
         raise
     finally:
-        for listener in listeners:
+        end(listeners, state)
+
+
+def end(listeners: Sequence[Listener], state: RunState) -> None:
+    """All listeners end, also if one cannot write its file because the disk is full."""
+    failed: list[StorageError] = []
+    for listener in listeners:
+        try:
             listener.on_end(state)
+        except StorageError as error:
+            failed.append(error)
+            state.error = state.error or error
+    if failed and state.error is failed[0]:  # otherwise it would replace the error that ended the run
+        raise failed[0]
 
 
 def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
@@ -185,8 +197,11 @@ def run_experiment(
             try:
                 with folder.locked():
                     done = folder.begin(item.run.model_dump(mode="json"))
-                    with make_grid(item.run) as grid:
-                        run_one(item, grid, folder, progress, done)
+                    try:
+                        with make_grid(item.run) as grid:
+                            run_one(item, grid, folder, progress, done)
+                    except StorageError as error:
+                        raise StorageError(f"{error}; correct this, then continue with --resume") from None
             except RunFailed as error:
                 if len(prepared) == 1:
                     raise
@@ -194,7 +209,10 @@ def run_experiment(
                 failures.append(f"{item.name}: {error}")
                 progress.message(f"{progress.label}: failed: {str(error).splitlines()[0]}")
         progress.status("writing the report")
-        table, page, picture = write_report([out], out)
+        try:
+            table, page, picture = write_report([out], out)
+        except UserError as error:
+            raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
     return Outcome(out, table, page, picture, tuple(failures))
 
 

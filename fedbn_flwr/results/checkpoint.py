@@ -17,7 +17,7 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError
+from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, write_store
 
@@ -52,7 +52,7 @@ class CheckpointFile:
         try:
             write_store(self.path, _entries(snapshot, clients))
         except StorageError as error:
-            raise RunFailed(f"{error}; the previous checkpoint is unchanged; correct this, then --resume") from None
+            raise StorageError(f"{error}; the previous checkpoint is unchanged") from None
 
     def read(self) -> Snapshot:
         with self._opened() as store:
@@ -83,9 +83,20 @@ class CheckpointFile:
             with Store(self.path) as store:
                 yield store
         except StorageError as error:
-            raise SettingsError(
-                f"the checkpoint {error}; restore the run folder from a copy, or start again with another --out"
-            ) from None
+            raise self._refusal(str(error)) from None
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as error:  # whole, but of other content
+            raise self._refusal(f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
+
+    def _refusal(self, reason: str) -> SettingsError:
+        return SettingsError(
+            f"the checkpoint {reason}; restore the run folder from a copy, or start again with another --out"
+        )
 
 
 def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> Iterator[tuple[str, bytes]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import needs
+from fedbn_flwr.storage import writing
 
 with needs("report", "a plot"):
     from matplotlib import rc_context
@@ -27,6 +29,10 @@ class Plot(Figure):
             for file in files:
                 self.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
                 self.set_layout_engine("none")  # the places of the panels are known now
+
+    def savefig(self, fname: Any, **options: Any) -> None:
+        with writing(fname) if isinstance(fname, Path) else nullcontext():
+            super().savefig(fname, **options)
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()

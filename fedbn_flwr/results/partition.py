@@ -127,7 +127,7 @@ def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know, StorageError
         raise UserError(f"cannot write the plot {str(file)!r}: {error}") from None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import MissingPackage, UserError
+from fedbn_flwr.errors import MissingPackage, StorageError, UserError
 
 from .clients import plot_boxes
 from .report import COLOURS, Row, as_markdown, find_runs, group, tables, tables_as_text
@@ -42,8 +42,10 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
         page.write_text("\n".join([*parts, *images]), encoding="utf-8")
         (out / "report.json").write_text(json.dumps(figures(rows)) + "\n", encoding="utf-8")
         write_page(rows, out / "report.html")
+    except StorageError as error:
+        raise UserError(f"the report cannot be written: {error}") from None
     except OSError as error:
-        raise UserError(f"cannot write the report into {str(out)!r}: {error.strerror}") from None
+        raise UserError(f"the report cannot be written into {str(out)!r}: {error.strerror}") from None
     return text, page, picture
 
 
