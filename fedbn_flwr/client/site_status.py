@@ -70,6 +70,6 @@ def read_status(text: str) -> dict[str, dict[str, object]]:
     """The entry of each task; empty if the text is damaged."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {task: line for task, line in found.items() if isinstance(line, dict)} if isinstance(found, dict) else {}

@@ -63,20 +63,13 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _checks(arguments: argparse.Namespace) -> Any:
-    from flwr.common.config import parse_config_args
-
     from fedbn_flwr.engines.reach import check_authority, check_key, check_server
+    from fedbn_flwr.engines.simulation import parse_pairs
     from fedbn_flwr.experiment.find import load_experiment
     from fedbn_flwr.experiment.site import check_data, check_machine, check_node_config, check_versions
 
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
-    text = arguments.node_config or ""
-    try:
-        node = parse_config_args([text]) if text else {}
-    except ValueError as error:
-        raise SettingsError(f"--node-config: {error}; expected for instance \"data-path='/data'\"") from None
-    if text.strip() and not node:  # Flower ignores such a text
-        raise SettingsError(f"--node-config is {text!r}; expected for instance \"data-path='/data'\"")
+    node = parse_pairs([arguments.node_config or ""], "--node-config")
     yield check_versions()
     if arguments.auth_supernode_private_key:
         yield check_key(arguments.auth_supernode_private_key)

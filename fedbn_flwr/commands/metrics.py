@@ -142,6 +142,6 @@ def _kept(function: Callable[[], T], seconds: float) -> Callable[[], T]:
 
 def _address(text: str, option: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) >= 2**16:
+    if not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
         raise SettingsError(f"{option} is {text!r}; expected HOST:PORT, for instance 127.0.0.1:8002")
     return host.strip("[]") or "127.0.0.1", int(port)

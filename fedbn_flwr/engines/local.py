@@ -14,17 +14,14 @@ import importlib.metadata
 import itertools
 import math
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +35,7 @@ from fedbn_flwr.errors import MissingPackage
 from .base import Capabilities, NodeStates, ReplyObserver
 from .context_cache import Contexts
 from .schedule import Schedule, keeps_node
+from .temporary import temporary_folder
 from .worker import Done, Task, Worker
 
 _FLOWER = "1.41"
@@ -130,8 +128,9 @@ class LocalGrid(Capabilities, Grid):
         workers = min(workers, num_nodes)
         contexts_of: Contexts | dict[int, Context] = contexts
         if math.isfinite(state_memory):
-            folder = Path(tempfile.mkdtemp(prefix="fedbn-nodes-"))
-            self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            stack = ExitStack()
+            folder = stack.enter_context(temporary_folder("nodes"))
+            self._remove_folder = weakref.finalize(self, stack.close)
             contexts_of = Contexts(contexts, state_memory * 2**30, folder)
         self._nodes = _Nodes(client_app, contexts_of, threads)
         served = _Nodes(client_app, contexts, 1)  # in worker processes, which have no limit: states do not stay there

@@ -30,6 +30,8 @@ from typing import Any
 from fedbn_flwr import __version__, named
 from fedbn_flwr.errors import RunFailed, SettingsError
 
+from .temporary import temporary_folder
+
 _START_TIMEOUT = 60  # seconds until the SuperLink answers
 _PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's, of --run-config
 _STOP_TIMEOUT = 20  # seconds until its processes have ended
@@ -37,8 +39,8 @@ _STOP_TIMEOUT = 20  # seconds until its processes have ended
 
 def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, options: Sequence[str] = ()) -> int:
     """`flwr run APP` on a SuperLink of its own; raises RunFailed if the run did not complete."""
-    with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as home, _superlink(Path(home)) as environment:
-        config = Path(home) / "run-config.toml"
+    with temporary_folder("flwr") as home, _superlink(home) as environment:
+        config = home / "run-config.toml"
         config.write_text(_toml_lines(run_config), encoding="utf-8")
         command = [_tool("flwr"), "run", str(app), "--stream", "--federation-config", federation_config]
         if run_config:
@@ -46,8 +48,8 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, op
         # In our process group, so that Ctrl-C reaches it; _superlink() stops the SuperLink's processes.
         code = subprocess.call([*command, *options], env=environment, cwd=home)
         # The app's working folder is deleted: copy the files that it wrote (a template saves final_model.pt there).
-        if written := sorted(file.name for file in (Path(home) / "empty").iterdir()):
-            shutil.copytree(Path(home) / "empty", Path.cwd(), dirs_exist_ok=True)
+        if written := sorted(file.name for file in (home / "empty").iterdir()):
+            shutil.copytree(home / "empty", Path.cwd(), dirs_exist_ok=True)
             print(f"written here by the app: {', '.join(written)}")
         status, details = _status(environment, home)
         if code or status != "finished:completed":
@@ -59,8 +61,8 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, op
 
 def run_installed(clients: int, run_config: Mapping[str, Any]) -> int:
     """Carry out an experiment with the code of this installation, which needs no checkout."""
-    with tempfile.TemporaryDirectory(prefix="fedbn-app-") as folder:
-        app = Path(folder) / "app"
+    with temporary_folder("app") as folder:
+        app = folder / "app"
         write_app(app, run_config)
         return run_app(app, {}, federation_config(clients))
 
@@ -142,7 +144,7 @@ class FlwrRun:
                 f"flwr run {places[0]} {places[1]} --stream"
             )
         app = Path(places[0] if places else ".").expanduser().resolve()
-        run_config = _parse(given["--run-config"], "--run-config")
+        run_config = parse_pairs(given["--run-config"], "--run-config")
         return cls(app, _read_project(app), run_config, " ".join(given["--federation-config"]), options)
 
 
@@ -159,7 +161,8 @@ def _read_project(app: Path) -> dict[str, Any]:
     return project
 
 
-def _parse(values: Sequence[str], option: str) -> dict[str, Any]:
+def parse_pairs(values: Sequence[str], option: str) -> dict[str, Any]:
+    """The pairs key=value of an option, as Flower reads them."""
     from flwr.common.config import parse_config_args
 
     for value in values:  # Flower leaves out what is not of this form
@@ -269,7 +272,7 @@ def _stop_group(process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
 
 
-def _status(environment: Mapping[str, str], home: str) -> tuple[str, str]:
+def _status(environment: Mapping[str, str], home: Path) -> tuple[str, str]:
     """Status and details of the newest run, because `flwr run --stream` exits with 0 even if the run failed."""
     listed = subprocess.run(
         [_tool("flwr"), "ls", "--format", "json"], env=environment, cwd=home, capture_output=True, text=True, timeout=60

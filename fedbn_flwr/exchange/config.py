@@ -90,7 +90,7 @@ class ExchangeConfig:
         """Raise SettingsError if exchanges would be unsafe or impossible."""
         for name, value in (("ADDRESS", self.address), ("LISTEN", self.listens_on)):
             host, port = split_address(value)
-            if not host or not (port.isdecimal() and int(port) < 2**16):
+            if not host or not (port.isdecimal() and len(port) < 6 and int(port) < 2**16):
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; expected HOST:PORT")
         if bool(self.certificate) != bool(self.key):
             raise SettingsError(f"{PREFIX}CERTIFICATE and {PREFIX}KEY must both be set; only one is")

@@ -110,10 +110,10 @@ def number_of(context: Context, clients: int) -> int:
     node = context.node_config
     if "data-path" in node and "partition-id" not in node:
         return context.node_id
-    client, partitions = int(node.get("partition-id", -1)), int(node.get("num-partitions", clients))
-    if partitions != clients or not 0 <= client < clients:
+    client, partitions = node.get("partition-id"), node.get("num-partitions", clients)
+    if type(client) is not int or partitions != clients or not 0 <= client < clients:
         raise SettingsError(
-            f"this node has partition-id={node.get('partition-id')} and num-partitions={partitions}, but the "
+            f"this node has partition-id={client!r} and num-partitions={partitions!r}, but the "
             f'experiment has clients={clients}; set --node-config "partition-id=... num-partitions={clients}", or '
             "\"data-path='...'\" for a site with its own data"
         )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import GridAround, wait_for_nodes
@@ -36,18 +40,37 @@ class Nodes:
     own_data: bool  # at least one node has data of its own
 
 
+def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
+    """The nodes with their answers. A node that is unavailable at the moment is asked again while others would wait."""
+    answers: dict[int, Message] = {}
+    deadline = time.monotonic() + run.engine.node_timeout
+    while True:
+        nodes = wait_for_nodes(
+            grid,
+            run.clients,
+            max(deadline - time.monotonic(), 0.0),
+            f'in a simulation, give flwr run --federation-config "num-supernodes={run.clients} '
+            'client-resources-num-cpus=1"; on machines of your own, start the missing SuperNodes',
+        )
+        questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes if node not in answers]
+        for reply in grid.send_and_receive(questions, timeout=run.engine.timeout):
+            answers[reply.metadata.src_node_id] = reply
+        away = [node for node in nodes if node in answers and _is_away(answers[node])]
+        if not away or time.monotonic() > deadline:
+            return nodes, [answers[node] for node in nodes if node in answers]
+        log(WARNING, "nodes %s are unavailable; asking them again", ", ".join(map(str, away)))
+        for node in away:
+            del answers[node]
+        time.sleep(min(1.0, run.engine.node_timeout / 10))
+
+
+def _is_away(reply: Message) -> bool:
+    return reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
+
+
 def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
     """Check that exactly one node holds each partition. `config` identifies the run and its last round."""
-    nodes = wait_for_nodes(
-        grid,
-        run.clients,
-        run.engine.node_timeout,
-        f'in a simulation, give flwr run --federation-config "num-supernodes={run.clients} '
-        'client-resources-num-cpus=1"; on machines of your own, start the missing SuperNodes',
-    )
-    content = RecordDict({"config": ConfigRecord({**config, protocol.READY: True})})
-    questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
-    replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
+    nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
     folders: dict[int, int] = {}
     own_data = False

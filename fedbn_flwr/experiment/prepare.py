@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +79,8 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     try_model(run, model, shape, device)
     try:
         check_training(run, rule, model, shape)
-        rule.begin(
-            run.rounds, pack(initial_arrays(model))
-        )  # refuses a model that does not suit it; each run calls it again
+        with _without_warnings():  # the run calls it again
+            rule.begin(run.rounds, pack(initial_arrays(model)))  # refuses a model that does not suit it
     except SettingsError as error:
         raise SettingsError(f"run {run.label!r}: {error}") from None
     # A server without data does not know the moments of the clients' images.
@@ -91,6 +92,17 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
         "global": rule.traits.has_global_model,
     }
     return Prepared(run, name, dataset, model, rule, device, description)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _in_words(run: Settings, normalise: Normalise) -> Any:

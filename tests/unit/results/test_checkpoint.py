@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import RecordDict
 
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
 from fedbn_flwr.results.folder import RunFolder
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, how: str) -> None:
 
 def test_a_disk_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint.tmp").mkdir()
-    with pytest.raises(RunFailed, match="checkpoint' cannot be written: Is a directory; the previous checkpoint is"):
+    with pytest.raises(StorageError, match="checkpoint' cannot be written: Is a directory; the previous checkpoint is"):
         CheckpointFile(tmp_path / "checkpoint").write(snapshot(1))
 
 
