@@ -73,6 +73,7 @@ class Secure(Wrapper):
         timeout: float = 600,
     ) -> None:
         super().__init__(strategy)
+        self.shares = None  # unknown: the server knows the sum of the weights only
         if not 0.5 <= threshold < 1:
             raise SettingsError(f"threshold is {threshold!r}; expected a share of the clients from 0.5 to below 1")
         ranges = {"update_range": update_range, "statistics_range": statistics_range, "max_examples": max_examples}
@@ -149,7 +150,9 @@ class Secure(Wrapper):
         opened = session.open(0, replies, Expected(frozenset({self._weight}), shapes))
         mean = self._mean_reply(session.fixed, opened)
         means = [_with_mean(reply, mean) for reply in opened.replies]
-        return self.rule.aggregate_train(server_round, [*means, *opened.refused, *session.failed])
+        result = self.rule.aggregate_train(server_round, [*means, *opened.refused, *session.failed])
+        self.used = self.rule.used
+        return result
 
     def session(self, grid: Grid, nodes: list[int], parts: int) -> Session:
         assert self.round is not None
