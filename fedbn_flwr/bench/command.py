@@ -15,10 +15,11 @@ from fedbn_flwr.results.folder import environment
 from .common import Figure, Options
 from .messages import empty_round, exchange, scale
 from .startup import start
-from .training import fedtan, gpu, overhead
+from .training import compiled, fedtan, gpu, overhead
 
 BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "overhead": overhead,
+    "compiled": compiled,
     "exchange": exchange,
     "fedtan": fedtan,
     "round": empty_round,

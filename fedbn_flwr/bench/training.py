@@ -69,6 +69,32 @@ def overhead(options: Options) -> Iterator[Figure]:
         yield figure(f"steps per second / bare loop on one core, {n} workers", ratios(n, n), "x", least=0.9 * n)
 
 
+def compiled(options: Options) -> Iterator[Figure]:
+    """Steps per second of compiled passes, relative to the bare loop, which is not compiled; begins with a minute."""
+    steps, device = options.steps, options.device
+    torch.set_num_threads(1)
+    data = random_images(BATCH * steps, device)
+    bare = BareLoop(data)
+    first = pack(initial_arrays(bare.model))
+    fast = {"precision": torch.bfloat16, "channels_last": True}
+    goals = {"float32": ({}, 1.4), "bfloat16 and channels-last": (fast, None)}
+    for name, (how, goal) in goals.items():
+        model = resnet20(device)
+        if how:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        tensors = ModelTensors(flatten_storage(model))
+        grid = LocalGrid(same_clients(data, lambda _: tensors, steps, compile=True, **how), 1)  # noqa: B023
+        strategy = FedAvg(min_available_nodes=1, min_train_nodes=1)
+        for number in (1, 2):
+            train_round(strategy, grid, number, first)  # compiles
+        bare(min(steps, 5))
+        ratios = [
+            seconds(lambda: bare(steps)) / seconds(lambda: train_round(strategy, grid, 3, first))  # noqa: B023
+            for _ in range(options.repeats)
+        ]
+        yield figure(f"steps per second / bare loop, batch {BATCH}, {name}", ratios, "x", least=goal)
+
+
 def fedtan(options: Options) -> Iterator[Figure]:
     """A FedTAN iteration (E = 1), relative to the same forward and backward passes with plain batch norm."""
     clients, batch, device = 5, 128, options.device

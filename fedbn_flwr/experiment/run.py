@@ -33,6 +33,7 @@ from fedbn_flwr.results.folder import RunFolder, default_out, stopped_by_hand
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.write import write_report
 
+from .compiling import decided, fill_cache
 from .data import partition_of
 from .find import from_run_config
 from .listeners.base import Listener, RunState
@@ -257,11 +258,14 @@ def run_locally(
     node_config: UserConfig | Sequence[UserConfig] | None = None,
 ) -> Outcome:
     """Carry out all runs on the local engine; `node_config` is that of `LocalGrid`."""
+    experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
     mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
     app = client_app(functools.partial(client_of, experiment), mods=mods)
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:
+        if run.train.compile and workers_of(run) and not node_config:
+            fill_cache(experiment, run)
         with LocalGrid(
             app,
             run.clients,

@@ -58,6 +58,7 @@ class Summary:
     # Options in use that make training faster and change results.
     memory_format: str | None = None
     precision: str | None = None
+    compiled: bool | None = None
 
     rounds: int = 0
     seconds: float = 0.0  # of all rounds

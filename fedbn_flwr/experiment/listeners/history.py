@@ -71,4 +71,5 @@ def begin_summary(prepared: Prepared) -> Summary:
         metrics=tuple(name_of(metric) for metric in metrics_of(run)),
         memory_format="channels_last" if run.train.channels_last else None,
         precision=run.train.precision if run.train.precision != "float32" else None,
+        compiled=True if run.train.compile is True else None,
     )
