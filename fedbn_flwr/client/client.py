@@ -93,9 +93,8 @@ class BNClient(NumPyClient):
         With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and
         SGD stay in float32, and so do evaluation and FedTAN's first step.
     compile
-        Compile the passes of training batches by PyTorch's compiler, if they have the `batch_size` of `train_data`.
-        They are faster after a start of up to a minute; results differ in the last bits. FedTAN's first step and
-        evaluation are not compiled.
+        Compile the passes of training batches that have the `batch_size` of `train_data`. They are faster after a
+        start of up to a minute; results differ in the last bits. FedTAN's first step and evaluation are not compiled.
     seed
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
@@ -254,10 +253,7 @@ class BNClient(NumPyClient):
             begin()  # if the round had no step
         returned, received = frozenset[Role]().union(*(rule.returned() for rule in rules)), set(arrays)
         sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
-        metrics: Metrics = {
-            protocol.NUM_EXAMPLES: self.num_examples,
-            protocol.TRAIN_LOSS: loss,
-        }
+        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = first_batch
         update = Update(sent, metrics | self.identity, {})
@@ -266,17 +262,6 @@ class BNClient(NumPyClient):
         for rule in rules:
             rule.finish(update)
         return update
-
-    def compile_now(self) -> None:
-        """Compile the training passes before the first round, for instance before worker processes are forked."""
-        if not self.compile:
-            return
-        before = self._parts.taken(self.roles)
-        trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
-        self._parts.set_training()
-        with seeding.streams(0, self.device):
-            self._train(local_batches(self.train_data, 1, epochs=None, steps=1), SGD(trained, 0.0))
-        self._parts.load(before)
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
@@ -382,9 +367,7 @@ class BNClient(NumPyClient):
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
 
     def _named(self, parameters: list[np.ndarray]) -> Arrays:
-        keys = self._sent()
-        if len(parameters) == len(self.roles):
-            keys = list(self.roles)
+        keys = list(self.roles) if len(parameters) == len(self.roles) else self._sent()
         if len(parameters) != len(keys):
             raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
         return dict(zip(keys, parameters, strict=True))

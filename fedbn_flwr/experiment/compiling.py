@@ -54,7 +54,9 @@ def _compile(experiment: Experiment, run: Settings) -> None:
     name = run_names(experiment)[labels.index((run.label, run.seed))]
     node: dict[str, Any] = {"partition-id": 0, "num-partitions": run.clients}
     context = Context(run_id=0, node_id=1, node_config=node, state=RecordDict(), run_config={})
-    client_of(experiment, context, {protocol.RUN: name}).compile_now()
+    client = client_of(experiment, context, {protocol.RUN: name})
+    client.epochs, client.steps = None, 1
+    client.fit(client.get_parameters({}), {})
 
 
 def _operations(run: Settings) -> float:
