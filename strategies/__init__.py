@@ -27,6 +27,7 @@ from .fixbn import FixBN as FixBN
 from .globalmomentum import GlobalMomentum as GlobalMomentum
 from .heterobn import HeteroBN as HeteroBN
 from .meanstatistics import MeanStatistics as MeanStatistics
+from .private import Private as Private
 from .scaffold import Scaffold as Scaffold
 from .secure import Secure as Secure
 from .silobn import SiloBN as SiloBN

@@ -56,6 +56,7 @@ class Traits:
     equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
     individual: str | None = None  # what the rule does with replies of single clients, if their mean is not enough
     masked: bool = False  # the server learns only the mean of the replies; no rule may be around it
+    private: bool = False  # its results have noise that hides single clients; no rule may be around it
 
 
 class Rule(Strategy):

@@ -60,7 +60,7 @@ class Wrapper(_Around):
             )
         self.strategy = strategy
         self.rule = as_rule(strategy)
-        if self.rule.traits.masked:
+        if self.rule.traits.masked or self.rule.traits.private:
             inside, outside = type(strategy).__name__, type(self).__name__
             raise SettingsError(f"{outside} cannot be around {inside}; expected {inside}({outside}(...), ...)")
         self.traits = self.rule.traits

@@ -24,7 +24,7 @@ from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, as_bfloat16
+from fedbn_flwr.messages.aggregate import Array, Arrays, same_values
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import Reply, one_line
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
@@ -164,11 +164,7 @@ class FixBN(Wrapper):
         # Roles that stay on the client (FedBN) are frozen there with the client's own values: do not compare them.
         for key, sent in self._frozen(round, self.freeze - self.traits.kept).items():
             value = reply.arrays.get(key)
-            if value is None:
-                continue
-            # Some of Flower's strategies send float64 to a model of float32, and a model may have bfloat16.
-            same = [rounded.astype(value.dtype).tobytes() for rounded in (sent, as_bfloat16(sent))]
-            if value.tobytes() not in same:
+            if value is not None and not same_values(value, sent):
                 return (
                     f"it changed {key!r}, which is frozen. Its ClientApp does not honour the config key "
                     f"{FREEZE!r}: serve it by fedbn_flwr.client_app with a BNClient, or put its batch "

@@ -142,9 +142,10 @@ def make_rule(run: Settings) -> Rule:
             "expected a strategy with a model per client: FedBN, SiloBN or Standalone"
         )
     for key, reads in (("matrix", "the models of single clients"), ("dynamics", "the statistics of single clients")):
-        if rule.traits.masked and getattr(run.evaluate, key):
+        if (rule.traits.masked or rule.traits.private) and getattr(run.evaluate, key):
+            hides = "hides from the server" if rule.traits.masked else "releases only with noise"
             raise SettingsError(
-                f"evaluate.{key} is true and reads {reads}, which {strategy_name(run.strategy)} hides from the server; "
+                f"evaluate.{key} is true and reads {reads}, which {strategy_name(run.strategy)} {hides}; "
                 f"leave evaluate.{key} out"
             )
     return rule

@@ -139,6 +139,14 @@ def as_bfloat16(values: Array) -> Array:
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+def same_values(value: Array, sent: Array) -> bool:
+    """Whether a client sent these values back unchanged, perhaps in another dtype.
+
+    Some of Flower's strategies send float64 to a model of float32, and a model may have bfloat16.
+    """
+    return value.tobytes() in [rounded.astype(value.dtype).tobytes() for rounded in (sent, as_bfloat16(sent))]
+
+
 def cast(total: Array, dtype: np.dtype[Any]) -> Array:
     """`total` converted to `dtype`; integers are rounded to the nearest."""
     if dtype.kind == "b":

@@ -59,7 +59,8 @@ def test_every_promised_name_can_be_imported() -> None:
         assert getattr(fedbn_flwr, name) is not None
     assert set(strategies.STRATEGIES) == {
         "FedAvg", "FedProx", "Scaffold", "FedBN", "SiloBN", "FedBS", "FixBN", "FedTAN", "FedTANII",
-        "FedAvgGlobalStats", "HeteroBN", "FedWon", "GlobalMomentum", "MeanStatistics", "Standalone",
+        "FedAvgGlobalStats", "HeteroBN", "FedWon", "GlobalMomentum", "MeanStatistics", "Private",
+        "Secure", "Standalone",
     }  # fmt: skip
     for name, rule in strategies.STRATEGIES.items():
         assert getattr(strategies, name) is rule

@@ -26,7 +26,7 @@ from fedbn_flwr.messages.protocol import Key as Key
 from fedbn_flwr.norms.roles import Role
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Update:
     """A client's result of a round: the arrays of the model, metrics, and additional records of arrays by name."""
 

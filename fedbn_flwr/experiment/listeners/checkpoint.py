@@ -25,6 +25,8 @@ class Checkpoint(Listener):
         run = state.run
         self.latest = _snapshot(state), state.model
         every = run.engine.checkpoint_every or max(1, run.rounds // 20)
+        if state.prepared.rule.traits.private:  # a round that is repeated after a stop is a release of its own
+            every = 1
         if state.round % every == 0 or state.is_last or state.stop:
             self._write(state, *self.latest)
 

@@ -1,0 +1,85 @@
+"""The client rule of Private: clip the change of a round before it is sent and, for local privacy, add the noise."""
+
+from __future__ import annotations
+
+from fedbn_flwr import seeding
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.privacy import Change, clipped, gaussian, parts_of
+from fedbn_flwr.norms.roles import Role, roles
+
+from . import ClientRule, Key, Update
+from .fixbn import frozen_roles
+
+CLIP = "fedbn.private-clip"
+NOISE = "fedbn.private-noise"
+STATISTICS_CLIP = "fedbn.private-statistics-clip"
+STATISTICS_NOISE = "fedbn.private-statistics-noise"
+NOISE_SEED = "fedbn.private-noise-seed"
+
+
+class Private(ClientRule):
+    """Clips the change of weights, gamma and beta, and that of the statistics; adds noise if the message asks for it.
+
+    With noise the reply has neither the loss nor the number of examples, which would not be private.
+    """
+
+    keys = {
+        CLIP: Key("float", "clip the change of weights, gamma and beta to this norm before it is sent"),
+        NOISE: Key("float", "then add Gaussian noise with this multiple of the norm, and report no loss and no counts"),
+        STATISTICS_CLIP: Key("float", "clip the change of mean and log variance to this norm before it is sent"),
+        STATISTICS_NOISE: Key("float", "then add Gaussian noise with this multiple of that norm"),
+        NOISE_SEED: Key("int", "draw the noise from this seed instead of the system's random numbers: not private"),
+    }
+    order = 10  # after all rules that change what is sent
+
+    def finish(self, update: Update) -> None:
+        config, before = self.local.config, self.local.received
+        if update.extras or (extra := sorted(update.arrays.keys() - before.keys())):
+            what = sorted(update.extras) or extra
+            raise MessageError(f"the server asks for private changes ({CLIP}), and also for {what[0]!r} without them")
+        of = roles(self.local.model)
+        # Buffers other than statistics are sent back as they were received.
+        changed = {
+            key: value
+            for key, value in update.arrays.items()
+            if key in self.local.parameters or of[key] is Role.STATISTICS
+        }
+        parts = parts_of(changed, of, frozenset(Role) - frozen_roles(config))
+        if parts.statistics and STATISTICS_CLIP not in config:
+            raise MessageError(
+                f"the server asks for private changes ({CLIP}), and for statistics without {STATISTICS_CLIP}"
+            )
+        change = parts.change(before, update.arrays)
+        change = Change(
+            clipped(change.weights, float(config[CLIP])),
+            clipped(change.statistics, float(config.get(STATISTICS_CLIP, 0.0))),
+        )
+        if NOISE in config:
+            change = self._noised(change)
+            update.metrics.pop(protocol.TRAIN_LOSS, None)
+            update.metrics[protocol.NUM_EXAMPLES] = 1
+        after = parts.apply(change, before)
+        update.arrays = {key: after.get(key, before[key]) for key in update.arrays}
+
+    def _noised(self, change: Change) -> Change:
+        config = self.local.config
+        deviation = float(config[NOISE]) * float(config[CLIP])
+        of_statistics = float(config.get(STATISTICS_NOISE, 0.0)) * float(config.get(STATISTICS_CLIP, 0.0))
+        if change.statistics.size and STATISTICS_NOISE not in config:
+            raise MessageError(f"the server asks for private changes ({NOISE}), and for statistics without noise")
+        return Change(
+            change.weights + gaussian(change.weights.size, deviation, self._seed("weights")),
+            change.statistics + gaussian(change.statistics.size, of_statistics, self._seed("statistics")),
+        )
+
+    def _seed(self, part: str) -> int | None:
+        config = self.local.config
+        if NOISE_SEED not in config:
+            return None
+        if self.local.partition is None:
+            raise MessageError(
+                f"the noise depends on a seed ({NOISE_SEED}) and the partition, and this client has none"
+            )
+        where = int(config.get(protocol.ROUND, 1)), self.local.partition
+        return seeding.seed_for(int(config[NOISE_SEED]), f"private-{part}", *where)

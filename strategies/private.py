@@ -1,0 +1,375 @@
+"""Differential privacy of clients (McMahan et al. 2018, https://arxiv.org/abs/1710.06963) that knows batch norm.
+
+The change of each client's model is clipped to a norm, the changes are added, and Gaussian noise is added to the sum.
+Weights, gamma and beta have one norm; the statistics of batch norm have a norm of their own (`statistics: noise`), stay
+on the client (`keep`) or do not change (`freeze`). Counters are neither sent nor part of a norm.
+
+The wrapped strategy sees only the private mean: it receives one and the same model from every client, and the weight 1
+for each. What it does with them, for instance a step of FedAdam, cannot cost more privacy.
+
+- All clients have equal weights, since with weights by examples one client's part of the mean could be arbitrarily
+  large, and the numbers of examples would be released.
+- The sum is divided by the number of clients that were *asked*, which does not depend on their data. A client that does
+  not answer, or whose reply is refused, counts as a change of zero.
+- Epsilon and delta are exact for the releases that a client takes part in, with no amplification by sampling:
+  amplification requires a secret choice of clients, but every client knows that it was asked, and the run's files
+  list who was.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from logging import INFO
+from typing import Any, Literal
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedbn_flwr import seeding
+from fedbn_flwr.client.rules import private as keys
+from fedbn_flwr.client.rules.fedbn import RETURN
+from fedbn_flwr.client.rules.fixbn import FREEZE, frozen_roles
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
+from fedbn_flwr.messages.arrays import configs_in, metrics_in, pack, record_of, unpack
+from fedbn_flwr.messages.gate import Reply, arrays_of, gate, partition_of
+from fedbn_flwr.messages.privacy import Change, Parts, clipped, epsilon_of, gaussian, parts_of
+from fedbn_flwr.messages.screening import with_arrays
+from fedbn_flwr.norms.roles import Role, roles
+
+from ._private import check_inside, privacy_line, strategies_in
+from ._rule import Round
+from ._wrapper import Wrapper, as_rule
+
+_LEAST_NOISE = 0.01  # epsilon is above 5000 with less
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the messages of a round ask for."""
+
+    nodes: tuple[int, ...]
+    expected: tuple[str, ...]  # the keys that the wrapped strategy expects in a reply
+    received: tuple[str, ...]  # those that clients send
+    frozen: frozenset[Role]
+    parts: Parts  # what is released
+
+
+class Private(Wrapper):
+    """Differential privacy of clients, around any strategy.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy that receives the private mean, for instance `FedAvg()`.
+    clip : float (default: 1.0)
+        C, the largest L2 norm of a client's change of weights, gamma and beta.
+    noise : float (default: 1.0)
+        z: the noise in the sum of the changes has the standard deviation z * C. With 0 changes are only clipped, and
+        nothing is private.
+    statistics : "noise" | "keep" | "freeze" (default: "noise")
+        The statistics of batch norm: "noise" clips and noises the change of mean and log variance; "keep" leaves the
+        statistics on the client, as SiloBN does; "freeze" leaves them at the initial model's values.
+    statistics_clip : float (default: 1.0)
+        With "noise": the largest norm of a client's change of statistics. Means are in units of the standard deviation.
+    statistics_noise : float | None (default: None)
+        With "noise": the noise multiplier of the statistics; None means that of `noise`.
+    mode : "central" | "client-clipping" | "local" (default: "central")
+        Who clips and who adds noise: the server both; the clients clip and the server adds noise; or the clients do
+        both ("local"), so that the server needs no trust. Noise of "local" is larger by the root of the number of
+        clients.
+    delta : float (default: 1e-5)
+        The delta for which epsilon is reported. It should be well below 1 / number of clients.
+    noise_seed : int | None (default: None)
+        None draws the noise from the system's random numbers; with a number the run can be repeated exactly, and is
+        not private, since the noise can be subtracted again.
+    constants : sequence of str (default: ())
+        Buffers that no client changes, such as a table of positions, by name or pattern ("*.positions"): they get no
+        noise. The server cannot distinguish them from weights.
+    metrics : bool (default: False)
+        Report the mean of the clients' metrics of training, for instance the loss, which is not accounted for.
+    """
+
+    @dataclass
+    class Memory(Wrapper.Memory):
+        # Sums of 1 / noise^2 over releases: of all, of those with each partition, and of those with unknown clients.
+        total: float = 0.0
+        spent: dict[int, float] = field(default_factory=dict)
+        unidentified: float = 0.0
+        last: float = 0.0  # of the last release
+        releases: int = 0
+        partitions: dict[int, int] = field(default_factory=dict)  # by node id
+        evaluated: bool = False  # clients sent metrics of evaluations
+
+    memory: Memory
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        clip: float = 1.0,
+        noise: float = 1.0,
+        statistics: Literal["noise", "keep", "freeze"] = "noise",
+        statistics_clip: float = 1.0,
+        statistics_noise: float | None = None,
+        mode: Literal["central", "client-clipping", "local"] = "central",
+        delta: float = 1e-5,
+        noise_seed: int | None = None,
+        constants: Sequence[str] = (),
+        metrics: bool = False,
+    ) -> None:
+        check_inside(strategy, as_rule(strategy).traits, statistics, mode)
+        super().__init__(strategy)
+        statistics_noise = noise if statistics_noise is None else statistics_noise
+        for name, value in {"clip": clip, "statistics_clip": statistics_clip}.items():
+            _check_number(name, value, "a norm above zero", 0 < value < math.inf if _is_number(value) else False)
+        for name, value in {"noise": noise, "statistics_noise": statistics_noise}.items():
+            fits = value == 0 or _LEAST_NOISE <= value < math.inf if _is_number(value) else False
+            _check_number(name, value, f"a multiple of the norm: {_LEAST_NOISE} or more, or 0 for none", fits)
+        _check_number("delta", delta, "a number between 0 and 1", 0 < delta < 1 if _is_number(delta) else False)
+        if statistics not in ("noise", "keep", "freeze"):
+            raise SettingsError(f"statistics is {statistics!r}; expected 'noise', 'keep' or 'freeze'")
+        if mode not in ("central", "client-clipping", "local"):
+            raise SettingsError(f"mode is {mode!r}; expected 'central', 'client-clipping' or 'local'")
+        if noise_seed is not None and (not isinstance(noise_seed, int) or isinstance(noise_seed, bool)):
+            raise SettingsError(f"noise_seed is {noise_seed!r}; expected an integer, or None for secret noise")
+        self.clip = float(clip)
+        self.noise = float(noise)
+        self.statistics = statistics
+        self.statistics_clip = float(statistics_clip)
+        self.statistics_noise = float(statistics_noise)
+        self.mode = mode
+        self.delta = float(delta)
+        self.noise_seed = noise_seed
+        self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
+        self.metrics = metrics
+        self.traits = replace(self.traits, private=True)
+        if statistics == "keep":
+            kept = self.traits.kept | {Role.STATISTICS, Role.COUNTER}
+            memory = self.traits.client_memory or "their own statistics"
+            self.traits = replace(self.traits, personal=True, client_memory=memory, kept=kept)
+        self._asked: _Asked | None = None
+
+    # --- the hooks ---
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
+        for name in self.constants:
+            if not fnmatch.filter(arrays, name):
+                raise SettingsError(
+                    f"constants has {name!r}, which no array of the model has; {did_you_mean(name, arrays)}"
+                )
+
+    def instructions(self, round: Round) -> dict[str, Any]:
+        asks: dict[str, Any] = {FREEZE: protocol.join({Role.STATISTICS})} if self.statistics == "freeze" else {}
+        if self.mode == "central":
+            return asks
+        noised = self.statistics == "noise"
+        asks |= {keys.CLIP: self.clip} | ({keys.STATISTICS_CLIP: self.statistics_clip} if noised else {})
+        if self.mode == "local":
+            asks |= {keys.NOISE: self.noise} | ({keys.STATISTICS_NOISE: self.statistics_noise} if noised else {})
+            asks |= {} if self.noise_seed is None else {keys.NOISE_SEED: self.noise_seed}
+        return asks
+
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        """The same for all."""
+        return [1.0] * len(replies)
+
+    def problem(self, round: Round, reply: Reply) -> str | None:
+        asked, sent = self._asked, unpack(round.arrays)
+        assert asked is not None
+        if wrong := fault(reply.arrays, sent, asked.received):
+            return wrong
+        of = roles(sent)
+        for key, value in reply.arrays.items():
+            # Roles that stay on the client are frozen there with the client's own values.
+            if of[key] in asked.frozen - self.traits.kept and not same_values(value, sent[key]):
+                return f"it changed {key!r}, which is frozen; its client does not honour the config key {FREEZE!r}"
+        return None
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        """The new model of the wrapped strategy, which sees only the private mean."""
+        if not replies:
+            return super().combine(round, [], [])
+        asked, before = self._asked, unpack(round.arrays)
+        assert asked is not None
+        mean = {**before, **asked.parts.apply(self._mean(round.number, asked, before, replies), before)}
+        self._account(asked)
+        shown = pack({key: mean[key] for key in asked.expected})
+        model = super().combine(round, [self._shown(reply, shown) for reply in replies], weights)
+        return {key: cast(value, before[key].dtype) if key in before else value for key, value in model.items()}
+
+    def notes(self) -> dict[str, Any]:
+        """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
+        return {**super().notes(), "privacy": self._report()}
+
+    # --- messages ---
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        if not messages:
+            return messages
+        assert self.round is not None
+        content = messages[0].content  # the messages of a round are equal
+        told = next(iter(configs_in(content).values()), ConfigRecord())
+        of, sent = roles(arrays), arrays_of(content)
+        returned = protocol.roles_of(told, RETURN, frozenset(Role))
+        hidden = frozenset({Role.COUNTER}) | ({Role.STATISTICS} if self.statistics == "keep" else frozenset())
+        expected = tuple(key for key in arrays if key in sent or of[key] in returned)
+        received = tuple(key for key in expected if of[key] not in hidden)
+        frozen, before = frozen_roles(told), unpack(arrays)
+        released = frozenset(Role) - frozen - (frozenset() if self.statistics == "noise" else {Role.STATISTICS})
+        constant = {key for name in self.constants for key in fnmatch.filter(arrays, name)}
+        parts = parts_of({key: before[key] for key in received if key not in constant}, of, released)
+        nodes = tuple(message.metadata.dst_node_id for message in messages)
+        self._asked = _Asked(nodes, expected, received, frozen, parts)
+        if returned & hidden:
+            messages = [_asking_for(message, returned - hidden) for message in messages]
+        return self._without(messages, hidden)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        messages = list(super().configure_evaluate(server_round, arrays, config, grid))
+        self.memory.evaluated |= bool(messages)
+        return self._without(messages, {Role.COUNTER, *self.traits.kept})
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        messages = gate(replies)
+        for message in messages:
+            if message.has_content() and (partition := partition_of(message.content)) is not None:
+                self.memory.partitions[message.metadata.src_node_id] = partition
+        return super().aggregate_train(server_round, messages)
+
+    def _without(self, messages: Sequence[Message], hidden: Iterable[Role]) -> list[Message]:
+        """The messages without the arrays of these roles."""
+        wanted = frozenset(hidden)
+        reduced: dict[int, ArrayRecord] = {}  # the messages of a round share their arrays
+
+        def remaining(sent: ArrayRecord) -> ArrayRecord:
+            if id(sent) not in reduced:
+                of = roles(sent)
+                kept = {key: value for key, value in sent.items() if of[key] not in wanted}
+                reduced[id(sent)] = sent if len(kept) == len(sent) else record_of(kept)
+            return reduced[id(sent)]
+
+        return [with_arrays(message, remaining) for message in messages]
+
+    def _shown(self, reply: Reply, mean: ArrayRecord) -> Reply:
+        """The reply as the wrapped strategy sees it: the private mean, and the weight 1."""
+        message = with_arrays(reply.message, lambda _: mean)
+        key = str(getattr(list(strategies_in(self.strategy))[-1], "weighted_by_key", protocol.NUM_EXAMPLES))
+        for name, metrics in metrics_in(message.content).items():
+            shown = {**metrics} if self.metrics and self.mode != "local" else {}
+            message.content[name] = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, key: 1})
+        return replace(reply, message=message)
+
+    # --- privacy ---
+
+    def _mean(self, server_round: int, asked: _Asked, before: Arrays, replies: Sequence[Reply]) -> Change:
+        """The mean change, with noise."""
+        local = self.mode == "local"
+        total = asked.parts.change(before, before)  # zeros
+        for reply in replies:
+            change = asked.parts.change(before, reply.arrays)
+            if not local:
+                change = Change(clipped(change.weights, self.clip), clipped(change.statistics, self.statistics_clip))
+            total = Change(total.weights + change.weights, total.statistics + change.statistics)
+        if local:  # the noise is in the replies
+            return Change(total.weights / len(replies), total.statistics / len(replies))
+        parts = [("weights", total.weights, self.noise * self.clip)]
+        parts += [("statistics", total.statistics, self.statistics_noise * self.statistics_clip)]
+        noised = []
+        for name, vector, deviation in parts:
+            fixed = None if self.noise_seed is None else seeding.seed_for(self.noise_seed, name, server_round)
+            noised.append((vector + gaussian(vector.size, deviation, fixed)) / len(asked.nodes))
+        return Change(*noised)
+
+    def _account(self, asked: _Asked) -> None:
+        """Add this round's release, of weights and statistics together, for each client that was asked."""
+        memory = self.memory
+        multipliers = [self.noise] * bool(asked.parts.weights) + [self.statistics_noise] * bool(asked.parts.statistics)
+        cost = math.fsum(1 / noise**2 for noise in multipliers if noise)  # without noise the report has no epsilon
+        known = {**getattr(list(strategies_in(self.strategy))[-1].__dict__.get("memory"), "partitions", {})}
+        known |= memory.partitions
+        asked_partitions = {known.get(node) for node in asked.nodes}
+        for partition in asked_partitions - {None}:
+            assert partition is not None
+            memory.spent[partition] = memory.spent.get(partition, 0.0) + cost
+        memory.unidentified += cost if None in asked_partitions else 0.0
+        memory.total += cost
+        memory.last = cost
+        memory.releases += 1
+
+    def restore(self, records: RecordDict) -> None:
+        """A resumed run may repeat a round whose result was sent already: it counts twice if its noise differs."""
+        super().restore(records)
+        if self.noise_seed is None and self.memory.releases:
+            self.memory.total += self.memory.last
+            self.memory.unidentified += self.memory.last
+
+    def _report(self) -> dict[str, Any]:
+        memory = self.memory
+        # A client took part in the releases with its partition and perhaps in those with unknown clients.
+        most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.unidentified)
+        bare = not self.noise or (self.statistics == "noise" and not self.statistics_noise)
+        mu = math.inf if bare else math.sqrt(most)
+        replaced = epsilon_of(2 * mu, self.delta)  # a replaced change differs by up to twice the norm
+        # Against the server there is no other: it sees who takes part.
+        epsilon = replaced if self.mode == "local" else epsilon_of(mu, self.delta)
+        unprotected = None
+        if math.isinf(mu):
+            unprotected = "there is no noise"
+        elif self.noise_seed is not None:
+            unprotected = f"the noise can be repeated: noise_seed is {self.noise_seed}"
+        report: dict[str, Any] = {
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
+            "delta": self.delta,
+            "neighbours": f"one client's changes {'replaced by any others' if self.mode == 'local' else 'left out'}",
+            "epsilon_replace_one": replaced if math.isfinite(replaced) else None,
+            "against": "the server" if self.mode == "local" else "all who see the model, but not the server",
+            "private": unprotected is None,
+            "clip": self.clip,
+            "noise": self.noise,
+            "norm_statistics": self.statistics,
+            "releases": memory.releases,
+        }
+        if unprotected is not None:
+            report["not_private_because"] = unprotected
+        if self.statistics == "noise":
+            report |= {"statistics_clip": self.statistics_clip, "statistics_noise": self.statistics_noise}
+        open_metrics = ["metrics of the clients' training"] if self.metrics and self.mode != "local" else []
+        open_metrics += ["metrics of evaluations on clients"] if memory.evaluated else []
+        return {**report, "not_accounted": open_metrics} if open_metrics else report
+
+    def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
+        if round.number == round.total:
+            log(INFO, "%s", privacy_line(self._report()))
+
+
+def _asking_for(message: Message, returned: frozenset[Role]) -> Message:
+    """The message, which asks clients to send only these roles in addition to the arrays received."""
+    changed = with_arrays(message, lambda arrays: arrays)
+    for name, config in configs_in(changed.content).items():
+        asks = {key: value for key, value in config.items() if key != RETURN}
+        changed.content[name] = ConfigRecord(asks | ({RETURN: protocol.join(returned)} if returned else {}))
+    return changed
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_number(name: str, value: Any, expected: str, fits: bool) -> None:
+    if not fits:
+        raise SettingsError(f"{name} is {value!r}; expected {expected}")

@@ -1,0 +1,468 @@
+"""Private: what is clipped, noised, sent and accounted for."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from scipy.stats import kstest
+
+from fedbn_flwr import LocalGrid, convert_norm
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.privacy import epsilon_of, parts_of
+from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedAvgGlobalStats,
+    FedBN,
+    FedBS,
+    FedProx,
+    FedTAN,
+    FedTANII,
+    FedWon,
+    FixBN,
+    GlobalMomentum,
+    HeteroBN,
+    MeanStatistics,
+    Private,
+    Scaffold,
+    Secure,
+    SiloBN,
+    Standalone,
+    build_strategy,
+)
+from tests.conftest import small_net
+from tests.support.federations import last_model, models_of, same
+from tests.support.plugin import RecordingGrid
+
+Federations = Callable[..., Any]
+WIDE = {"clip": 1e9, "statistics_clip": 1e9, "noise": 0}  # neither clips nor adds noise
+
+
+def spent(strategy: Private) -> dict[str, Any]:
+    report = strategy.notes()["privacy"]
+    assert isinstance(report, dict)
+    return report
+
+
+class Replying(LocalGrid):
+    """The clients' replies, with their arrays changed by `change(client, arrays)`."""
+
+    def __init__(self, fed: Any, change: Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
+        super().__init__(fed.app(), len(fed.data), node_ids=list(range(len(fed.data))))
+        self.change = change
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for reply in replies:
+            if "arrays" in reply.content:
+                arrays = self.change(reply.metadata.src_node_id, dict(unpack(reply.content["arrays"])))
+                reply.content["arrays"] = pack(arrays)
+        return replies
+
+
+def one_round(strategy: Private, grid: Any, arrays: ArrayRecord) -> dict[str, np.ndarray]:
+    """The model after a round."""
+    strategy.begin(1, arrays)
+    messages = strategy.configure_train(1, arrays, ConfigRecord(), grid)
+    model, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
+    assert model is not None
+    return dict(unpack(model))
+
+
+# --- clipping ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["central", "client-clipping"])
+def test_without_clipping_and_noise_it_is_the_uniform_mean(federation: Federations, mode: str) -> None:
+    fed = federation((8, 8), dtype=torch.float64)
+    ours = last_model(fed, Private(FedAvg(), mode=mode, **WIDE), 2)
+    twin = last_model(fed, FedAvg(), 2)
+    for key, value in twin.items():
+        if not key.endswith("running_var"):  # whose mean is geometric
+            np.testing.assert_allclose(ours[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_twenty_counters_and_variances_do_not_shrink_an_update(federation: Federations) -> None:
+    """Twenty batch norms of 50 steps: with Flower's wrapper an update of norm 0.55 keeps 0.0045 of itself."""
+    fed = federation()
+    arrays = {f"bn{i}.{key}": np.asarray(value) for i in range(20) for key, value in
+              {"running_mean": np.zeros(2), "running_var": np.ones(2), "num_batches_tracked": 0}.items()}  # fmt: skip
+    arrays["weight"] = np.zeros(100)
+    step = np.full(100, 0.055)  # of norm 0.55
+
+    class Grown(LocalGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            for message in messages:
+                sent = dict(unpack(message.content["arrays"]))
+                assert not any("tracked" in key for key in sent)
+                sent = {key: value + {"weight": step}.get(key, 50.0) for key, value in sent.items()}
+                content = copy.deepcopy(message.content)
+                content["arrays"] = pack(sent)
+                content["metrics"] = MetricRecord({"num-examples": 3})
+                yield Message(content, reply_to=message)
+
+    model = one_round(Private(FedAvg(), clip=1.0, noise=0), Grown(fed.app(), 2), pack(arrays))
+    np.testing.assert_allclose(model["weight"], step, rtol=1e-12)
+    assert all(int(model[f"bn{i}.num_batches_tracked"]) == 0 for i in range(20))
+
+
+@pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
+def test_replacing_a_client_changes_the_sum_by_at_most_the_sensitivity(
+    federation: Federations, statistics: str
+) -> None:
+    """The mean of m clients moves by 2 C / m if a client sends anything else, and by C / m if it sends nothing."""
+    fed, clip, draw = federation((8, 8, 8), dtype=torch.float64), 0.3, np.random.default_rng(0)
+    arrays = pack({key: value.astype(np.float64) for key, value in unpack(fed.arrays()).items()})
+    parts = parts_of(unpack(arrays), roles(arrays))
+    before = unpack(arrays)
+
+    def mean(change: Any) -> Any:
+        private = Private(FedAvg(), clip=clip, statistics_clip=clip, noise=0, statistics=statistics)
+        model = one_round(private, Replying(fed, change), arrays)
+        return parts.change(before, {**before, **model})
+
+    def others(client: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return arrays
+
+    plain = mean(others)
+    kinds: list[Callable[[Any, float], Any]] = [
+        lambda values, size: values + size,
+        lambda values, size: values * size,
+        lambda values, size: draw.normal(0, size, values.shape) ** 2,
+        lambda values, size: values * math.nan,  # refused, which is a change of zero
+    ]
+    for sent, size in itertools.product(kinds, (0.0, 1e-3, 1.0, 1e6)):
+
+        def replaced(
+            client: int, arrays: dict[str, np.ndarray], sent: Any = sent, size: float = size
+        ) -> dict[str, np.ndarray]:
+            fixed = {key for key in arrays if client != 1 or (statistics == "freeze" and "running" in key)}
+            return {key: value if key in fixed else sent(value, size) for key, value in arrays.items()}
+
+        other = mean(replaced)
+        assert np.linalg.norm(other.weights - plain.weights) <= 2 * clip / 3 * (1 + 1e-9)
+        assert np.linalg.norm(other.statistics - plain.statistics) <= 2 * clip / 3 * (1 + 1e-9)
+        if statistics != "noise":
+            assert not other.statistics.any()
+
+
+def test_a_client_that_does_not_answer_counts_as_a_change_of_zero(federation: Federations) -> None:
+    """The sum is divided by the clients asked: the noise does not grow, and their number reveals nothing."""
+    fed = federation((8, 8, 8), dtype=torch.float64)
+    arrays = fed.arrays()
+
+    def refused(client: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {key: value * math.nan for key, value in arrays.items()} if client == 1 else arrays
+
+    def zero(client: int, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(unpack(arrays)) if client == 1 else values
+
+    def make() -> Private:
+        return Private(FedAvg(), clip=0.1, noise=0.5, noise_seed=4)
+
+    for key, value in one_round(make(), Replying(fed, refused), arrays).items():
+        np.testing.assert_allclose(value, one_round(make(), Replying(fed, zero), arrays)[key], rtol=0, atol=1e-15)
+
+
+# --- noise -------------------------------------------------------------------
+
+
+def silent(fed: Any) -> Any:
+    """A grid whose clients change nothing, so that the new model is the noise."""
+    before = unpack(fed.arrays())
+    return Replying(fed, lambda client, arrays: {key: before[key] for key in arrays})
+
+
+@pytest.mark.parametrize(("mode", "per_client"), [("central", 1 / 4), ("local", 1 / 2)])
+def test_the_noise_in_the_model_has_the_declared_size(federation: Federations, mode: str, per_client: float) -> None:
+    """Of four clients: z C / 4 in the mean if the server adds the noise, z C / sqrt(4) if each client does."""
+    fed = federation((4,) * 4, dtype=torch.float64, model=lambda: torch.nn.Sequential(
+        torch.nn.Conv2d(2, 64, 3), torch.nn.BatchNorm2d(64), torch.nn.Flatten(), torch.nn.Linear(256, 3)
+    ), lr=0.0)  # fmt: skip
+    before = unpack(fed.arrays())
+    private = Private(
+        FedAvg(), clip=0.5, noise=2.0, statistics_clip=0.25, statistics_noise=1.0, noise_seed=2, mode=mode
+    )
+    grid = silent(fed) if mode == "central" else fed.grid()
+    change = parts_of(before, roles(before)).change(before, one_round(private, grid, fed.arrays()))
+    assert change.weights.size > 1800
+    assert kstest(change.weights / (2.0 * 0.5 * per_client), "norm").pvalue > 1e-3
+    if mode == "central":  # clients that train at all change their statistics
+        assert change.statistics.size == 128
+        assert kstest(change.statistics / (1.0 * 0.25 * per_client), "norm").pvalue > 1e-3
+
+
+def test_only_secret_noise_is_called_private_and_it_differs(federation: Federations) -> None:
+    fed = federation()
+    secret = [Private(FedAvg()) for _ in range(2)]
+    fixed = [Private(FedAvg(), noise_seed=3) for _ in range(2)]
+    first, second, third, fourth = (last_model(fed, rule, 1) for rule in (*secret, *fixed))
+    assert not same(first, second)
+    assert same(third, fourth)
+    assert spent(secret[0])["private"] is True
+    assert spent(fixed[0])["private"] is False
+    assert "noise_seed is 3" in spent(fixed[0])["not_private_because"]
+    bare = Private(FedAvg(), noise=0)
+    last_model(fed, bare, 1)
+    assert (spent(bare)["epsilon"], spent(bare)["private"]) == (None, False)
+
+
+def test_rounds_have_noise_of_their_own(federation: Federations) -> None:
+    fed = federation(lr=0.0)
+    zero, one, two = models_of(fed, Private(FedAvg(), noise_seed=3, clip=0.1, statistics="freeze"), 2)
+    assert abs((one["0.weight"] - zero["0.weight"]) - (two["0.weight"] - one["0.weight"])).max() > 1e-3
+
+
+# --- what is sent ------------------------------------------------------------
+
+
+def with_counters(fed: Any) -> ArrayRecord:
+    return ArrayRecord(fed.model.state_dict())
+
+
+@pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
+@pytest.mark.parametrize("base", [FedAvg, FedBN, SiloBN, lambda: MeanStatistics(flower.FedAdam())])
+@pytest.mark.parametrize("mode", ["central", "local"])
+def test_only_what_is_accounted_for_travels(federation: Federations, statistics: str, base: Any, mode: str) -> None:
+    fed = federation()
+    if base in (FedBN, SiloBN) and mode == "local":
+        base = {FedBN: lambda: FedBN(global_norm="initial"), SiloBN: lambda: SiloBN(global_norm="initial")}[base]
+    grid = RecordingGrid(fed.app(), 2)
+    start = with_counters(fed)
+    private = Private(base(), statistics=statistics, mode=mode)
+    models: list[dict[str, np.ndarray]] = []
+    private.start(grid, start, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(dict(unpack(arrays))))
+    assert grid.errors() == []
+    of = roles(start)
+    sent = {key for message in grid.sent for key in message.arrays}
+    sent |= {key for reply in grid.replies for record in reply.content.array_records.values() for key in record}
+    assert {of[key] for key in sent} <= {Role.WEIGHTS, Role.AFFINE} | (
+        set() if statistics == "keep" else {Role.STATISTICS}
+    )
+    assert list(models[-1]) == list(start)
+    changed = {of[key] for key in start if models[-1][key].tobytes() != models[0][key].tobytes()}
+    assert Role.WEIGHTS in changed
+    assert Role.COUNTER not in changed
+    assert (Role.STATISTICS in changed) <= (statistics == "noise")
+    for key, value in models[-1].items():
+        assert value.dtype == models[0][key].dtype
+    if mode == "local":
+        trained = [reply.content["metrics"] for reply in grid.replies if reply.metadata.message_type == "train"]
+        assert [dict(metrics) for metrics in trained] == [{"num-examples": 1}] * 4
+
+
+def test_the_wrapped_strategy_sees_no_metrics(federation: Federations) -> None:
+    fed = federation()
+    for metrics, keys in ((False, set()), (True, {"train-loss"})):
+        private = Private(FedAvg(fraction_evaluate=0.0), metrics=metrics)
+        result = private.start(fed.grid(), fed.arrays(), num_rounds=1)
+        assert set(result.train_metrics_clientapp[1]) == keys
+        assert spent(private).get("not_accounted", []) == (["metrics of the clients' training"] if metrics else [])
+
+
+def test_evaluations_on_clients_are_named(federation: Federations) -> None:
+    fed, private = federation(), Private(FedAvg())
+    private.start(fed.grid(), fed.arrays(), num_rounds=1)
+    assert spent(private)["not_accounted"] == ["metrics of evaluations on clients"]
+
+
+# --- epsilon -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "costs"),
+    [
+        ({}, [1 / 4 + 1 / 4] * 3),
+        ({"statistics_noise": 4.0}, [1 / 4 + 1 / 16] * 3),
+        ({"statistics": "keep"}, [1 / 4] * 3),
+        ({"statistics": "freeze"}, [1 / 4] * 3),
+        ({"base": {"name": "FixBN", "freeze_round": 1}}, [1 / 2, 1 / 4, 1 / 4]),
+        ({"base": {"name": "FedBN", "global_norm": "initial"}}, [1 / 4] * 3),
+        ({"mode": "client-clipping"}, [1 / 2] * 3),
+    ],
+)
+def test_every_release_is_accounted_for(federation: Federations, options: dict[str, Any], costs: list[float]) -> None:
+    fed = federation()
+    private: Any = build_strategy({"name": "Private", "noise": 2.0, "delta": 1e-6, **options})
+    private.start(fed.grid(), fed.arrays(), num_rounds=3)
+    mu = math.sqrt(sum(costs))
+    assert spent(private)["epsilon"] == pytest.approx(epsilon_of(mu, 1e-6))
+    assert spent(private)["epsilon_replace_one"] == pytest.approx(epsilon_of(2 * mu, 1e-6))
+    assert (spent(private)["delta"], spent(private)["releases"]) == (1e-6, 3)
+
+
+def test_local_privacy_is_that_of_a_replaced_change(federation: Federations) -> None:
+    fed, private = federation(), Private(FedAvg(), noise=2.0, mode="local", statistics="freeze")
+    private.start(fed.grid(), fed.arrays(), num_rounds=1)
+    assert spent(private)["epsilon"] == spent(private)["epsilon_replace_one"] == pytest.approx(epsilon_of(1.0, 1e-5))
+    assert spent(private)["against"] == "the server"
+
+
+def test_a_client_pays_for_the_rounds_in_which_it_was_asked(federation: Federations) -> None:
+    """And all pay for rounds with clients that reported no partition."""
+    fed = federation((8,) * 4)
+    base = FedAvg(fraction_train=0.5, fraction_evaluate=0.0)
+    private, grid = Private(base, noise=3.0, statistics="keep"), RecordingGrid(fed.app(), 4)
+    private.start(grid, fed.arrays(), num_rounds=6)
+    times = [0] * 4
+    for reply in grid.replies:
+        if reply.metadata.message_type == "train":
+            times[reply.content["client"]["partition-id"]] += 1
+    assert sum(times) == 12
+    assert max(times) < 6
+    assert spent(private)["epsilon"] == pytest.approx(epsilon_of(math.sqrt(max(times)) / 3.0, 1e-5))
+
+
+def test_unknown_clients_may_be_any_client(federation: Federations) -> None:
+    fed = federation((8,) * 4)
+
+    class Nameless(LocalGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies:
+                reply.content.pop("client", None)
+                reply.content["metrics"].pop("partition-id", None)
+            return replies
+
+    private = Private(FedAvg(fraction_train=0.5, fraction_evaluate=0.0), noise=3.0, statistics="keep")
+    private.start(Nameless(fed.app(), 4), fed.arrays(), num_rounds=6)
+    assert spent(private)["epsilon"] == pytest.approx(epsilon_of(math.sqrt(6) / 3.0, 1e-5))
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_resumed_run_counts_the_round_that_it_may_repeat(federation: Federations, seed: int | None) -> None:
+    fed = federation()
+    first = Private(FedAvg(), noise=3.0, noise_seed=seed)
+    first.start(fed.grid(), fed.arrays(), num_rounds=2)
+    resumed = Private(FedAvg(), noise=3.0, noise_seed=seed)
+    resumed.begin(4, fed.arrays())
+    resumed.restore(first.state())
+    repeated = 1 if seed is None else 0  # with a fixed seed it is the same release
+    assert spent(resumed)["epsilon"] == pytest.approx(epsilon_of(math.sqrt((2 + repeated) * 2 / 9), 1e-5))
+
+
+def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flwr")
+    fed, private = federation(), Private(FedAvg(), noise=3.0)
+    private.start(fed.grid(), fed.arrays(), num_rounds=2)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("privacy: ")]
+    assert f"epsilon {spent(private)['epsilon']:.4g} at delta 1e-05 against all who see the model" in line
+    assert "not accounted for: metrics of evaluations on clients" in line
+
+
+# --- what is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Private(Scaffold()), "Scaffold also sends what Private does not account for: control variates"),
+        (lambda: Private(FedTAN()), "FedTAN also sends .*: two exchanges per batch norm"),
+        (lambda: Private(FedTANII(fedtan_rounds=1)), "FedTANII also sends"),
+        (lambda: Private(FedAvgGlobalStats()), "FedAvgGlobalStats also sends"),
+        (lambda: Private(GlobalMomentum(FedAvg())), "GlobalMomentum also sends .*momentum"),
+        (lambda: Private(FixBN(Scaffold(), freeze_round=1)), "control variates"),
+        (lambda: Private(FedBS()), "FedBS weights the clients by the loss"),
+        (lambda: Private(FixBN(FedBS(), freeze_round=1)), "FedBS weights"),
+        (lambda: Private(MeanStatistics(flower.QFedAvg(client_learning_rate=0.1))), "QFedAvg weights the clients"),
+        (lambda: Private(HeteroBN(statistics="query")), "HeteroBN queries the statistics"),
+        (lambda: Private(Standalone()), "Standalone sends no model"),
+        (lambda: Private(Private(FedAvg())), "Private cannot be around Private"),
+        (lambda: Private(Secure(FedAvg())), "with Secure the server cannot clip"),
+        (lambda: Secure(Private(FedAvg())), "Secure cannot be around Private"),
+        (lambda: FixBN(Private(FedAvg()), freeze_round=1), r"expected Private\(FixBN\(...\), ...\)"),
+        (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot be around Private"),
+        (lambda: Private(FixBN(FedAvg(), freeze_round=1), statistics="freeze"), "FixBN freezes them too"),
+        (lambda: Private(FixBN(FedAvg(), freeze_round="auto"), statistics="keep"), "'auto'"),
+        (lambda: Private(flower.FedAdam()), r"Private\(MeanStatistics\(FedAdam"),
+        (lambda: Private(build_strategy({"name": "Krum"})), "Krum compares the clients' models"),
+        (lambda: Private(flower.FedMedian()), "FedMedian compares the clients' models"),
+        (lambda: Private(FedAvg(robust="median")), "FedAvg compares the clients' models"),
+        (lambda: Private(FedBN(), mode="local"), "expected global_norm 'initial'"),
+        (
+            lambda: Private(flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(), 1.0, 1.0, 2)),
+            "clip and add noise twice",
+        ),
+        (lambda: Private(FedAvg(), clip=0), "clip is 0; expected a norm above zero"),
+        (lambda: Private(FedAvg(), clip=math.inf), "clip is inf"),
+        (lambda: Private(FedAvg(), clip=math.nan), "clip is nan"),
+        (lambda: Private(FedAvg(), statistics_clip="1"), "statistics_clip is '1'"),
+        (lambda: Private(FedAvg(), noise=-1.0), "noise is -1.0; expected a multiple of the norm"),
+        (lambda: Private(FedAvg(), noise=1e-9), "0.01 or more, or 0 for none"),
+        (lambda: Private(FedAvg(), statistics_noise=True), "statistics_noise is True"),
+        (lambda: Private(FedAvg(), delta=0), "delta is 0; expected a number between 0 and 1"),
+        (lambda: Private(FedAvg(), delta=1.0), "delta is 1.0"),
+        (lambda: Private(FedAvg(), statistics="drop"), "expected 'noise', 'keep' or 'freeze'"),
+        (lambda: Private(FedAvg(), mode="server"), "expected 'central', 'client-clipping' or 'local'"),
+        (lambda: Private(FedAvg(), noise_seed=1.5), "noise_seed is 1.5; expected an integer"),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_accounted_for_is_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        make()
+
+
+def test_a_model_that_it_cannot_protect_is_refused(federation: Federations) -> None:
+    fed = federation()
+    for arrays, options, words in (
+        ({"weight": np.ones(2, np.complex64)}, {}, "real and imaginary part"),
+        ({"weight": np.ones(2)}, {"constants": ["wight"]}, "did you mean 'weight'"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            Private(FedAvg(), **options).start(fed.grid(), pack(arrays), num_rounds=1)
+
+
+@pytest.mark.parametrize("base", [FedAvg, FedProx, FedWon, SiloBN, FedBN, lambda: FixBN(FedProx(), freeze_round=1)])
+def test_it_composes(federation: Federations, base: Any) -> None:
+    model = (lambda: convert_norm(small_net(), "won")) if base is FedWon else small_net
+    fed, private = federation(lr=0.05, model=model), Private(base(), noise=0.1, clip=0.2, noise_seed=1)
+    last = last_model(fed, private, 3)
+    assert all(np.isfinite(value).all() for value in last.values())
+    assert spent(private)["releases"] == 3
+
+
+def test_a_client_that_ignores_the_freeze_is_refused(federation: Federations) -> None:
+    fed = federation()
+    grid = Replying(fed, lambda client, arrays: {key: value + 0.1 for key, value in arrays.items()})
+    with pytest.raises(RunFailed, match=r"it changed '1.running_mean', which is frozen"):
+        one_round(Private(FedAvg(), statistics="freeze"), grid, fed.arrays())
+
+
+# --- experiments -------------------------------------------------------------
+
+EXPERIMENT = """
+rounds: 3
+clients: 3
+model: {name: cnn}
+train: {lr: 0.05, steps: 1}
+strategy: {name: Private, noise: 2.0, noise_seed: 1, statistics: STATISTICS, base: {name: FedProx}}
+engine: {workers: 0, device: cpu}
+"""
+
+
+@pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
+def test_an_experiment_s_summary_has_epsilon(tmp_path: Path, statistics: str) -> None:
+    experiment = read_experiment(parse_yaml(EXPERIMENT.replace("STATISTICS", statistics)))
+    run_locally(experiment, tmp_path, resume=False, quiet=True)
+    (file,) = tmp_path.glob("*/summary.json")
+    privacy = json.loads(file.read_text())["privacy"]
+    releases = 2 if statistics == "noise" else 1
+    assert privacy["epsilon"] == pytest.approx(epsilon_of(math.sqrt(3 * releases / 4), 1e-5))
+    assert ("not_accounted" in privacy) == (statistics == "keep")  # the clients' own models are evaluated on them
+    lines = [json.loads(line) for line in (file.parent / "history.jsonl").read_text().splitlines()]
+    assert not any("train_loss" in line for line in lines)
