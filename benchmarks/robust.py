@@ -173,24 +173,33 @@ def done() -> list[dict[str, Any]]:
     return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
 
 
-def tables() -> None:
+def tables() -> str:
+    """A table for each data set and rule, in Markdown."""
     found = {tuple(list(each.values())[:5]): each["accuracy"] for each in done()}
+    parts = []
     for name in SETS:
         for rule in RULES:
-            print(f"\n**{name}, {rule}**\n")
-            columns = [(None, 0), *((attack, count) for attack in ATTACKS for count in (1, 2))]
-            heads = ["none", *(f"{attack} {count}" for attack, count in columns[1:])]
-            print("| options | " + " | ".join(heads) + " |\n|" + "---|" * (len(heads) + 1))
-            for options in OPTIONS:
-                row = [found.get((name, rule, options, attack, count), "") for attack, count in columns]
-                cells = ["failed" if each is None else each and f"{100 * each:.1f}" for each in row]
-                if any(cells):
-                    print(f"| {options} | " + " | ".join(cells) + " |")
+            cases = [key[3:] for key in found if key[:2] == (name, rule)]
+            every = [(None, 0), *((attack, count) for attack in ATTACKS for count in (1, 2))]
+            columns = [column for column in every if column in cases]
+            rows = [
+                [options, *(percent(found.get((name, rule, options, *column), "")) for column in columns)]
+                for options in OPTIONS
+            ]
+            heads = [f"{name}, {rule}", *("none" if attack is None else f"{attack} {n}" for attack, n in columns)]
+            lines = [heads, ["---"] * len(heads), *(row for row in rows if any(row[1:]))]
+            if columns:
+                parts.append("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    return "\n".join(parts)
+
+
+def percent(accuracy: Any) -> str:
+    return "failed" if accuracy is None else accuracy and f"{100 * accuracy:.1f}"
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--table"]:
-        tables()
+        print(tables(), end="")
         sys.exit()
     finished = [tuple(list(each.values())[:5]) for each in done()]
     for chosen in sys.argv[1:]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +14,12 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
 
-from fedbn_flwr import client_app
+from fedbn_flwr import client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution, contribution_from_records, contribution_to_records
 from fedbn_flwr.exchange.round import agree
 from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.strategies import (
@@ -27,9 +30,13 @@ from fedbn_flwr.strategies import (
     FedTANII,
     FixBN,
     GlobalMomentum,
+    HeteroBN,
     MeanStatistics,
+    Round,
     Scaffold,
 )
+from tests.conftest import small_net
+from tests.support.command import ROOT, python_blocks
 from tests.support.experiments import read
 from tests.support.federations import last_model, models_of, same
 from tests.support.models import two_norms
@@ -147,7 +154,7 @@ def test_no_share_of_the_weight_is_above_the_bound(federation: Federations) -> N
 
     def many(sent: RecordDict, reply: RecordDict, partition: int) -> None:
         if partition == 0:
-            reply["metrics"]["num-examples"] = 2**50
+            reply["metrics"]["num-examples"] = 2**30
 
     strategy = FedAvg(max_share=0.5, fraction_evaluate=0.0)
     found = last_model(fed, strategy, 1, fed.grid(between(fed.app(), many)))
@@ -240,6 +247,47 @@ def test_an_implausible_contribution_is_named(federation: Federations, flower_lo
     assert "round 1, exchange 1: left out client 0" in lines[0]
     assert "moments: 'mean' has the value 1e+09 where the clients' median is" in lines[0]
     assert max(float(np.abs(value).max()) for value in without.values()) < 100
+
+
+def test_one_client_cannot_set_the_statistics_that_heterobn_queries(federation: Federations) -> None:
+    fed = federation(SIZES, model=lambda: convert_norm(small_net(), "sbn"))
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        reply = call_next(message, context)
+        if context.node_config["partition-id"] == 0 and reply.metadata.message_type == protocol.STATISTICS_QUERY:
+            reply.content["arrays"] = pack({key: value + 1e9 for key, value in unpack(reply.content["arrays"]).items()})
+        return reply
+
+    grid = fed.grid(client_app(fed.make_client, mods=[mod]))
+    for options, large in (({}, True), ({"robust_statistics": "median"}, False)):
+        rule = HeteroBN(statistics="query", **options)
+        found = unpack(rule.global_model(Round(1, None, fed.arrays(), {}, grid)))
+        assert (float(found["1.running_var"].max()) > 1e7) == large
+
+
+# --- the page ---
+
+
+def test_the_experiments_of_the_page_are_valid() -> None:
+    page = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    rules = [make_rule(read(block)) for block in blocks]
+    assert [rule.notes().get("robust_statistics", "mean") for rule in rules] == ["trimmed", "mean"]
+    (code,) = python_blocks(page)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["strategy"].notes()["malicious"] == 2
+
+
+def test_the_figures_of_the_page_are_those_of_the_raw_output() -> None:
+    spec = importlib.util.spec_from_file_location("benchmark", ROOT / "benchmarks" / "robust.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    tables = benchmark.tables()
+    assert "| trimmed |" in tables
+    assert tables in (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
 
 
 # --- what is refused ---
