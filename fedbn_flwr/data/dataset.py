@@ -33,6 +33,7 @@ class DataSet:
     class_names: tuple[str, ...]
     domains: Groups | None = None
     natural: Groups | None = None  # by the column of a natural partition
+    commit: str | None = None  # of the hub's repository that the images are from
 
     @property
     def classes(self) -> int:

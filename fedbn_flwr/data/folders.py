@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ Splits = dict[str, Any]  # "train" and "test"
 
 
 def open_splits(
-    name: str, entry: Entry | None, root: str | None, train: str | None, test: str | None
+    name: str, entry: Entry | None, root: str | None, train: str | None, test: str | None, revision: str | None = None
 ) -> tuple[Splits, Entry | None]:
     """The splits of the data set `name`, and its catalogue entry, which may follow from a folder's layout."""
     key = "data.root" if root else "FEDBN_DATA"
@@ -40,7 +41,7 @@ def open_splits(
                 "train*.parquet and test*.parquet"
             )
         if (base / name).is_dir():
-            return _folder(base / name, entry, train, test)
+            return _folder(_unrevised(base / name, revision), entry, train, test)
         if entry is not None:
             present = sorted(folder.name for folder in base.iterdir() if folder.is_dir())
             raise DataError(
@@ -48,15 +49,23 @@ def open_splits(
                 "there" + (f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry.hub else "")
             )
     if entry is None and _is_path(name):
-        return _folder(Path(name).expanduser(), entry, train, test)
+        return _folder(_unrevised(Path(name).expanduser(), revision), entry, train, test)
     if entry is None:
-        return _hub(name, name, train or "train", test or "test"), None
+        return _hub(name, name, train or "train", test or "test", revision), None
     if entry.hub is None:
         raise DataError(
             f"data.name={name!r} ({entry.title}) is not on the Hugging Face hub; give data.root (or FEDBN_DATA), a "
             f"folder that contains {name}/ with {entry.files}"
         )
-    return _hub(name, entry.hub, train or "train", test or entry.test), entry
+    return _hub(name, entry.hub, train or "train", test or entry.test, revision), entry
+
+
+def _unrevised(folder: Path, revision: str | None) -> Path:
+    if revision is not None:
+        raise DataError(
+            f"data.revision is {revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
+        )
+    return folder
 
 
 def _is_path(name: str) -> bool:
@@ -107,22 +116,32 @@ def _load(folder: Path, kind: str, files: Sequence[str]) -> Any:
         raise DataError(f"data.name={str(folder)!r}: cannot read {files[0]!r}: {_root(error)}") from error
 
 
-def _hub(name: str, hub: str, train: str, test: str) -> dict[str, Any]:
+def commit_of(split: Any) -> str | None:
+    """The commit of the hub's repository that a split is from; None for files of this machine."""
+    for url in getattr(split.info, "download_checksums", None) or ():
+        if found := re.search(r"@([0-9a-f]{40})/", url):
+            return found[1]
+    return None
+
+
+def _hub(name: str, hub: str, train: str, test: str, revision: str | None) -> dict[str, Any]:
     import datasets
 
     _quiet()
     found = {}
     for part, split in (("train", train), ("test", test)):
         try:
-            found[part] = datasets.load_dataset(hub, split=split)
+            found[part] = datasets.load_dataset(hub, split=split, revision=revision)
+            revision = commit_of(found[part]) or revision  # both splits are of one commit
         except Exception as error:
+            at = f" and data.revision={revision!r}" if revision else ""
             if hub == name:
                 known = f"; {did_you_mean(name, ['digits', *CATALOGUE])}, or the name of a data set on the hub"
                 there, where = "", ""
             else:
                 known, there, where = "", f" ({hub!r} there)", f", as data.root, where it is called {name}/"
             raise DataError(
-                f"data.name={name!r} with data.{part}={split!r} cannot be loaded from the Hugging Face hub{there}: "
+                f"data.name={name!r} with data.{part}={split!r}{at} cannot be loaded from the Hugging Face hub{there}: "
                 f"{_root(error)}{known}. A local copy works too: give its folder, with train*.parquet and "
                 f"test*.parquet{where}"
             ) from error

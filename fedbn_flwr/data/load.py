@@ -34,7 +34,7 @@ from .columns import (
 )
 from .dataset import DataSet, spread
 from .decoding import Files
-from .folders import open_splits
+from .folders import commit_of, open_splits
 from .images import Images, Source, Stream
 from .returned import in_memory, returned, splits_in
 
@@ -45,6 +45,7 @@ def load(
     name: str,
     *,
     root: str | None = None,
+    revision: str | None = None,
     image: str | None = None,
     label: str | None = None,
     domain: str | None = None,
@@ -64,7 +65,8 @@ def load(
 
     It may also be `module:callable`, which is called with `options`; see returned.py.
 
-    `root` (by default $FEDBN_DATA) is a folder of local copies: `root/name` is read if it exists.
+    `root` (by default $FEDBN_DATA) is a folder of local copies: `root/name` is read if it exists. `revision` is the
+    commit, tag or branch of a data set on the hub.
     `image`, `label` and `domain` name columns; by default they are found by type (`domain` by name). A `label` column
     of images contains segmentation masks. `domains` selects domains; `natural` is the column of a natural partition;
     `train` and `test` are names of splits.
@@ -75,6 +77,8 @@ def load(
     With `stream`, `readers` threads decode images on request; `auto` does so if all images together would take more
     than `memory` GiB.
     """
+    if revision is not None and (name == "digits" or is_name(name)):
+        raise DataError(f"data.revision is {revision!r}, which is for data sets of the hub, not for {name!r}")
     if name == "digits":
         if size not in (None, 8, (8, 8)):
             raise DataError(f"data.size is {size}; the embedded digits are 8 by 8 and are not resized")
@@ -104,8 +108,9 @@ def load(
     else:
         with needs("data", f"data.name={name!r}"):
             import datasets  # noqa: F401
-        splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test)
+        splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test, revision)
     first = next(iter(splits.values()))
+    commit = commit_of(first)
     if entry is not None:
         # A copy may have other column names; its columns are then found by type.
         image = image or (entry.image if entry.image in first.features else None)
@@ -153,6 +158,7 @@ def load(
         class_names,
         groups_of(splits, name, domain, domains) if domain is not None else None,
         groups_of(splits, name, natural, ()) if natural is not None else None,
+        commit,
     )
 
 

@@ -66,6 +66,7 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
     dataset = load(
         data.name,
         root=data.root,
+        revision=data.revision,
         image=data.image,
         label=data.label,
         domain=data.domain,

@@ -197,7 +197,8 @@ def run_experiment(
                 continue
             try:
                 with folder.locked():
-                    done = folder.begin(item.run.model_dump(mode="json"))
+                    commit = None if item.dataset is None else item.dataset.commit
+                    done = folder.begin(item.run.model_dump(mode="json"), {"data_commit": commit} if commit else {})
                     try:
                         with make_grid(item.run) as grid:
                             run_one(item, grid, folder, progress, done)

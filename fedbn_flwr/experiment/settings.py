@@ -112,6 +112,7 @@ class Data(Section):
     name: str = "digits"  # "digits", a name of the catalogue, a folder, a hub name, or module:callable
     options: Arguments = Arguments()  # of module:callable
     root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
+    revision: str | None = None  # of a hub's data set: a commit, tag or branch; None: main
     image: str | None = None  # column; None: the one of image type
     label: str | None = None
     domain: str | None = None  # column; None: "domain" if there is one

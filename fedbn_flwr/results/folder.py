@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
-    def begin(self, config: Mapping[str, Any]) -> int:
+    def begin(self, config: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         done = self.checkpoint.round()
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
@@ -115,7 +116,7 @@ class RunFolder:
         except OSError as error:
             raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
         write_text(self.path / "config.yaml", dump_yaml(dict(config)))
-        write_text(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
+        write_text(self.path / "environment.json", json.dumps({**environment(), **more}, indent=2) + "\n")
         write_lines(self.path, kept)
         return done
 

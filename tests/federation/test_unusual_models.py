@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +20,20 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.explain import explain
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.messages.aggregate import as_bfloat16
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.trained import global_model
 from fedbn_flwr.strategies import build_strategy
 from tests.conftest import Batches
+from tests.support.sessions import Stopping, outcome
 
 RULES: dict[str, dict[str, Any]] = {
     "FedAvg": {},
@@ -304,3 +313,41 @@ def test_a_round_of_bfloat16_is_that_of_float32_to_its_rounding(rule: str) -> No
     )
     for key, value in rounded.items():
         np.testing.assert_allclose(value, exact[key], rtol=0.05, atol=0.05)
+
+
+def in_bfloat16(num_classes: int) -> nn.Module:
+    """For `model.name`, with the embedded digits."""
+    layers = (nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, num_classes))
+    return As(nn.Sequential(*layers), torch.bfloat16)
+
+
+EXPERIMENT = """
+rounds: 3
+clients: 2
+model: {name: "tests.federation.test_unusual_models:in_bfloat16"}
+train: {lr: 0.1, momentum: 0.9, keep_momentum: true, steps: 3, batch_size: 32}
+evaluate: {every: 1, clients: true}
+engine: {device: cpu, checkpoint_every: 1}
+"""
+
+
+@pytest.mark.parametrize("rule", ["{name: FixBN, freeze_round: 1}", "{name: FedBN}"])
+def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits(rule: str, tmp_path: Path) -> None:
+    experiment = load_experiment(EXPERIMENT, [f"strategy={rule}"])
+    explained = explain(experiment, trial=False).runs[0].model
+    for name, stop in (("whole", 0), ("parts", 1), ("parts", 0)):
+        (prepared,) = prepare(experiment)
+        run = RunFolder(tmp_path / name)
+        done = run.begin(prepared.run.model_dump(mode="json"))
+        with (
+            LocalGrid(client_app(functools.partial(client_of, experiment)), 2) as grid,
+            contextlib.suppress(KeyboardInterrupt),
+        ):
+            run_one(prepared, grid, run, Stopping(stop), done)
+        assert len(run.history()) == (stop or 3)
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "parts")
+    sent = {role for role in explained if role != "counter" and (role == "weights" or "FixBN" in rule)}
+    down = sum(explained[role].bytes for role in sent)
+    assert RunFolder(tmp_path / "whole").history()[0]["bytes_down"] == 2 * down
+    trained = global_model(RunFolder(tmp_path / "whole"), "model.safetensors")
+    assert {value.dtype for value in trained.parameters()} == {torch.bfloat16}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -81,6 +82,41 @@ def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
     assert data.train.labels.tolist() == data.test.labels.tolist() == rows[label]
     assert data.classes == entry.classes
     assert data.domains is None
+
+
+def test_a_revision_of_the_hub_is_read_for_both_splits_and_recorded(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub itself cannot be reached here: its library's function returns local files with the hub's checksums."""
+    folder, _, shape, rows, names, image = LAYOUTS["mnist"]
+    asked = []
+
+    def load_dataset(hub: str, *, split: str, revision: str | None) -> Any:
+        asked.append((hub, split, revision))
+        found = datasets.Dataset.from_parquet(str(root / "mnist.parquet"))
+        found.info.download_checksums = {f"hf://datasets/{hub}@{'c' * 40}/{folder}{split}.parquet": {"num_bytes": 1}}
+        return found
+
+    write_parquet(root / "mnist.parquet", shape, rows, names, image)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load("mnist", revision="v1").commit == "c" * 40
+    assert load("owner/mnist").commit == "c" * 40
+    assert asked == [
+        ("ylecun/mnist", "train", "v1"),
+        ("ylecun/mnist", "test", "c" * 40),
+        ("owner/mnist", "train", None),
+        ("owner/mnist", "test", "c" * 40),
+    ]
+
+
+def test_a_revision_of_data_that_are_not_of_the_hub_is_refused(root: Path) -> None:
+    folder, test, shape, rows, names, image = LAYOUTS["mnist"]
+    for split in ("train", test):
+        write_parquet(root / "mnist" / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
+    assert load("mnist", root=str(root)).commit is None
+    for name, at in (("mnist", str(root)), (str(root / "mnist"), None), ("digits", None), ("module:own", None)):
+        with pytest.raises(DataError, match=r"data\.revision is 'v1', which is for data sets of the hub"):
+            load(name, root=at, revision="v1")
 
 
 def write_domainnet(root: Path) -> list[str]:

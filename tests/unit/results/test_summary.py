@@ -66,3 +66,10 @@ def test_a_file_without_a_required_key_is_refused_by_its_name(tmp_path: Path) ->
     (tmp_path / "summary.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"summary\.json': it lacks model, seed; restore"):
         RunFolder(tmp_path).summary()
+
+
+def test_environment_json_has_what_a_run_adds(tmp_path: Path) -> None:
+    RunFolder(tmp_path).begin({}, {"data_commit": "c" * 40})
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert found["data_commit"] == "c" * 40
+    assert "versions" in found
