@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -15,7 +17,17 @@ from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, only_arrays, read_reply, refuse, refused
+from fedbn_flwr.messages.gate import (
+    Reply,
+    gate,
+    metrics_of,
+    number_problem,
+    one_line,
+    only_arrays,
+    read_reply,
+    refuse,
+    refused,
+)
 from fedbn_flwr.messages.screening import alike, check_some_left, fault_problems, refuse_records, with_records
 
 from ._records import inside, load, nested, save
@@ -217,7 +229,7 @@ class Foreign(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        messages = self._screened(replies, with_arrays=True)
+        messages = self._screened(f"round {server_round}", replies, with_arrays=True)
         contents = [message.content for message in messages if message.has_content()]
         if contents and self._weight_key and not any(metrics_of(content)[self._weight_key] for content in contents):
             raise RunFailed(f"round {server_round}: the weights of all clients ({self._weight_key}) are zero")
@@ -225,7 +237,7 @@ class Foreign(_Around):
         return self.strategy.aggregate_train(server_round, messages)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        messages = self._screened(replies, with_arrays=False)
+        messages = self._screened(f"round {server_round}, evaluation", replies, with_arrays=False)
         return self.strategy.aggregate_evaluate(server_round, messages)
 
     @property
@@ -236,7 +248,7 @@ class Foreign(_Around):
             inside = getattr(inside, "strategy", None)
         return getattr(inside, "weighted_by_key", None)
 
-    def _screened(self, replies: Iterable[Message], *, with_arrays: bool) -> list[Message]:
+    def _screened(self, what: str, replies: Iterable[Message], *, with_arrays: bool) -> list[Message]:
         """The replies, where those that would end or spoil the strategy's aggregation are errors.
 
         Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics, which have the same
@@ -257,7 +269,13 @@ class Foreign(_Around):
             except MessageError as error:
                 problems[node] = str(error)
         problems |= fault_problems({node: each for node, each in arrays.items() if node not in problems}, self._sent)
-        return alike(refuse(messages, problems))
+        messages = alike(refuse(messages, problems))
+        for message in messages:
+            if message.has_error():
+                reason = one_line(str(message.error.reason))
+                log(WARNING, "%s: left out node %d: %s", what, message.metadata.src_node_id, reason)
+        # These strategies only log errors. One around them (for privacy) aggregates nothing if there is an error.
+        return list(filter(Message.has_content, messages)) if hasattr(self.strategy, "weighted_by_key") else messages
 
     def state(self) -> RecordDict:
         values = {name: value for name, value in vars(self.strategy).items() if not isinstance(value, _FUNCTIONS)}

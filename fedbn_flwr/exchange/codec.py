@@ -8,19 +8,18 @@ values arrive bit for bit. The sender is not trusted: invalid content raises `Co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.gate import checked, shown
 from fedbn_flwr.messages.serialization import dump, parse
 
 HEADER_LIMIT = 16384  # bytes of a stream's message besides the tensors
 TEXT_LIMIT = 1000  # characters of a reason
-_LARGEST = 2**53  # larger floats are not exact integers
 KIND, _FAILURE = "what", "failure"  # config keys
 
 
@@ -66,14 +65,15 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
 
 
 def contribution_from_records(content: RecordDict) -> Contribution:
+    content = _checked(content)
     metrics, configs = metrics_in(content), configs_in(content)
     if set(arrays_in(content)) != {"arrays"} or len(metrics) != 1 or "config" not in configs:
         raise CodecError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
     numbers = next(iter(metrics.values()))
     partition = numbers.get(protocol.PARTITION)
     return Contribution(
-        str(configs["config"].get(KIND)),
-        _tensors(content),
+        shown(kind) if not isinstance(kind := configs["config"].get(KIND), str) else kind[:TEXT_LIMIT],
+        unpack(arrays_in(content)["arrays"]),
         images=_count(numbers, protocol.BATCH_EXAMPLES),
         remaining=_count(numbers, protocol.EXCHANGES_LEFT),
         examples=_number(numbers, protocol.NUM_EXAMPLES),
@@ -87,10 +87,11 @@ def agreement_to_records(agreement: Agreement) -> RecordDict:
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:
+    content = _checked(content)
     images = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_BATCH)
     if "arrays" not in arrays_in(content) or not isinstance(images, int):
         raise CodecError(f"an agreement needs the record 'arrays' and an integer {protocol.COHORT_BATCH!r}")
-    return Agreement(_tensors(content), images)
+    return Agreement(unpack(arrays_in(content)["arrays"]), images)
 
 
 def to_bytes(value: Contribution | Agreement | str) -> bytes:
@@ -126,27 +127,26 @@ def _from_bytes(data: bytes) -> RecordDict:
         raise CodecError(f"it has {len(data)} bytes, with a header of {length}; expected at most {HEADER_LIMIT}")
     try:
         return parse(data)
-    except ValueError as error:
+    except ValueError:
+        raise CodecError("its bytes are not those of records") from None
+
+
+def _checked(content: RecordDict) -> RecordDict:
+    try:
+        return checked(content)
+    except MessageError as error:
         raise CodecError(str(error)) from None
 
 
-def _tensors(content: RecordDict) -> Arrays:
-    record: ArrayRecord = arrays_in(content)["arrays"]
-    try:
-        return unpack(record)
-    except Exception as error:  # the sender may have written any bytes
-        raise CodecError(f"its arrays cannot be read: {error}") from None
-
-
 def _number(numbers: MetricRecord, key: str) -> float:
-    value: Any = numbers.get(key)
-    if isinstance(value, int | float) and 0 <= value <= _LARGEST:
+    value = numbers.get(key)
+    if isinstance(value, int | float):
         return value
-    raise CodecError(f"its metrics have {key!r} = {value!r}, expected a number, zero or more")
+    raise CodecError(f"its metrics have {key!r} = {shown(value)}, expected a number")
 
 
 def _count(numbers: MetricRecord, key: str) -> int:
     value = _number(numbers, key)
     if value == int(value):
         return int(value)
-    raise CodecError(f"its metrics have {key!r} = {value!r}, expected a whole number")
+    raise CodecError(f"its metrics have {key!r} = {shown(value)}, expected a whole number")

@@ -6,12 +6,14 @@ contributions. A client without a valid contribution is excluded from the rest o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_moments, weighted_mean
 from fedbn_flwr.messages.robust import Robust
 
@@ -20,6 +22,7 @@ from .codec import Agreement, Contribution
 # The tensors of each kind of contribution.
 _TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "gradients": {"mean", "var"}}
 _MOST_EXCHANGES = 100_000  # in a round
+_LARGEST = 1e18  # of an agreed value: its square and its sums are finite in float32
 
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
 Weigh = Callable[[Contribution], float]  # p_i, up to scale
@@ -68,8 +71,8 @@ def run_exchanges(
         found = _usable(name, answers, len(nodes), remaining, admit)
         if robust is not None:
             found = _plausible(name, found, admit, robust)
-        nodes, contributions = list(found), list(found.values())
-        agreement, remaining = agree(contributions, weigh, robust, name), contributions[0].remaining
+        found, agreement = _agreed(name, found, weigh, admit, robust)
+        nodes, remaining = list(found), next(iter(found.values())).remaining
         step += 1
         if report is not None:
             report(step, step + remaining)
@@ -90,6 +93,30 @@ def agree(
         mean, var = pooled_moments([each["mean"] for each in tensors], [each["var"] for each in tensors], weights)
         return Agreement({"mean": mean, "var": var}, images)
     return Agreement(weighted_mean(tensors, weights), images)
+
+
+def _agreed(
+    what: str, found: dict[int, Contribution], weigh: Weigh, admit: Admit, robust: Robust | None
+) -> tuple[dict[int, Contribution], Agreement]:
+    """The agreement without the contributions that would make the clients' arithmetic overflow, and the others."""
+    while True:
+        if not any(map(weigh, found.values())):
+            raise RunFailed(f"{what}: the weights of all {len(found)} clients are zero")
+        with np.errstate(over="ignore", invalid="ignore"):
+            agreement = agree(list(found.values()), weigh, robust, what)
+        if all(np.abs(array).max() <= _LARGEST for array in agreement.tensors.values()):  # false for NaN
+            return found, agreement
+        largest = max(found, key=lambda node: _magnitude(found[node]))
+        reason = f"with its {found[largest].kind}, the means of all clients exceed {_LARGEST:g} (the client diverged?)"
+        kept = admit(what, {node: each.partition for node, each in found.items()}, [(largest, reason)], len(found))
+        found = {node: found[node] for node in kept}
+
+
+def _magnitude(contribution: Contribution) -> float:
+    """The logarithm of the largest value in a contribution; a mean is squared in the variance of all clients."""
+    powers = {"mean": 2 if contribution.kind == "moments" else 1, "var": 1}
+    largest = {name: float(np.abs(array).max()) for name, array in contribution.tensors.items()}
+    return max(powers[name] * math.log(value) if value else -math.inf for name, value in largest.items())
 
 
 def _robust_means(kind: str, tensors: Sequence[Arrays], weights: Sequence[float], robust: Robust, what: str) -> Arrays:
@@ -119,6 +146,11 @@ def _usable(what: str, answers: Answers, asked: int, remaining: int | None, admi
     found = {node: answer for node, answer in answers.items() if isinstance(answer, Contribution)}
     partitions = {node: contribution.partition for node, contribution in found.items()}
     refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+    # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
+    large = [node for node, each in found.items() if each.images > each.examples]
+    if 2 * len(large) <= len(found):
+        reason = "its batch has {} images, and its data set {}"
+        refused |= {node: reason.format(found[node].images, found[node].examples) for node in large}
     refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
     nodes = admit(what, partitions, list(refused.items()), asked)
     forms = {node: _form(found[node]) for node in nodes}

@@ -83,8 +83,8 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
         holders.setdefault(partition_of(reply.content), []).append(node)
         own_data |= protocol.OWN_DATA in answer
-        if protocol.STATE_ROUND in answer:
-            folders[number_of(reply)] = int(answer[protocol.STATE_ROUND])  # type: ignore[arg-type]
+        if isinstance(kept := answer.get(protocol.STATE_ROUND), int):
+            folders[number_of(reply)] = kept
     if (silent := len(nodes) - len(replies)) > 0:
         problems.append(f"{silent} nodes did not answer within {run.engine.timeout:g} s")
     if not problems:

@@ -297,7 +297,7 @@ def _read_as_declared(key: str, array: FlowerArray) -> Array:
         raise MessageError(f"its array {key!r} cannot be read") from None
     if (array.dtype, shape) != (_name(value.dtype), value.shape):
         raise MessageError(
-            f"its array {key!r} is declared as {array.dtype!s:.40} of shape {shape!s:.80}, "
+            f"its array {key!r} is declared as {array.dtype!r:.40} of shape {shape!s:.80}, "
             f"but its bytes are {value.dtype} of shape {value.shape}"
         )
     return Array(_kept(value))
@@ -305,7 +305,7 @@ def _read_as_declared(key: str, array: FlowerArray) -> Array:
 
 def _read(array: FlowerArray) -> NDArray[Any]:
     if array.stype != _STYPE:
-        raise MessageError(f"its type is {array.stype!s:.40}, expected {_STYPE}")
+        raise MessageError("its serialisation is not that of an array")
     return read_npy(array.data)
 
 

@@ -1,6 +1,7 @@
 """The ledger counts messages and bytes of arrays in each direction.
 
-Bytes are the number of elements times their size; names, headers and metrics are not counted, as in the papers.
+Bytes are the number of elements times their size; names, headers and metrics are not counted, as in the papers. Of
+replies those are counted that have passed the gate.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import array_bytes, elements
+from fedbn_flwr.messages.gate import gate
 
 
 @dataclass
@@ -84,7 +86,7 @@ class MeteredGrid(GridAround):
         if not messages:
             return []
         self._note_down(messages)
-        replies = list(self.inner.send_and_receive(messages, timeout=timeout))
+        replies = gate(self.inner.send_and_receive(messages, timeout=timeout))
         self._note_up(replies)
         return replies
 
@@ -94,7 +96,7 @@ class MeteredGrid(GridAround):
         return self.inner.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = list(self.inner.pull_messages(message_ids))
+        replies = gate(self.inner.pull_messages(message_ids))
         self._note_up(replies)
         return replies
 

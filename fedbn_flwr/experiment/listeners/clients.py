@@ -48,11 +48,12 @@ def own_means(clients: ByClient) -> dict[str, float]:
 
 def validation_means(clients: ByClient) -> dict[str, float]:
     """Validation loss and accuracy over the images that all clients hold out; empty if none reports any."""
-    held = [metrics for metrics in clients.values() if metrics.get("validation_images")]
+    names = ("validation_loss", "validation_accuracy")
+    held = [each for each in clients.values() if each.get("validation_images") and each.keys() >= {*names}]
     total = math.fsum(metrics["validation_images"] for metrics in held)
     return {
         name: math.fsum(metrics[name] * metrics["validation_images"] for metrics in held) / total
-        for name in ("validation_loss", "validation_accuracy")
+        for name in names
         if held
     }
 

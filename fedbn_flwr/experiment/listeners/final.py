@@ -10,10 +10,11 @@ from logging import WARNING
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.common import log
 
-from fedbn_flwr.errors import MissingPackage
+from fedbn_flwr.errors import MessageError, MissingPackage
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, record_of
-from fedbn_flwr.messages.gate import number_of, one_line
+from fedbn_flwr.messages.aggregate import fault
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.gate import number_of, one_line, only_arrays
 from fedbn_flwr.results.folder import RunFolder
 
 from .base import Listener, RunState
@@ -80,11 +81,17 @@ def personal_models(state: RunState) -> dict[int, ArrayRecord]:
     config = ConfigRecord({**state.identity, protocol.ROUND: state.round})
     content = RecordDict({"config": config})
     replies = _answers(state, [Message(content, node, protocol.PERSONAL_QUERY) for node in state.nodes.values()])
-    models = {}
+    whole, models = unpack(state.arrays), {}
     for reply in replies:
-        (own,) = arrays_in(reply.content).values()
-        if own:
-            models[number_of(reply)] = record_of({key: own.get(key, value) for key, value in state.arrays.items()})
+        try:
+            own = unpack(only_arrays(reply.content))
+            problem = fault(own, whole, own.keys() & whole.keys())
+        except MessageError as error:
+            problem = str(error)
+        if problem is not None:
+            log(WARNING, "after the last round: without node %d: %s", reply.metadata.src_node_id, one_line(problem))
+        elif own:
+            models[number_of(reply)] = pack({**whole, **own})
     return models
 
 

@@ -32,7 +32,7 @@ described = st.dictionaries(
     st.tuples(st.sampled_from(["float16", "float32", "float64"]), st.lists(st.integers(0, 3), max_size=3), st.binary()),
     max_size=3,
 )
-counts = st.integers(0, 2**53)
+counts = st.integers(0, 2**31)
 
 
 def arrays_of(described: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -154,7 +154,7 @@ def with_number(key: str, value: Any) -> RecordDict:
 @pytest.mark.parametrize("key", ["num-examples", "batch-examples", "exchanges-left"])
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 2**60, [4]])
 def test_numbers_are_finite_and_not_negative(key: str, value: Any) -> None:
-    with pytest.raises(CodecError, match=f"{key}.*expected a number, zero or more"):
+    with pytest.raises(CodecError, match=f"{key}.*expected a number from 0"):
         contribution_from_records(with_number(key, value))
 
 

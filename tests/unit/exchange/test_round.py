@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.round import ExchangesDone, agree, problem, run_exchanges
 
@@ -119,3 +120,29 @@ def test_moments_agree_to_those_of_the_union() -> None:
     two = replace(MOMENTS, tensors={"mean": np.full(1, 2.0), "var": np.full(1, 3.0)}, images=6)
     agreement = agree([one, two], lambda contribution: 1.0)
     assert (agreement.tensors["mean"][0], agreement.tensors["var"][0], agreement.images) == (1.0, 3.0, 10)
+
+
+def test_the_contribution_that_makes_the_mean_overflow_is_left_out() -> None:
+    def moments(value: float, partition: int) -> list[Contribution]:
+        tensors = {"mean": np.full(2, value, np.float32), "var": np.ones(2, np.float32)}
+        return [replace(MOMENTS, remaining=0, tensors=tensors, partition=partition)]
+
+    script = {7: moments(1.0, 0), 8: moments(1e30, 1), 9: moments(3.0, 2)}
+    done, _, reasons = run(script)
+    alone, _, _ = run({7: script[7], 9: script[9]})
+    assert done.nodes == [7, 9]
+    assert reasons.keys() == {8}
+    assert "round 3, exchange 1: with its moments, the means of all clients exceed 1e+18" in reasons[8]
+    for name, value in alone.agreement.tensors.items():
+        assert done.agreement.tensors[name].tobytes() == value.tobytes()
+
+
+def test_a_batch_that_exceeds_its_data_set_does_not_count() -> None:
+    done, _, reasons = run({7: two(1.0, 0), 8: two(3.0, 1), 9: [mean(1.0, remaining=1, partition=2, images=2**31)]})
+    assert (done.nodes, list(reasons)) == ([7, 8], [9])
+    assert "its batch has 2147483648 images, and its data set 10" in reasons[9]
+
+
+def test_a_cohort_without_weight_ends_the_run() -> None:
+    with pytest.raises(RunFailed, match="round 3, exchange 1: the weights of all 1 clients are zero"):
+        run({7: [mean(1.0, remaining=0, partition=0, examples=0)]})

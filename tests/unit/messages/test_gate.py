@@ -1,0 +1,239 @@
+"""The gate: what passes, what is refused with which words, and that an honest reply is not copied."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import LocalGrid
+from fedbn_flwr.engines.gated import GatedGrid
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.messages.arrays import pack, read_npy, unpack
+from fedbn_flwr.messages.gate import gate, one_line
+
+WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _task_identity() -> None:
+    LocalGrid(ClientApp(), 1).close()  # without it Flower makes no messages
+
+
+def reply(node: int = 1, **metrics: Any) -> Message:
+    content = RecordDict({"arrays": pack({"w": WEIGHT}), "metrics": MetricRecord({"num-examples": 8, **metrics})})
+    return from_node(node, content)
+
+
+def from_node(node: int, content: RecordDict) -> Message:
+    message = Message(content, 0, "train")
+    message.metadata.__dict__["_src_node_id"] = node
+    return message
+
+
+def with_array(array: Array) -> Message:
+    message = reply()
+    message.content["arrays"] = ArrayRecord({"w": array})
+    return message
+
+
+def reasons(replies: Iterable[Message]) -> list[str | None]:
+    return [str(each.error.reason) if each.has_error() else None for each in gate(replies)]
+
+
+def npy(value: np.ndarray, **options: Any) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, value, **options)
+    return file.getvalue()
+
+
+def test_an_honest_reply_passes_as_the_same_object() -> None:
+    honest = reply(**{"train-loss": 0.5, "losses": [0.5, 0.25]})
+    assert gate([honest])[0] is honest
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        WEIGHT,
+        np.asfortranarray(WEIGHT),
+        np.float64(3.0).reshape(()),
+        np.zeros((0, 4)),
+        np.array([True]),
+        WEIGHT[:, ::2],
+    ],
+    ids=["C", "Fortran", "scalar", "empty", "bool", "strided"],
+)
+def test_bytes_are_read_once_bit_for_bit(value: np.ndarray) -> None:
+    (passed,) = gate([with_array(Array(np.asarray(value)))])
+    found = unpack(passed.content.array_records["arrays"])["w"]
+    assert (found.dtype, found.shape, found.tobytes()) == (value.dtype, value.shape, value.tobytes())
+    (again,) = gate([passed])
+    assert again is passed
+
+
+def header(text: str, data: bytes = b"") -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + data
+
+
+FORM = "{{'descr': '{}', 'fortran_order': False, 'shape': {}, }}\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(WEIGHT),
+        npy(WEIGHT)[:-1],
+        npy(WEIGHT) + b"x",
+        npy(WEIGHT, version=(2, 0)),
+        npy(np.array([None]), allow_pickle=True),
+        npy(np.array(["text"])),
+        npy(np.zeros(2, [("x", "<f4")])),
+        header(FORM.format("<f4", "(-1,)"), bytes(4)),
+        header(FORM.format("<f3", "(1,)"), bytes(3)),
+        header(FORM.format("<f4", "(1000000000000000, 1000000000000000)")),
+        header(FORM.format("<f4", "(0, 100000000000000000000000)")),
+        header(FORM.format("<f4", "(__import__('os'),)"), bytes(4)),
+        header(FORM.format("<f4", f"({'9' * 1900},)")),
+        header("(" * 2000),
+        header(" " * 60_000),
+        b"",
+    ],
+)
+def test_other_bytes_are_refused_in_our_own_words(data: bytes) -> None:
+    (reason,) = reasons([with_array(Array("float32", (2, 3), "numpy.ndarray", data))])
+    assert reason is not None
+    assert reason.startswith("its array 'w' cannot be read")
+    assert "pickle" not in reason
+    assert "numpy" not in reason.lower()
+
+
+def test_the_declaration_must_be_that_of_the_bytes() -> None:
+    data = npy(WEIGHT)
+    for dtype, shape in [("float64", (2, 3)), ("nonsense", (2, 3)), ("f4,i4", (2, 3)), ("float32", (10**15, 10**15))]:
+        (reason,) = reasons([with_array(Array(dtype, shape, "numpy.ndarray", data))])
+        assert "is declared as" in str(reason), (dtype, shape)
+    (reason,) = reasons([with_array(Array("float32", (2, 3), "torch.tensor", data))])
+    assert "'w' cannot be read" in str(reason)
+
+
+def test_read_npy_raises_only_errors_of_messages() -> None:
+    for data in (b"\x93NUMPY", header("x"), header(FORM.format("<c9", "(1,)"), bytes(9))):
+        with pytest.raises(MessageError):
+            read_npy(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train-loss", math.nan),
+        ("train-loss", -math.inf),
+        ("train-loss", 1e300),
+        ("train-loss", [1.0, math.nan]),
+        ("num-examples", -1),
+        ("num-examples", 1e300),
+        ("num-examples", [4]),
+        ("own-num-examples", 2**53),
+        ("batch-examples", 1e300),
+        ("exchanges-left", -1),
+        ("partition-id", [2]),
+        ("partition-id", math.nan),
+        ("partition-id", -1),
+        ("partition-id", 10**18),
+        ("state-round", [1]),
+    ],
+)
+def test_a_metric_that_may_not_pass_is_named(key: str, value: Any) -> None:
+    bad = reply()
+    bad.content.metric_records["metrics"][key] = value
+    (reason,) = reasons([bad])
+    assert repr(key) in str(reason)
+
+
+def test_values_that_only_a_changed_process_can_send_are_refused() -> None:
+    for value in (10**400, "text", True, None, {1: 2}):
+        bad = reply()
+        bad.content.metric_records["metrics"].__dict__["_data"]["train-loss"] = value
+        (reason,) = reasons([bad])
+        assert "'train-loss'" in str(reason)
+    bad = reply()
+    bad.content.__dict__["_data"]["arrays"] = 5
+    assert reasons([bad]) == ["its record 'arrays' is a int"]
+
+
+def test_a_partition_in_a_config_is_a_whole_number() -> None:
+    for value in ("2", True, 2.0, [2]):
+        bad = reply()
+        bad.content["client"] = ConfigRecord({"partition-id": value})
+        assert "'partition-id'" in str(reasons([bad])[0])
+
+
+def test_a_metric_has_the_form_that_most_replies_have() -> None:
+    one, odd = {"score": 1.0}, {"score": [1.0, 2.0]}
+    assert [why is None for why in reasons([reply(**one), reply(**odd), reply(**one)])] == [True, False, True]
+    assert [why is None for why in reasons([reply(**odd), reply(**odd), reply(**one)])] == [True, True, False]
+    assert [why is None for why in reasons([reply(**odd), reply(**one)])] == [False, True], "of two, the number counts"
+    assert reasons([reply(**odd), reply()]) == [None, None], "a metric may be missing"
+
+
+def test_shares_are_at_most_one_unless_most_clients_report_percentages() -> None:
+    def of(*values: float) -> list[bool]:
+        return [why is None for why in reasons([reply(**{"own-accuracy": value}) for value in values])]
+
+    assert of(0.5, 7.0, 0.25) == [True, False, True]
+    assert of(0.5, -0.1, 1.0) == [True, False, True]
+    assert of(50.0, 70.0, 0.9) == [True, True, True]
+
+
+def test_a_batch_is_no_larger_than_its_data_set_unless_most_are() -> None:
+    def of(*batches: int) -> list[bool]:
+        return [why is None for why in reasons([reply(**{"batch-examples": batch}) for batch in batches])]
+
+    assert of(4, 9, 8) == [True, False, True]
+    assert of(9, 9, 8) == [True, True, True], "they report equal weights as numbers of examples"
+
+
+class Answers(LocalGrid):
+    """Replies with the given partitions by node, instead of asking clients."""
+
+    def __init__(self) -> None:
+        super().__init__(ClientApp(), 3)
+        self.partitions: dict[int, int] = {}
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return [
+            from_node(node, RecordDict({"client": ConfigRecord({"partition-id": partition})}))
+            for node, partition in self.partitions.items()
+        ]
+
+
+def refused(grid: GatedGrid, inner: Answers, partitions: dict[int, int]) -> list[int]:
+    inner.partitions = partitions
+    return [each.metadata.src_node_id for each in grid.send_and_receive([]) if each.has_error()]
+
+
+def test_a_node_keeps_its_partition() -> None:
+    grid = GatedGrid(inner := Answers(), clients=3)
+    assert refused(grid, inner, {1: 0, 2: 3}) == [2], "there is no such partition"
+    assert refused(grid, inner, {1: 0, 2: 1, 3: 2}) == []
+    assert refused(grid, inner, {1: 1, 2: 1}) == [1]
+    assert refused(grid, inner, {4: 2}) == [4], "node 3 is connected and has it"
+    assert refused(GatedGrid(inner), inner, {1: 0, 2: 0}) == [], "neither is known to be right"
+
+
+def test_a_node_that_returns_under_another_id_has_its_partition() -> None:
+    grid = GatedGrid(inner := Answers())
+    assert refused(grid, inner, {9: 2}) == []
+    assert refused(grid, inner, {3: 2}) == [], "node 9 is not connected"
+
+
+def test_texts_of_clients_are_one_short_line() -> None:
+    assert one_line("a\n\tb \x1b[2J\0c") == "a b ?[2J?c"
+    assert len(one_line("x" * 10**5)) < 2100
