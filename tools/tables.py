@@ -184,7 +184,7 @@ def datasets() -> Table:
 
 def keys() -> Table:
     rules = [rule for rule in rules_by_key().values() if rule.__module__.startswith("fedbn_flwr.")]
-    known = protocol.RUN_KEYS | protocol.EVALUATION_KEYS
+    known = protocol.RUN_KEYS | protocol.EVALUATION_KEYS | protocol.SECURE_KEYS
     known |= {key: text for rule in rules for key, text in rule.keys.items()}
     return ("key", "value", "asks the client to"), [(f"`{name}`", key.value, key.asks) for name, key in known.items()]
 

@@ -45,7 +45,7 @@ class RoundTraffic:
 
     down: Mapping[str, int]  # by role of the model's arrays, by name of other records
     up: Mapping[str, int]
-    exchanges: int  # of FedTAN, besides the messages with the model
+    exchanges: int  # of FedTAN, and messages of secure aggregation, besides the messages with the model
     exchanges_down: int
     exchanges_up: int
 
@@ -157,7 +157,7 @@ class _Trial:
             return RoundTraffic({}, {}, 0, 0, 0), seconds
         # Other records are in the last message to a client, and the model in its first one: FedTAN's last message has
         # the values of an exchange.
-        model, *_ = self.grid.sent
+        model = next((sent for sent in self.grid.sent if "arrays" in sent), {})
         last = {name: record for name, record in arrays_in(messages[0].content).items() if name != "arrays"}
         down = self._parts({"arrays": model["arrays"], **last} if "arrays" in model else last)
         up = self._parts(arrays_in(replies[0].content))

@@ -47,6 +47,7 @@ def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
         "FedWon": "strategy: {name: FedWon}, model: {norm: won}",
         "FixBN": "strategy: {name: FixBN, freeze_round: 1}",
         "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 1, exchange: paper}",
+        "Secure": "strategy: {name: Secure, base: {name: FedTAN}}",
     }
     runs = "".join(f"  {name}: {{{special.get(name, f'strategy: {{name: {name}}}')}}}\n" for name in sorted(STRATEGIES))
     experiment = tmp_path / "every.yaml"

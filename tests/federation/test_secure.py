@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.masking import FixedPoint
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.strategies import (
     FedAvg,
@@ -47,6 +49,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
+from tests.support.command import ROOT
 from tests.support.experiments import read
 from tests.support.federations import Arrays, last_model, models_of, same
 from tests.support.models import two_norms
@@ -568,3 +571,24 @@ def test_a_single_client_is_refused(federation: Federations) -> None:
 def test_a_rule_that_sends_no_arrays(federation: Federations) -> None:
     fed = double(federation)
     assert same(last_model(fed, Secure(Standalone(**NO_EVALUATION)), 1), dict(unpack(fed.arrays())))
+
+
+# --- the documentation -------------------------------------------------------
+
+
+def test_the_pages_examples_are_valid() -> None:
+    text = (ROOT / "docs" / "secure-aggregation.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    rule = make_rule(read("model: {name: cnn}\n" + block))
+    assert type(rule) is type(names["strategy"]) is Secure
+    assert isinstance(rule.rule, FixBN)
+
+
+def test_the_pages_steps_are_those_of_the_arithmetic() -> None:
+    ten = FixedPoint(10, 1024, 65536, 2**20)
+    assert (ten.bits("update"), ten.bits("statistics")) == (28, 22)
+    errors = [0.5 * 10 * 2.0 ** -ten.bits(kind) / 10_000 for kind in ("update", "statistics")]  # type: ignore[arg-type]
+    assert errors == pytest.approx([2e-12, 1.2e-10], rel=0.1)
