@@ -72,6 +72,11 @@ class Secure(Wrapper):
         max_examples: int = 2**20,
         timeout: float = 600,
     ) -> None:
+        if isinstance(strategy, Rule) and strategy.traits.private:
+            raise SettingsError(
+                f"Secure and {type(strategy).__name__} do not combine: {type(strategy).__name__} limits what single "
+                "replies reveal, which Secure hides; use one of them"
+            )
         super().__init__(strategy)
         self.shares = None  # unknown: the server knows the sum of the weights only
         if not 0.5 <= threshold < 1:
