@@ -1,9 +1,8 @@
-"""The strategies that Private must not contain, and its report as a sentence."""
+"""The strategies that Private must not contain."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from flwr.serverapp.strategy import QFedAvg, Strategy
 
@@ -61,17 +60,6 @@ def check_inside(strategy: Strategy, traits: Traits, statistics: str, mode: str)
             f"{optimiser} would change statistics by steps of its optimiser; wrap it: "
             f"Private(MeanStatistics({optimiser}(...)), ...)"
         )
-
-
-def privacy_line(report: dict[str, Any]) -> str:
-    """The report in a sentence."""
-    bound = "no bound" if report["epsilon"] is None else f"epsilon {report['epsilon']:.4g}"
-    line = f"privacy: {bound} at delta {report['delta']:g} against {report['against']}"
-    if not report["private"]:
-        line += f"; NOT PRIVATE: {report['not_private_because']}"
-    if report.get("not_accounted"):
-        line += f"; not accounted for: {', '.join(report['not_accounted'])}"
-    return line
 
 
 def strategies_in(strategy: Strategy) -> Iterator[Strategy]:

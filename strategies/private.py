@@ -39,11 +39,11 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
 from fedbn_flwr.messages.arrays import configs_in, metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, gate, partition_of
-from fedbn_flwr.messages.privacy import Change, Parts, clipped, epsilon_of, gaussian, parts_of
+from fedbn_flwr.messages.privacy import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
 from fedbn_flwr.messages.screening import with_arrays
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._private import check_inside, privacy_line, strategies_in
+from ._private import check_inside, strategies_in
 from ._rule import Round
 from ._wrapper import Wrapper, as_rule
 
@@ -354,7 +354,7 @@ class Private(Wrapper):
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if round.number == round.total:
-            log(INFO, "%s", privacy_line(self._report()))
+            log(INFO, "%s", in_words(self._report()))
 
 
 def _asking_for(message: Message, returned: frozenset[Role]) -> Message:

@@ -23,6 +23,7 @@ def weights_only(mod: Mod) -> Mod:
     """`mod`, which sees messages and replies without the statistics and counters of batch norm.
 
     These travel unchanged: the mod neither clips them nor adds noise to them, so it does not protect them either.
+    `fedbn_flwr.strategies.Private` does.
     """
 
     def outer(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:

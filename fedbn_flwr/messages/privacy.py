@@ -157,3 +157,14 @@ def epsilon_of(mu: float, delta: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if delta_of(mu, middle) <= delta else (middle, high)
     return high
+
+
+def in_words(report: Mapping[str, Any]) -> str:
+    """The report of Private in a sentence."""
+    bound = "no bound" if report["epsilon"] is None else f"epsilon {report['epsilon']:.4g}"
+    line = f"privacy: {bound} at delta {report['delta']:g} against {report['against']}"
+    if not report["private"]:
+        line += f"; NOT PRIVATE: {report['not_private_because']}"
+    if report.get("not_accounted"):
+        line += f"; not accounted for: {', '.join(report['not_accounted'])}"
+    return line

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from scipy.stats import kstest
 from fedbn_flwr import LocalGrid, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_locally
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.privacy import epsilon_of, parts_of
@@ -46,6 +48,7 @@ from fedbn_flwr.strategies import (
     build_strategy,
 )
 from tests.conftest import small_net
+from tests.support.command import ROOT, python_blocks
 from tests.support.federations import last_model, models_of, same
 from tests.support.plugin import RecordingGrid
 
@@ -456,9 +459,11 @@ engine: {workers: 0, device: cpu}
 
 
 @pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
-def test_an_experiment_s_summary_has_epsilon(tmp_path: Path, statistics: str) -> None:
+def test_an_experiment_s_summary_has_epsilon(
+    tmp_path: Path, statistics: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     experiment = read_experiment(parse_yaml(EXPERIMENT.replace("STATISTICS", statistics)))
-    run_locally(experiment, tmp_path, resume=False, quiet=True)
+    run_locally(experiment, tmp_path, resume=False)
     (file,) = tmp_path.glob("*/summary.json")
     privacy = json.loads(file.read_text())["privacy"]
     releases = 2 if statistics == "noise" else 1
@@ -466,3 +471,27 @@ def test_an_experiment_s_summary_has_epsilon(tmp_path: Path, statistics: str) ->
     assert ("not_accounted" in privacy) == (statistics == "keep")  # the clients' own models are evaluated on them
     lines = [json.loads(line) for line in (file.parent / "history.jsonl").read_text().splitlines()]
     assert not any("train_loss" in line for line in lines)
+    assert f"privacy: epsilon {privacy['epsilon']:.4g} at delta 1e-05 against all who see the model" in (
+        capsys.readouterr().out
+    )
+
+
+def test_an_experiment_does_not_write_statistics_of_single_clients(tmp_path: Path) -> None:
+    text = EXPERIMENT.replace("STATISTICS", "noise") + "evaluate: {dynamics: true}\n"
+    with pytest.raises(SettingsError, match=r"evaluate.dynamics is true .* releases only with noise"):
+        prepare(read_experiment(parse_yaml(text)))
+
+
+PAGE = (ROOT / "docs" / "differential-privacy.md").read_text(encoding="utf-8")
+
+
+def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy, epsilon = python_blocks(PAGE)
+    names: dict[str, Any] = {}
+    exec(strategy, names)
+    assert isinstance(names["strategy"], Private)
+    exec(epsilon, {})
+    assert float(capsys.readouterr().out) == pytest.approx(epsilon_of(math.sqrt(30 * (1 / 4 + 1 / 16)), 1e-5))
+    (experiment,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (prepared,) = prepare(read_experiment(parse_yaml(experiment)))
+    assert isinstance(prepared.rule, Private)

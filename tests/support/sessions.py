@@ -51,6 +51,7 @@ SPECIAL: dict[str, str] = {
     "FixBN": "strategy: {name: FixBN, freeze_round: 2}",
     "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 2}",
     "Secure": "strategy: {name: Secure, base: {name: FixBN, freeze_round: 3, base: {name: Scaffold}}}",
+    "Private": "strategy: {name: Private, noise: 0.1, noise_seed: 1, base: {name: FixBN, freeze_round: 3}}",
     "FedBS": "strategy: {name: FedBS, epsilon: 100, patience: 3}",
 }
 # Other states that a resumed run needs.
@@ -59,6 +60,7 @@ MORE: dict[str, str] = {
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
+    "Private local, keep": "strategy: {name: Private, noise_seed: 1, statistics: keep, mode: local}",
     "keep_momentum": "train: {keep_momentum: true}",
     "adamw": "train: {optimizer: adamw, momentum: 0.0, keep_momentum: true}\nevaluate: {metrics: [auc, macro_f1]}",
     "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",
