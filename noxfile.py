@@ -77,6 +77,13 @@ def audit(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Property tests of all parsers with 100,000 cases, or as many as FEDBN_EXAMPLES says."""
+    session.env.setdefault("FEDBN_EXAMPLES", "100000")
+    run(session, "pytest", "-n", "2", "tests/unit", "-k", "test_any_", "--timeout", "3600", *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Rewrite the generated tables and build the documentation site in build/site."""
     session.env["NO_MKDOCS_2_WARNING"] = "1"

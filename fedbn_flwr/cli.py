@@ -51,7 +51,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        return int(arguments.command(arguments) or 0)
+        code = int(arguments.command(arguments) or 0)
+        sys.stdout.flush()  # its errors are found here, not when Python ends
+        return code
     except FedbnError as error:
         if os.environ.get("FEDBN_DEBUG"):
             raise

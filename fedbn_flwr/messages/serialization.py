@@ -57,7 +57,7 @@ def parse(data: bytes) -> RecordDict:
             else:
                 records[name] = _KINDS[kind]({key: _from_json(value) for key, value in content})
     except Exception as error:  # of safetensors, JSON and Flower
-        raise ValueError(f"these are not the bytes of records: {error}") from None
+        raise ValueError(f"these are not the bytes of records: {str(error)[:300]}") from None
     return records
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.find import load_experiment, run_names, shipped_experiments
 from fedbn_flwr.experiment.prepare import make_rule
 from tests.support.experiments import fault, read
+from tests.support.fuzz import cases, damaged
 
 # Values that were accepted or ended a run in earlier versions, and others of each type.
 SCALARS = [
@@ -78,22 +77,6 @@ def bomb(levels: int, width: int, merged: bool) -> bytes:
     return "\n".join(lines).encode()
 
 
-def damaged(text: bytes, seed: int) -> bytes:
-    """The text with a few bytes changed, or parts of it removed or repeated."""
-    draw = random.Random(seed)
-    data = bytearray(text)
-    for _ in range(draw.randint(1, 4)):
-        at, length = draw.randrange(len(data)), draw.randint(1, 20)
-        match draw.randrange(3):
-            case 0:
-                data[at] = draw.randrange(256)
-            case 1:
-                del data[at : at + length]
-            case 2:
-                data[at:at] = data[at : at + length] * draw.randint(1, 50)
-    return bytes(data)
-
-
 files = st.one_of(
     st.binary(max_size=60),
     st.text(max_size=60).map(lambda text: text.encode("utf-16")),
@@ -117,7 +100,7 @@ def attempt(file: Path, changes: list[str]) -> Any:
     return experiment
 
 
-@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "200")))
+@settings(max_examples=cases(200))
 @given(content=files, changes=st.lists(overrides | of_strategy, max_size=3))
 def test_any_file_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, changes: list[str]

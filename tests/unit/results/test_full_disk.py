@@ -1,0 +1,96 @@
+"""A disk that becomes full ends a run with one line, and the run continues when there is space again."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.engines.temporary import temporary_folder
+
+EXPERIMENT = (
+    "{name: full, rounds: 3, clients: 2, train: {steps: 1}, strategy: {name: FedBN}, engine: {workers: 0, "
+    "checkpoint_every: 1}}"
+)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing more into a file is an error of the system, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert cli.main(["run", EXPERIMENT, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "history.jsonl", "checkpoint", "report"])
+def test_a_full_disk_is_one_line_and_the_run_continues(
+    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {file.name: file.stat().st_size for file in (whole / "FedBN").iterdir() if file.is_file()}
+    limit = {
+        "config.yaml": 100,
+        "history.jsonl": max(sizes["config.yaml"], sizes["environment.json"], sizes["history.jsonl"] // 2) + 1,
+        "checkpoint": sizes["checkpoint"] - 1,
+        "report": (whole / "report.html").stat().st_size - 1,
+    }[name]
+    words = ["run", EXPERIMENT, "--out", str(tmp_path / "out")]
+    with files_of_at_most(limit):
+        assert cli.main(words) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "cannot be written" in error
+    assert "File too large" in error
+    assert str(tmp_path / "out") in error
+    began = (tmp_path / "out" / "FedBN" / "config.yaml").exists()
+    assert began == (name != "config.yaml")
+    assert cli.main([*words, "--resume"] if began else words) == 0
+    assert (tmp_path / "out/FedBN/model.safetensors").read_bytes() == (whole / "FedBN/model.safetensors").read_bytes()
+    history = [json.loads(line) for line in (tmp_path / "out/FedBN/history.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in history] == [1, 2, 3]
+
+
+def test_standard_output_may_be_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        assert cli.main(["list", "norms"]) == 1
+    with suppress(OSError):
+        full.close()
+    assert capsys.readouterr().err == "fedbn: error: the output cannot be written: No space left on device\n"
+
+
+def test_temporary_folders_of_processes_that_were_killed_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("fedbn-tmp-nodes-old", "fedbn-tmp-nodes-new", "other-old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "node-1").write_bytes(b"state")
+    (tmp_path / "fedbn-tmp-link").symlink_to(tmp_path / "other-old")
+    for name in ("fedbn-tmp-nodes-old", "other-old"):
+        os.utime(tmp_path / name, (1, 1))
+    with temporary_folder("nodes") as mine:
+        os.utime(mine, (1, 1))
+        with temporary_folder("nodes") as second:
+            assert mine.is_dir(), "its process lives"
+            assert {path.name for path in tmp_path.iterdir()} == {
+                "fedbn-tmp-nodes-new", "other-old", "fedbn-tmp-link", mine.name, second.name,
+            }  # fmt: skip
+    assert not mine.exists()

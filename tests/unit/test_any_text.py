@@ -1,0 +1,228 @@
+"""Whatever a parser of ours reads, it accepts or refuses it with an error of its own under 2 kB."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr import cli
+from fedbn_flwr.client.site_status import read_status
+from fedbn_flwr.engines.logs import is_json
+from fedbn_flwr.engines.network import VARIABLE, PollingGrid
+from fedbn_flwr.engines.simulation import FlwrRun, parse_pairs
+from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
+from fedbn_flwr.exchange.codec import (
+    Agreement,
+    CodecError,
+    Contribution,
+    agreement_from_bytes,
+    answer_from_bytes,
+    to_bytes,
+)
+from fedbn_flwr.exchange.config import PREFIX, ExchangeConfig
+from fedbn_flwr.experiment.find import from_run_config, parse_overrides, split_changes
+from fedbn_flwr.experiment.node import check_node_keys, number_of
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
+from fedbn_flwr.storage import Store, write_store
+from tests.support.command import ROOT
+from tests.support.fuzz import VALUES, cases, changed, check_refusal, damaged
+
+
+def attempt(function: Callable[[], Any], *errors: type[Exception]) -> Any:
+    """The result, or None if it is refused with one of these errors."""
+    try:
+        return function()
+    except errors as error:
+        if isinstance(error, FedbnError):
+            check_refusal(error)
+        return None
+
+
+# --- text of a command line ---------------------------------------------------
+
+ATOMS = [
+    "rounds", "train.lr", "strategy", "data.partition", "name", "=", "==", " ", ".", "{", "}", "[", "]", "'", '"', ",",
+    ":", "#", "&a", "*a", "!!int x", "1", "0.1", "1e400", "nan", "true", "~", "é", "\0", "\ud800", "\n", "\t", "\\",
+    "x" * 300, "1" * 5000, "][", "a=1", "set='rounds=1'", "resume=true", "out='x'", "x.toml", "/", "..", "-", "--",
+    "[" * 200, "a." * 60,
+]  # fmt: skip
+words = st.lists(st.sampled_from(ATOMS) | st.text(max_size=4), max_size=8).map("".join)
+
+
+@settings(max_examples=cases(300))
+@given(st.lists(words, max_size=4))
+def test_any_overrides(given: list[str]) -> None:
+    attempt(lambda: parse_overrides(given), SettingsError)
+
+
+@settings(max_examples=cases(250))
+@given(words)
+def test_any_changes_of_a_run_config(text: str) -> None:
+    found = attempt(lambda: split_changes(text), SettingsError)
+    assert found is None or all(isinstance(word, str) for word in found)
+    attempt(lambda: from_run_config({"experiment": "quick", "set": text}), UserError)
+
+
+@settings(max_examples=cases(150))
+@given(words, st.sampled_from(["--run-config", "--node-config", "--run-config=", "-c"]))
+def test_any_pairs_for_flower(text: str, option: str) -> None:
+    attempt(lambda: parse_pairs([text], option), SettingsError)
+    attempt(lambda: FlwrRun.parse([option, text]), SettingsError)
+
+
+NODE_KEYS = st.sampled_from(["partition-id", "num-partitions", "state", "data-pth", "x"])
+NODE_VALUES = st.sampled_from([value for value in VALUES if isinstance(value, str | int | float)])
+
+
+@settings(max_examples=cases(100))
+@given(st.dictionaries(NODE_KEYS, NODE_VALUES))
+def test_any_node_config(node: dict[str, Any]) -> None:
+    context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
+    attempt(lambda: check_node_keys(node), SettingsError)
+    assert attempt(lambda: number_of(context, 3), SettingsError) in (None, 0, 1, 2)
+
+
+# --- environment variables ------------------------------------------------------
+
+paths = st.sampled_from(["/dev/null", "/", "missing.pem", str(ROOT / "pyproject.toml"), "x" * 5000])
+addresses = st.sampled_from(
+    ["localhost:1", "0.0.0.0:80", ":", "a:b", "[::1]:9", "127.0.0.1:" + "1" * 5000, "host:٣", ""]
+)
+values = addresses | paths | st.sampled_from(["1", "0", "yes", "TRUE"]) | st.text(max_size=6)
+names = st.sampled_from(["ADDRESS", "LISTEN", "CERTIFICATE", "KEY", "CA", "INSECURE", "ADRESS"])
+
+
+@settings(max_examples=cases(150))
+@given(st.dictionaries(names.map(PREFIX.__add__), values.filter(lambda value: "\0" not in value), max_size=5))
+def test_any_environment_of_the_exchange(environment: dict[str, str]) -> None:
+    attempt(lambda: ExchangeConfig.from_environment(environment), SettingsError)
+
+
+@settings(max_examples=cases(50))
+@given(values.filter(lambda value: "\0" not in value and value.isprintable()))
+def test_any_other_environment(value: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDBN_LOG", value)
+        patch.setenv(VARIABLE, value)
+        attempt(is_json, SettingsError)
+        attempt(lambda: PollingGrid(cast(Grid, None)), SettingsError)
+
+
+# --- stores, checkpoints, exchanges ----------------------------------------------
+
+RECORDS = RecordDict({
+    "arrays": pack({"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(3)}),
+    "config": ConfigRecord({"a": 1, "b": [1.5], "c": b"xy", "d": True}),
+    "metrics": MetricRecord({"m": 0.5}),
+})  # fmt: skip
+MOMENTS = {"mean": np.zeros(3), "var": np.ones(3)}
+FRAMES = [
+    to_bytes(Contribution("moments", MOMENTS, images=4, remaining=2, examples=9, partition=1)),
+    to_bytes(Agreement(MOMENTS, 8)), to_bytes("a reason"),
+]  # fmt: skip
+SNAPSHOT = Snapshot(3, "ab" * 16, RECORDS, RECORDS, trained={0: 3})
+
+
+def with_header(frame: bytes, seed: int) -> bytes:
+    """A safetensors file whose header has another value somewhere, with a length that fits."""
+    length = int.from_bytes(frame[:8], "little")
+    header = changed(json.loads(frame[8 : 8 + length]), seed)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + frame[8 + length :]
+
+
+def frames(known: list[bytes]) -> st.SearchStrategy[bytes]:
+    seeds, sources = st.integers(0, 2**32), st.sampled_from(known)
+    return st.binary(max_size=40) | st.builds(damaged, sources, seeds) | st.builds(with_header, sources, seeds)
+
+
+@settings(max_examples=cases(200))
+@given(frames(FRAMES))
+def test_any_frame_of_an_exchange(data: bytes) -> None:
+    attempt(lambda: answer_from_bytes(data), CodecError)
+    attempt(lambda: agreement_from_bytes(data), CodecError)
+
+
+@settings(max_examples=cases(150))
+@given(frames([dump(RECORDS)]))
+def test_any_records(data: bytes) -> None:
+    attempt(lambda: parse(data), ValueError)
+
+
+def with_content(store: bytes, seed: int) -> bytes:
+    """A store whose index has another value somewhere, with its checksum."""
+    tail = struct.Struct("<QI12s")
+    length, _, mark = tail.unpack(store[-tail.size :])
+    index = json.dumps(changed(json.loads(store[-tail.size - length : -tail.size]), seed)).encode()
+    return store[: -tail.size - length] + index + tail.pack(len(index), zlib.crc32(index), mark)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFile:
+    found = CheckpointFile(tmp_path_factory.mktemp("run") / "checkpoint")
+    found.write(SNAPSHOT, [(1, RECORDS)])
+    return found
+
+
+@settings(max_examples=cases(150))
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from([damaged, with_content]))
+def test_any_store(checkpoint: CheckpointFile, seed: int, kind: Callable[[bytes, int], bytes]) -> None:
+    data, file = checkpoint.path.read_bytes(), checkpoint.path.with_name("damaged")
+    file.write_bytes(kind(data, seed))
+    attempt(lambda: dict(Store(file)), StorageError)
+    found = attempt(lambda: (CheckpointFile(file).read(), list(CheckpointFile(file).clients() or ())), SettingsError)
+    if found is not None and kind is damaged:
+        assert file.read_bytes() == data
+
+
+@settings(max_examples=cases(100))
+@given(seed=st.integers(0, 2**32), name=st.sampled_from(["state", "model", "strategy", "clients/1"]))
+def test_any_content_of_a_checkpoint(checkpoint: CheckpointFile, seed: int, name: str) -> None:
+    """Its checksums are right."""
+    with Store(checkpoint.path) as store:
+        entries = dict(store)
+    if name == "state":
+        entries[name] = json.dumps(changed(json.loads(entries[name]), seed)).encode()
+    else:
+        entries[name] = (with_header if seed % 2 else damaged)(entries[name], seed)
+    file = CheckpointFile(checkpoint.path.with_name("other"))
+    write_store(file.path, entries.items(), durable=False)
+    attempt(lambda: (file.round(), file.read(), list(file.clients() or ())), SettingsError)
+
+
+@settings(max_examples=cases(50))
+@given(
+    st.builds(damaged, st.just(b'{"train": {"round": 1, "error": null}}'), st.integers(0, 2**32))
+    | st.binary(max_size=9)
+)
+def test_any_status_of_a_site(data: bytes) -> None:
+    assert isinstance(read_status(data.decode(errors="replace")), dict)
+
+
+@pytest.mark.parametrize("name", ["out", "\0", "~nobody-has-this-name/x.yaml", "x" * 5000 + ".yaml", "/dev/null.yaml"])
+def test_any_path_of_an_experiment(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", name]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert len(error.encode()) < 2100
+
+
+def test_a_partition_of_a_node_is_a_number(tmp_path: Path) -> None:
+    context = Context(1, 1, {"partition-id": "one"}, RecordDict(), {})
+    with pytest.raises(
+        SettingsError, match=r"partition-id='one' and num-partitions=3, but the experiment has clients=3"
+    ):
+        number_of(context, 3)
