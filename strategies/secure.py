@@ -252,7 +252,7 @@ def _mean_contributions(fixed: FixedPoint, opened: Sums, weight_key: str) -> lis
             tensors,
             images=share,
             remaining=left if isinstance(left, int) else -1,
-            examples=1,
+            examples=max(images, 1),  # the same for all; a batch must not exceed it
             partition=partition if isinstance(partition, int) else None,
         )
         means.append(with_content(reply, contribution_to_records(mean)))

@@ -106,6 +106,12 @@ def test_smaller_ranges_have_smaller_steps(federation: Federations) -> None:
     assert distance(there, last_model(fed, exact, 2)) < 1e-13
 
 
+def test_small_batches_of_unequal_size(federation: Federations) -> None:
+    fed = double(federation, (1, 2, 1), batches=1)
+    there = last_model(fed, FedTAN(weights="batch", **NO_EVALUATION), 1)
+    assert distance(there, last_model(fed, Secure(FedTAN(weights="batch", **NO_EVALUATION)), 1)) < 5e-7
+
+
 def test_frozen_statistics_keep_every_bit(federation: Federations) -> None:
     fed = federation((6, 8, 10), model=two_norms)
     models = models_of(fed, Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=1)), 3)
