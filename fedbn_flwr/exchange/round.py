@@ -15,7 +15,7 @@ import numpy as np
 
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_moments, weighted_mean
-from fedbn_flwr.messages.robust import Robust
+from fedbn_flwr.messages.robust import Robust, capped
 
 from .codec import Agreement, Contribution
 
@@ -87,8 +87,10 @@ def agree(
     weights = [weigh(contribution) for contribution in contributions]
     tensors = [contribution.tensors for contribution in contributions]
     images = sum(contribution.images for contribution in contributions)
-    if robust is not None:
+    if robust is not None and robust.statistics != "mean":
         return Agreement(_robust_means(contributions[0].kind, tensors, weights, robust, what), images)
+    if robust is not None:
+        weights = capped(weights, robust.max_share)
     if contributions[0].kind == "moments":
         mean, var = pooled_moments([each["mean"] for each in tensors], [each["var"] for each in tensors], weights)
         return Agreement({"mean": mean, "var": var}, images)

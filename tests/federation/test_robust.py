@@ -78,6 +78,8 @@ def test_off_is_the_plain_mean_bit_for_bit(federation: Federations) -> None:
     plain = last_model(fed, FedAvg(), 2)
     assert same(plain, last_model(fed, FedAvg(max_share=0.9, clip_norm=1e9, plausible=1e9), 2))
     assert not same(plain, last_model(fed, FedAvg(robust="median"), 2))
+    fed = federation(SIZES[:3], batches=1, model=two_norms)
+    assert same(last_model(fed, FedTAN(), 2), last_model(fed, FedTAN(max_share=0.9, clip_norm=1e9, plausible=1e9), 2))
 
 
 def test_a_round_is_the_median_of_the_replies(federation: Federations) -> None:
@@ -231,21 +233,21 @@ def exchanging(fed: Any, value: float) -> Any:
 @pytest.mark.parametrize("options", [{"robust": "median"}, {"robust": "krum"}, {"plausible": 10.0}], ids=str)
 def test_one_client_cannot_set_what_clients_agree_on(cls: Any, options: Any, federation: Federations) -> None:
     fed = federation(SIZES, batches=1, model=two_norms)
-    found = last_model(fed, cls(fraction_evaluate=0.0, **options), 2, fed.grid(exchanging(fed, 1e9)))
+    found = last_model(fed, cls(fraction_evaluate=0.0, **options), 2, fed.grid(exchanging(fed, 1e4)))
     honest = last_model(fed, cls(fraction_evaluate=0.0), 2)
     statistics = [key for key in found if "running" in key]
     assert max(float(np.abs(found[key] - honest[key]).max()) for key in statistics) < 5
-    plain = last_model(fed, cls(fraction_evaluate=0.0), 2, fed.grid(exchanging(fed, 1e9)))
-    assert max(float(np.abs(plain[key]).max()) for key in statistics) > 1e7
+    plain = last_model(fed, cls(fraction_evaluate=0.0), 2, fed.grid(exchanging(fed, 1e4)))
+    assert max(float(np.abs(plain[key]).max()) for key in statistics) > 1e2
 
 
 def test_an_implausible_contribution_is_named(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
     fed = federation(SIZES, batches=1, model=two_norms)
-    without = last_model(fed, FedTAN(plausible=10, fraction_evaluate=0.0), 1, fed.grid(exchanging(fed, 1e9)))
+    without = last_model(fed, FedTAN(plausible=10, fraction_evaluate=0.0), 1, fed.grid(exchanging(fed, 1e4)))
     lines = [record.getMessage() for record in flower_log.records if "left out" in record.getMessage()]
     assert len(lines) == 1, "it takes no further part in the round"
     assert "round 1, exchange 1: left out client 0" in lines[0]
-    assert "moments: 'mean' has the value 1e+09 where the clients' median is" in lines[0]
+    assert "moments: 'mean' has the value 1e+04 where the clients' median is" in lines[0]
     assert max(float(np.abs(value).max()) for value in without.values()) < 100
 
 
