@@ -260,11 +260,13 @@ def _array(data: bytes) -> Array:
 
 
 def _nodes(data: object) -> list[int]:
-    assert isinstance(data, bytes)
+    if not isinstance(data, bytes):
+        raise MessageError(f"the server sent nodes as {type(data).__name__}; expected bytes")
     return [int(node) for node in np.frombuffer(data, "<u8")]
 
 
 def _three(values: object) -> tuple[float, float, float]:
-    assert isinstance(values, list)
+    if not isinstance(values, list) or len(values) != 3:
+        raise MessageError(f"the server sent {values!r}; expected three numbers")
     first, second, third = values
     return float(first), float(second), float(third)

@@ -106,7 +106,8 @@ def _agreed(
             raise RunFailed(f"{what}: the weights of all {len(found)} clients are zero")
         with np.errstate(over="ignore", invalid="ignore"):
             agreement = agree(list(found.values()), weigh, robust, what)
-        if all(np.abs(array).max() <= _LARGEST for array in agreement.tensors.values()):  # false for NaN
+        # As a Python number, since float16 cannot represent the bound; false for NaN.
+        if all(float(np.abs(array).max()) <= _LARGEST for array in agreement.tensors.values()):
             return found, agreement
         largest = max(found, key=lambda node: _magnitude(found[node]))
         reason = f"with its {found[largest].kind}, the means of all clients exceed {_LARGEST:g} (the client diverged?)"
