@@ -77,7 +77,7 @@ class Rule(Strategy):
     # report it.
     shares: Mapping[int, float] | None = None
     robust: Robust | None = None  # bounds on the influence of one client, if they are on
-    used: Collection[int] = ()  # the nodes whose replies are in the last mean
+    used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     # --- the hooks ---
 

@@ -104,7 +104,9 @@ class Wrapper(_Around):
         return unpack(round.arrays if arrays is None else arrays)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.rule.aggregate_evaluate(server_round, replies)
+        metrics = self.rule.aggregate_evaluate(server_round, replies)
+        self.used = self.rule.used
+        return metrics
 
     def global_model(self, round: Round) -> ArrayRecord:
         return self.rule.global_model(round)
@@ -238,6 +240,7 @@ class Foreign(_Around):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = self._screened(f"round {server_round}, evaluation", replies, with_arrays=False)
+        self.used = [message.metadata.src_node_id for message in messages if message.has_content()]
         return self.strategy.aggregate_evaluate(server_round, messages)
 
     @property

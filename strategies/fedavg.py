@@ -302,15 +302,16 @@ class FedAvg(Rule, FlowerFedAvg):
         return model, self._mean_metrics([reply.metrics for reply in usable], self.train_metrics_aggr_fn)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        def read(message: Message) -> MetricRecord:
+        def read(message: Message) -> tuple[int, MetricRecord]:
             metrics = metrics_of(message.content)
             if problem := number_problem(metrics, self.weighted_by_key):
                 raise MessageError(problem)
-            return metrics
+            return message.metadata.src_node_id, metrics
 
         # A missing evaluation must not end the run, so no reply is required.
         usable = self.screen(f"round {server_round}, evaluation", replies, 0, read)
-        return self._mean_metrics(usable, self.evaluate_metrics_aggr_fn) if usable else None
+        self.used = [node for node, _ in usable]
+        return self._mean_metrics([m for _, m in usable], self.evaluate_metrics_aggr_fn) if usable else None
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         """p_i up to scale, the client's number of examples"""

@@ -80,7 +80,8 @@ class Evaluate(Listener):
         if not replies:
             return {}
         metrics = self.rule.aggregate_evaluate(state.round, replies)
-        values = values_of(replies, "test_images")
+        used = self.rule.used
+        values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_images")
         for client, measured in values.items():
             state.clients.setdefault(client, {}).update(measured)
         means = {name_of(key): value for key, value in (metrics or {}).items()}
