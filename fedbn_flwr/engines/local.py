@@ -175,8 +175,9 @@ class LocalGrid(Capabilities, Grid):
             else:
                 with self._nodes.using(node) as context:
                     self._received(message_id, self._nodes.answer(message, context))
-        self._schedule.add(waiting)
-        self._serve_workers(0)
+        if waiting:
+            self._schedule.add(waiting)
+            self._serve_workers(0)
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
