@@ -139,7 +139,7 @@ def test_the_order_of_clients_does_not_matter(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", [flat, dict])
-def test_bounds_that_nobody_exceeds_change_no_bit(form: Any) -> None:
+def test_bounds_that_no_client_exceeds_change_no_bit(form: Any) -> None:
     robust, sent = Robust(max_share=0.9, clip_norm=1e9, clip_factor=1e9, plausible=1e9), model(9)
     replies, weights = [form(model(seed)) for seed in range(4)], [3.0, 1.0, 2.0, 5.0]
     assert robust.weights(weights) == weights
