@@ -387,7 +387,7 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Private(Standalone()), "Standalone sends no model"),
         (lambda: Private(Private(FedAvg())), "Private cannot be around Private"),
         (lambda: Private(Secure(FedAvg())), "with Secure the server cannot clip"),
-        (lambda: Secure(Private(FedAvg())), "Secure cannot be around Private"),
+        (lambda: Secure(Private(FedAvg())), "Secure and Private do not combine"),
         (lambda: FixBN(Private(FedAvg()), freeze_round=1), r"expected Private\(FixBN\(...\), ...\)"),
         (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot be around Private"),
         (lambda: Private(FixBN(FedAvg(), freeze_round=1), statistics="freeze"), "FixBN freezes them too"),
