@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from logging import WARNING
 from typing import Any, Literal, Unpack
 
@@ -53,6 +54,9 @@ class FedTAN(FedAvg):
     weights : "data" | "batch" (default: "data")
         p_i is proportional to the size of the client's data set ("data", as in the paper) or of its batch ("batch").
         With batches of unequal size only "batch" gives the gradient of the union.
+    min_batch : int (default: 32)
+        Clients refuse to exchange the statistics of a batch of fewer images, because these reveal the images.
+        `docs/privacy.md` has measurements. A client may have a higher limit of its own.
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
     direct : ExchangeConfig | bool (default: True)
@@ -72,6 +76,7 @@ class FedTAN(FedAvg):
         *,
         exchange: Literal["fused", "paper"] = "fused",
         weights: Literal["data", "batch"] = "data",
+        min_batch: int = protocol.MIN_BATCH,
         exchange_timeout: float = 600,
         direct: ExchangeConfig | bool = True,
         **options: Unpack[FedAvgOptions],
@@ -80,6 +85,8 @@ class FedTAN(FedAvg):
             raise SettingsError(f"exchange is {exchange!r}; expected 'fused' or 'paper'")
         if weights not in ("data", "batch"):
             raise SettingsError(f"weights is {weights!r}; expected 'data' or 'batch'")
+        if not isinstance(min_batch, int) or isinstance(min_batch, bool) or min_batch < 1:
+            raise SettingsError(f"min_batch is {min_batch!r}; expected a number of images, 1 or more")
         if not isinstance(direct, ExchangeConfig | bool):
             raise SettingsError(
                 f"direct is {direct!r}; expected true or false (the environment variable FEDBN_EXCHANGE_ADDRESS of the "
@@ -90,6 +97,7 @@ class FedTAN(FedAvg):
         if weights == "batch":
             options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
         super().__init__(**options)
+        self.traits = replace(self.traits, min_batch=min_batch)
         self.exchange = exchange
         self.weights_by = weights
         self.exchange_timeout = exchange_timeout
@@ -116,7 +124,12 @@ class FedTAN(FedAvg):
         asked = {protocol.REPORT_BATCH: True} if self.weights_by == "batch" else {}
         if _frozen(round.config):  # frozen batch norms compute no batch statistics
             return asked
-        return {protocol.COHORT: self.exchange, protocol.COHORT_BACKWARD: self.backward, **asked}
+        return {
+            protocol.COHORT: self.exchange,
+            protocol.COHORT_BACKWARD: self.backward,
+            protocol.COHORT_MIN_BATCH: self.traits.min_batch,
+            **asked,
+        }
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

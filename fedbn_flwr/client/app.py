@@ -28,6 +28,7 @@ from .client import BNClient, Config
 from .layerwise import abandon_parked, model_of_round, parked_rounds, train_by_messages, train_over_stream
 from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rules import Update, known_keys
+from .rules.fedtan import check_batch
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
@@ -185,9 +186,14 @@ def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
 
 def _partition(make: Make, message: Message, context: Context) -> RecordDict:
     config = _config(message)
-    if config.get(protocol.READY):
-        make()  # raises errors in the site's data or model before any training
     own = {protocol.OWN_DATA: True} if {"data-path", "domain"} & {*context.node_config} else {}
+    if config.get(protocol.READY):
+        client = make()  # raises errors in the site's data or model before any training
+        allowed = config.get(protocol.COHORT_MIN_BATCH)
+        if own and isinstance(allowed, int) and isinstance(client, BNClient):
+            size = getattr(client.train_data, "batch_size", None) or client.num_examples
+            images = min(size, client.num_examples)
+            check_batch(images, allowed=allowed, own=client.min_batch)
     return RecordDict({"metrics": _numbers(_place(context) | own | return_to_round(config, context))})
 
 

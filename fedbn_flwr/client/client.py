@@ -98,6 +98,9 @@ class BNClient(NumPyClient):
     seed
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
+    min_batch
+        Refuse to exchange the statistics of a batch of fewer images (FedTAN), even if the strategy's `min_batch` allows
+        them.
     share_personal
         Send the arrays that stay on the client to a server that asks for them by `query.personal`.
     device
@@ -130,6 +133,7 @@ class BNClient(NumPyClient):
         precision: torch.dtype | None = None,
         compile: bool = False,
         seed: int = 0,
+        min_batch: int = 1,
         share_personal: bool = False,
         device: torch.device | str | None = None,
         context: Context | None = None,
@@ -162,6 +166,7 @@ class BNClient(NumPyClient):
         self.compile = compile
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.min_batch = min_batch
         self.share_personal = share_personal
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
         self._is_fixed = isinstance(model, ModelTensors)
@@ -223,7 +228,7 @@ class BNClient(NumPyClient):
         self._load(arrays, config)
         local = LocalRound(
             config, arrays, extras, self.model, self._state, self.num_examples, self.identity.get(protocol.PARTITION),
-            exchange, self.clip,
+            exchange, self.clip, self.min_batch,
         )  # fmt: skip
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self.lr(server_round) if callable(self.lr) else self.lr

@@ -149,7 +149,7 @@ def _what(traffic: RoundTraffic) -> str:
         text = ", ".join(down) or "no arrays"
     else:
         text = f"down: {', '.join(down) or 'no arrays'}; up: {', '.join(up) or 'no arrays'}"
-    return text + (f"; {traffic.exchanges} exchanges" if traffic.exchanges else "")
+    return text + (f"; {traffic.exchanges} exchanges of statistics" if traffic.exchanges else "")
 
 
 def size(count: int) -> str:

@@ -17,6 +17,7 @@ from .partition import count_partitions
 from .prepare import Prepared, prepare
 from .run import workers_of
 from .settings import Experiment, Settings
+from .training import check_partition
 from .trial import Measured, try_out
 
 
@@ -66,6 +67,10 @@ def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
     by_label = {run.label: run for run in reversed(experiment.runs)}
     explained = []
     for label, prepared in first.items():
+        run = prepared.run
+        if prepared.dataset is not None:
+            parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
+            check_partition(run, prepared.rule, parts)
         measured = try_out(prepared) if trial and prepared.dataset is not None else None
         explained.append(
             ExplainedRun(

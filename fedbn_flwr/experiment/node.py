@@ -39,7 +39,7 @@ from .model import choose_device, make_model
 from .settings import Experiment, Settings
 from .training import learning_rate, loss_of, metrics_of, own_loss
 
-NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state")
+NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
 
 
 def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
@@ -79,6 +79,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
         compile=run.train.compile is True,
         seed=run.seed,
+        min_batch=min_batch_of(node),
         share_personal=run.evaluate.matrix,
         device=device,
         context=context,
@@ -101,6 +102,14 @@ def check_node_keys(node: Mapping[str, Any]) -> None:
     for key in node:
         if key not in NODE_KEYS and difflib.get_close_matches(key, NODE_KEYS):
             raise SettingsError(f"this node's config has the unknown key {key!r}; {did_you_mean(key, NODE_KEYS)}")
+
+
+def min_batch_of(node: Mapping[str, Any]) -> int:
+    """The node's own limit for exchanges of statistics; a site with its own data has one even if it sets none."""
+    least = node.get("min-batch", protocol.MIN_BATCH if "data-path" in node else 1)
+    if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+        raise SettingsError(f"this node's config has min-batch={least!r}; expected a number of images, 1 or more")
+    return least
 
 
 def number_of(context: Context, clients: int) -> int:

@@ -54,6 +54,7 @@ from .partition import counts_of
 from .prepare import Prepared, prepare
 from .resume import read_snapshot, restore_clients
 from .settings import Experiment, Settings
+from .training import check_partition
 
 
 def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progress, done: int) -> None:
@@ -79,8 +80,10 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
     for listener in listeners:
         listener.on_start(state)
     try:
-        nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done})
+        asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) > 1 else {}
+        nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
         if prepared.dataset is not None and not nodes.own_data:
+            check_partition(run, prepared.rule, partition_of(run.data, run.clients, run.seed, str(prepared.device)))
             folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
         state.nodes = {client: node for client, node in nodes.ids.items() if trains(run, client)}
         if run.evaluate.unseen:

@@ -19,13 +19,15 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from fedbn_flwr import __version__
+from fedbn_flwr.client.rules.fedtan import check_batch
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.reach import Check, check_writable
-from fedbn_flwr.errors import FedbnError, SettingsError
+from fedbn_flwr.errors import FedbnError, MessageError, SettingsError
 
 from .data import resolve, shape_without_data
 from .model import choose_device, make_model, try_model
-from .node import check_node_keys, data_of, number_of
+from .node import check_node_keys, data_of, min_batch_of, number_of
+from .prepare import make_rule
 from .settings import Experiment, Settings
 
 _LITTLE_MEMORY = 2.0  # GB; PyTorch and Flower take about one
@@ -87,6 +89,8 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
             )
         if expected:
             yield _suits(run, dataset)
+            if (allowed := make_rule(run).traits.min_batch) > 1:
+                yield _exchange(min(run.train.batch_size, len(train)), allowed, min_batch_of(node))
     except FedbnError as error:
         yield Check("data", "failed", str(error), "correct the data, the node config or the experiment")
 
@@ -101,6 +105,15 @@ def _suits(run: Settings, dataset: DataSet) -> Check:
             return Check("experiment", "failed", "the data have " + "; ".join(wrong), "correct data or experiment")
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     return Check("experiment", "ok", f"{run.name}: {run.model.name} takes these images")
+
+
+def _exchange(images: int, allowed: int, own: int) -> Check:
+    """Whether the statistics of the site's batches may be exchanged."""
+    try:
+        check_batch(images, allowed=allowed, own=own)
+    except MessageError as error:
+        return Check("exchange", "failed", str(error), "have more images, or allow smaller batches")
+    return Check("exchange", "ok", f"batches of {images} images; the statistics of {max(allowed, own)} may be exchanged")
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:

@@ -16,6 +16,7 @@ from fedbn_flwr.client.optimizers import check_optimizer, decay_of
 from fedbn_flwr.client.schedules import CosineSchedule, ExponentialSchedule, LinearWarmup, Schedule, StepSchedule
 from fedbn_flwr.client.training import Loss, cross_entropy
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.protocol import METRICS
 from fedbn_flwr.strategies import Rule
@@ -90,6 +91,22 @@ def metrics_of(run: Settings) -> Sequence[Metric]:
 # --- checks ------------------------------------------------------------------
 
 
+def check_partition(run: Settings, rule: Rule, parts: Sequence[Tensor]) -> None:
+    """Refuse clients with so few images that they would not exchange the statistics of their batches."""
+    least = rule.traits.min_batch
+    sizes = [
+        len(hold_out(part, run.evaluate.validation, run.seed, i)[0]) for i, part in enumerate(parts[: run.trained])
+    ]
+    if small := {client: size for client, size in enumerate(sizes) if size < least}:
+        listed = ", ".join(f"{client} ({size})" for client, size in list(small.items())[:5])
+        raise SettingsError(
+            f"run {run.label!r}: {len(small)} of {len(sizes)} clients have fewer than {least} training images: {listed}"
+            f"{', ...' if len(small) > 5 else ''}; with strategy {strategy_name(run.strategy)} they refuse to exchange "
+            "the statistics of so small batches, because these reveal the images; change clients or data.partition, or "
+            f"allow it with strategy.min_batch: {min(small.values())}"
+        )
+
+
 def check_training(run: Settings, rule: Rule, model: nn.Module, shape: DataSet | Shape) -> None:
     """Refuse settings with which training cannot begin or is not what the strategy assumes."""
     train, weights = run.train, run.train.class_weights
@@ -138,6 +155,12 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
         raise SettingsError(
             f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
             "gradient of all, and clipping the parts changes their mean; leave train.clip out"
+        )
+    if train.batch_size < rule.traits.min_batch:
+        raise SettingsError(
+            f"train.batch_size is {train.batch_size}, but with strategy {name} clients refuse to exchange the "
+            f"statistics of batches of fewer than {rule.traits.min_batch} images, because these reveal the images; use "
+            f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}"
         )
     if rule.traits.averages_momentum and not (by_sgd and train.momentum):
         found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"

@@ -55,6 +55,7 @@ COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
 COHORT_BATCH = "fedbn.cohort-batch"
+COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
 DIRECT = "fedbn.direct"
 DIRECT_TOKEN = "fedbn.direct-token"  # noqa: S105 (the name of a key)
@@ -84,6 +85,10 @@ SECURE_KEYS = {
     SECURE_EQUAL: Key("names, comma separated", "records in which all clients count equally"),
 }
 SECRET = "fedbn.secret"  # the record in a client's state with the secrets of a session; it is never written to disk  # noqa: S105 (the name of a key)
+
+# Images that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
+# smaller batches reveal.
+MIN_BATCH = 32
 
 ROUND = "server-round"
 

@@ -49,7 +49,7 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def node_configs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    configs: list[dict[str, Any]] = [{"data-path": str(folder)} for folder in folders]
+    configs: list[dict[str, Any]] = [{"data-path": str(folder), "min-batch": 6} for folder in folders]
     configs[2]["domain"] = "sea"
     return configs
 
@@ -84,12 +84,17 @@ def run(
     return history, json.loads(summary.read_text()), (summary.parent / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("rule", ["FedAvg", "FedBN", "FedTAN"])
-def test_a_server_without_data_trains_the_same_model(rule: str, sites: list[Path], tmp_path: Path) -> None:
+STRATEGIES: list[dict[str, Any]] = [{"name": "FedAvg"}, {"name": "FedBN"}, {"name": "FedTAN", "min_batch": 6}]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda spec: spec["name"])
+def test_a_server_without_data_trains_the_same_model(
+    strategy: dict[str, Any], sites: list[Path], tmp_path: Path
+) -> None:
     """The folder that the experiment names does not exist, so the server cannot read it."""
-    without = run(sites, tmp_path / "without", strategy={"name": rule})
+    without = run(sites, tmp_path / "without", strategy=strategy)
     server = {"data": EXPERIMENT["data"] | {"name": str(sites[0])}, "evaluate": {"clients": True}}
-    with_data = run(sites, tmp_path / "with", strategy={"name": rule}, **server)
+    with_data = run(sites, tmp_path / "with", strategy=strategy, **server)
     assert without[2] == with_data[2]
     for line, other in zip(without[0], with_data[0], strict=True):
         assert line["clients"] == 3
@@ -99,6 +104,26 @@ def test_a_server_without_data_trains_the_same_model(rule: str, sites: list[Path
     assert without[1]["accuracy_of"] == "the clients' models on their test images, mean"
 
 
+def test_a_site_with_its_own_data_has_a_limit_of_its_own(sites: list[Path], tmp_path: Path) -> None:
+    """The experiment allows batches of 6 images; the first site has not, and reports it before training."""
+    changes = {"strategy": {"name": "FedTAN", "min_batch": 6}}
+    run_config = {"experiment": json.dumps(EXPERIMENT | changes), "out": str(tmp_path)}
+    nodes = node_configs(sites)
+    del nodes[0]["min-batch"]
+    grid = LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=nodes)
+    message = r"the run cannot begin:\s+- node 1: .* the batch of this client has 6 images, and it refuses to exchange "
+    message += r"the statistics of fewer than 32, .* or allow it by min-batch=6 in this node's config"
+    with pytest.raises(RunFailed, match=message):
+        serve(grid, run_config)
+    with pytest.raises(SettingsError, match="this node's config has min-batch='few'; expected a number of images"):
+        make_client(
+            Context(
+                1, 1, nodes[0] | {"partition-id": 0, "num-partitions": 3, "min-batch": "few"}, RecordDict(), run_config
+            ),
+            {},
+        )
+
+
 def test_a_site_that_names_a_domain_holds_that_one(sites: list[Path]) -> None:
     places = [{"partition-id": i, "num-partitions": 3, **config} for i, config in enumerate(node_configs(sites))]
     run_config = {"experiment": json.dumps(EXPERIMENT)}
@@ -106,10 +131,12 @@ def test_a_site_that_names_a_domain_holds_that_one(sites: list[Path]) -> None:
     assert [client.num_examples for client in clients] == [24, 30, 12]
 
 
-@pytest.mark.parametrize("strategy", ["FedAvg", "FedBN", "FedTAN"])
-def test_sites_with_their_own_data_need_no_partition(strategy: str, sites: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda spec: spec["name"])
+def test_sites_with_their_own_data_need_no_partition(
+    strategy: dict[str, Any], sites: list[Path], tmp_path: Path
+) -> None:
     """With one batch per round the order of images has no effect: the model is that of sites with a partition-id."""
-    train = {"train": EXPERIMENT["train"] | {"batch_size": 30, "steps": 1}, "strategy": {"name": strategy}}
+    train = {"train": EXPERIMENT["train"] | {"batch_size": 30, "steps": 1}, "strategy": strategy}
     numbered_sites = run(sites, tmp_path / "numbered", **train)
     history, summary, model = run(sites, tmp_path / "hub", WithoutPartitions(), **train)
     assert [line["clients"] for line in history] == [3, 3]

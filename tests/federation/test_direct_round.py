@@ -24,9 +24,10 @@ from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid, Traffic
-from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN, GlobalMomentum
+from fedbn_flwr.strategies import FixBN, GlobalMomentum
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.network import make_keys, missing_tools
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
 HERE = ExchangeConfig("127.0.0.1:0")  # any free port

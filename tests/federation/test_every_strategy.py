@@ -83,7 +83,7 @@ class Case:
         self.spec = {"name": rule, **SPECS.get(rule, {}), **settings}
 
     def strategy(self, **options: Any) -> Any:
-        return build_strategy(self.spec, fraction_evaluate=0.0, **options)
+        return build_strategy(self.spec, fraction_evaluate=0.0, min_batch=1, **options)
 
     def make_client(self, context: Any) -> BNClient:
         data = self.data[int(context.node_config["partition-id"])]

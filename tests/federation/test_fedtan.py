@@ -21,10 +21,11 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FedAvgGlobalStats, FedTAN, FedTANII
+from fedbn_flwr.strategies import FedAvg
 from tests.support.cohort import run_cohort
 from tests.support.federations import last_model, same
 from tests.support.models import two_norms, two_norms_with_dropout
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
 
@@ -275,6 +276,7 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
     [
         (lambda: FedTAN(exchange="both"), "exchange is 'both'"),
         (lambda: FedTAN(weights="none"), "weights is 'none'"),
+        (lambda: FedTAN(min_batch=0), "min_batch is 0; expected a number of images"),
         (lambda: FedTANII(fedtan_rounds=-1), "fedtan_rounds is -1"),
     ],
 )

@@ -22,9 +22,10 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid, elements
-from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, GlobalMomentum
+from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum
 from tests.support.federations import Arrays, models_of
 from tests.support.records import BAD_RECORDS, between
+from tests.support.smallbatches import FedTAN
 
 Federations = Callable[..., Any]
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

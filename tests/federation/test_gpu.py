@@ -79,7 +79,7 @@ RULES = {
     "FedAvg": lambda: FedAvg(**options()),
     "FedProx": lambda: FedProx(proximal_mu=0.1, **options()),
     "SCAFFOLD": lambda: Scaffold(**options()),
-    "FedTAN": lambda: FedTAN(**options()),
+    "FedTAN": lambda: FedTAN(min_batch=1, **options()),
 }
 
 

@@ -27,9 +27,10 @@ from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_locally
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN
+from fedbn_flwr.strategies import FedAvg, FixBN
 from tests.support.command import ROOT, python_blocks
 from tests.support.plugin import RecordingGrid
+from tests.support.smallbatches import FedTAN
 
 Federations = Callable[..., Any]
 KINDS = {"train": "train", "evaluate": "evaluate", "query.cohort": "query", "query.keys": "query"}

@@ -24,7 +24,7 @@ STRATEGIES = {
     "FixBN": lambda: strategies.FixBN(strategies.FedAvg(), freeze_round=1),
     "FedBN": lambda: strategies.FedBN(),
     "Scaffold": lambda: strategies.Scaffold(),
-    "FedTAN": lambda: strategies.FedTAN(),
+    "FedTAN": lambda: strategies.FedTAN(min_batch=1),
 }
 
 

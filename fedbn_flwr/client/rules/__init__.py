@@ -50,6 +50,7 @@ class LocalRound:
     partition: int | None
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
     clip: float | None = None  # the client's limit for the norm of gradients
+    min_batch: int = 1  # the client's own limit for the images in a batch whose statistics it exchanges
     optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
 
     @property

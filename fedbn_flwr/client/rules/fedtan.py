@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.client.training import SGD, Gradient
+from fedbn_flwr.client.training import SGD, Gradient, Loss
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
@@ -18,6 +19,9 @@ class FedTAN(ClientRule):
     keys = {
         protocol.COHORT: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
         protocol.COHORT_BACKWARD: Key("bool", "exchange gradients too"),
+        protocol.COHORT_MIN_BATCH: Key(
+            "int", "refuse to exchange the statistics of a batch of fewer images; if it is absent, of fewer than 32"
+        ),
         protocol.COHORT_STEP: Key(
             "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
         ),
@@ -47,10 +51,33 @@ class FedTAN(ClientRule):
                 f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
                 "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
             )
-        return LayerwiseStep(
+        step = LayerwiseStep(
             exchange,
             fused=config[protocol.COHORT] == "fused",
             backward=backward,
             examples=self.local.num_examples,
             partition=self.local.partition,
         )
+
+        def checked(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+            allowed = int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH))
+            check_batch(len(inputs), allowed=allowed, own=self.local.min_batch)  # before anything is sent
+            return step(model, inputs, targets, loss_fn)
+
+        return checked
+
+
+def check_batch(images: int, *, allowed: int, own: int) -> None:
+    """Refuse a batch of fewer images than the strategy (`allowed`) or the client (`own`) allows to exchange."""
+    if images >= max(allowed, own):
+        return
+    cures = []
+    if images < own:
+        cures.append(f"min-batch={images} in this node's config (or BNClient(min_batch={images}))")
+    if images < allowed:
+        cures.append(f"min_batch: {images} of the strategy")
+    raise MessageError(
+        f"the batch of this client has {images} image{'s' if images != 1 else ''}, and it refuses to exchange the "
+        f"statistics of fewer than {max(allowed, own)}, because these reveal the images; use larger batches, or allow "
+        f"it by {' and '.join(cures)}"
+    )

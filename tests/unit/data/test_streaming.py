@@ -271,7 +271,7 @@ def test_a_run_on_a_stream_gives_the_model_of_a_run_in_memory(folder: Path, tmp_
 
     fill(folder, [(8, 8, 3)] * 24)
     words = ["rounds=2", "clients=2", f"data.name={folder}", "data.partition={kind: iid}", "train.batch_size=4"]
-    words += [f"data.augment=[{', '.join(EVERYTHING)}]", "strategy={name: FedTAN}"]
+    words += [f"data.augment=[{', '.join(EVERYTHING)}]", "strategy={name: FedTAN, min_batch: 4}"]
     found = []
     for stream, processes in (("false", 0), ("true", workers)):
         out = tmp_path / stream

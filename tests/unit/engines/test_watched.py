@@ -9,8 +9,9 @@ import pytest
 from flwr.app import ConfigRecord, Message
 
 from fedbn_flwr.engines.watched import WatchedGrid
-from fedbn_flwr.strategies import FedAvg, FedAvgGlobalStats, FedTAN
+from fedbn_flwr.strategies import FedAvg
 from tests.support.models import two_norms
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN
 
 Federations = Callable[..., Any]
 Reports = list[tuple[str, int, int]]
@@ -63,7 +64,7 @@ FORWARD, BACKWARD = "forward pass, layers", "backward pass, layers"
         (FedAvgGlobalStats(), [(FORWARD, 1, 2), (FORWARD, 2, 2)]),
     ],
 )
-def test_fedtan_reports_layers(federation: Federations, strategy: FedTAN, expected: Reports) -> None:
+def test_fedtan_reports_layers(federation: Federations, strategy: FedAvg, expected: Reports) -> None:
     fed = federation((6, 6), batches=1, model=two_norms, steps=1)
     grid, reports = watched(fed.grid())
     strategy.begin(1, fed.arrays())

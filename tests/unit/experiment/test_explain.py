@@ -32,10 +32,10 @@ runs:
   SiloBN: {strategy: {name: SiloBN}}
   FixBN: {strategy: {name: FixBN, freeze_round: 2}}
   Scaffold: {strategy: {name: Scaffold}}
-  momentum: {strategy: {name: GlobalMomentum, base: {name: FedTAN}}}
+  momentum: {strategy: {name: GlobalMomentum, base: {name: FedTAN, min_batch: 8}}}
   Standalone: {strategy: {name: Standalone}}
-  FedTAN: {strategy: {name: FedTAN, exchange: paper}}
-  FedTANII: {strategy: {name: FedTANII, fedtan_rounds: 3}}
+  FedTAN: {strategy: {name: FedTAN, exchange: paper, min_batch: 8}}
+  FedTANII: {strategy: {name: FedTANII, fedtan_rounds: 3, min_batch: 8}}
 """
 
 

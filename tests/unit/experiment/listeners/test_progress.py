@@ -21,7 +21,7 @@ EXPERIMENT = """
 rounds: 2
 clients: 3
 train: {lr: 0.05, batch_size: 16, steps: 1}
-strategy: {name: FedTAN}
+strategy: {name: FedTAN, min_batch: 16}
 engine: {workers: 0, device: cpu}
 """
 

@@ -1,0 +1,116 @@
+"""FedTAN's smallest batch: a client refuses before it sends a statistic, an experiment before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from flwr.app import Message
+
+from fedbn_flwr import BNClient, client_app
+from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.experiment.explain import explain
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN
+from tests.support.federations import last_model, same
+
+Federations = Callable[..., Any]
+REFUSES = r"(client 1|node 2).* the batch of this client has 31 images, and it refuses .* of fewer than 32, because"
+
+
+class Noting(GridAround):
+    """A grid that records the replies of clients."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.replies: list[Message] = []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        self.replies += replies
+        return replies
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda **k: FedTAN(**k),
+        lambda **k: FedAvgGlobalStats(exchange="paper", **k),
+        lambda **k: FedTANII(fedtan_rounds=1, **k),
+        lambda **k: FixBN(FedTAN(**k), freeze_round=1),
+    ],
+    ids=["FedTAN", "forward only", "FedTANII", "FixBN"],
+)
+def test_a_client_with_a_small_batch_sends_no_array(
+    federation: Federations, strategy: Callable[..., Any], flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((32, 31, 40), batches=1, steps=1)
+    noting = Noting(fed.grid())
+    last_model(fed, strategy(fraction_evaluate=0.0, direct=False), 1, noting)
+    small = [reply for reply in noting.replies if reply.metadata.src_node_id == 2]
+    assert [reply.has_error() for reply in small] == [True]
+    assert all(reply.has_content() for reply in noting.replies if reply not in small)
+    assert len(noting.replies) > len(small)
+    assert "because these reveal the images; use larger batches, or allow it by min_batch: 31 of the" in flower_log.text
+
+
+@pytest.mark.parametrize("direct", [False, ExchangeConfig("127.0.0.1:0")], ids=["messages", "streams"])
+def test_a_run_of_which_too_few_clients_are_left_names_them(federation: Federations, direct: Any) -> None:
+    fed = federation((32, 31), batches=1, steps=1)
+    with pytest.raises(RunFailed, match=REFUSES), fed.grid(workers=2) as grid:
+        last_model(fed, FedTAN(fraction_evaluate=0.0, direct=direct), 1, grid)
+
+
+def test_a_smaller_batch_trains_if_it_is_allowed(federation: Federations) -> None:
+    fed = federation((32, 31), batches=1, steps=1)
+    by_limit = [last_model(fed, FedTAN(fraction_evaluate=0.0, min_batch=limit), 1) for limit in (31, 1)]
+    assert same(*by_limit)
+
+
+def test_a_client_s_own_limit_is_above_what_the_strategy_allows(federation: Federations) -> None:
+    fed = federation((6, 6), batches=1, steps=1)
+
+    def make(context: Any) -> BNClient:
+        client: BNClient = fed.make_client(context)
+        client.min_batch = 8 if context.node_config["partition-id"] == 1 else 1
+        return client
+
+    message = r"client 1 .* fewer than 8, .* allow it by min-batch=6 in this node's config \(or BNClient\(min_batch=6"
+    with pytest.raises(RunFailed, match=message):
+        last_model(fed, FedTAN(fraction_evaluate=0.0, min_batch=6), 1, fed.grid(client_app(make)))
+
+
+EXPERIMENT = """
+rounds: 1
+clients: 3
+train: {steps: 1, batch_size: 40}
+engine: {workers: 0, device: cpu}
+strategy: {name: FixBN, freeze_round: 1, base: {name: FedTAN}}
+"""
+
+
+def test_an_experiment_with_small_batches_is_refused(tmp_path: Any) -> None:
+    experiment = load_experiment(EXPERIMENT, ["train.batch_size=31"])
+    message = r"train\.batch_size is 31, but with strategy FixBN\(FedTAN\) clients refuse .* strategy\.min_batch: 31"
+    with pytest.raises(SettingsError, match=message):
+        prepare(experiment)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["clients=100"], ["clients=40", "evaluate.validation=0.2"]],
+    ids=["few images", "few images without validation"],
+)
+def test_clients_with_few_images_are_refused_before_training(tmp_path: Any, changes: list[str]) -> None:
+    experiment = load_experiment(EXPERIMENT, changes)
+    message = r"clients have fewer than 32 training images: 0 \(\d+\), .*; change clients or data\.partition, or allow"
+    with pytest.raises(SettingsError, match=message):
+        explain(experiment)
+    with pytest.raises(SettingsError, match=message):
+        run_locally(experiment, tmp_path, resume=False)
+    assert not [line for file in tmp_path.rglob("history.jsonl") for line in file.read_text().splitlines()]
