@@ -99,8 +99,7 @@ class BNClient(NumPyClient):
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
     min_batch
-        Refuse to exchange the statistics of a batch of fewer images (FedTAN), even if the strategy's `min_batch` allows
-        them.
+        Refuse to exchange the statistics of a batch of fewer images, even if the strategy (FedTAN) allows them.
     share_personal
         Send the arrays that stay on the client to a server that asks for them by `query.personal`.
     device

@@ -38,7 +38,7 @@ from tests.support.sessions import Stopping, outcome
 RULES: dict[str, dict[str, Any]] = {
     "FedAvg": {},
     "FixBN": {"freeze_round": 1},
-    "FedTAN": {},
+    "FedTAN": {"min_batch": 1},
     "FedBN": {},
     "Scaffold": {},
 }
