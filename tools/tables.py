@@ -27,6 +27,7 @@ from fedbn_flwr.experiment.trackers import TRACKERS
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
+from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.strategies import STRATEGIES, describe
 
 ROOT = Path(__file__).parents[1]
@@ -141,6 +142,23 @@ def cost_of(name: str) -> Callable[[], Table]:
     return table
 
 
+def leaves() -> Table:
+    """What a client sends to the server in each round of training, by role."""
+    rows: list[Row] = []
+    for name in STRATEGIES:
+        traits = describe(name).traits
+        sends = "in a sum" if traits.masked else "yes"
+        sent = [
+            sends if role not in traits.kept else "by default" if role in traits.returned else "no"
+            for role in _TRAVELLING
+        ]
+        rows.append((f"`{name}`", *sent, traits.traffic or "nothing"))
+    return ("strategy", "weights", "gamma, beta", "running statistics", "besides"), rows
+
+
+_TRAVELLING = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
+
+
 def models() -> Table:
     rows: list[Row] = [(f"`{name}`", None, _first_line(model)) for name, model in MODELS.items()]
     return ("network", "images", "description"), rows
@@ -212,6 +230,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "engine": keys_of("engine"),
     "partitions": partitions,
     "strategies": strategies,
+    "leaves": leaves,
     "models": models,
     "norms": norms,
     "trackers": trackers,

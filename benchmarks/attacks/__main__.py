@@ -16,12 +16,10 @@ import copy
 import functools
 import itertools
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.attacks import identify, reconstruct
+from benchmarks.attacks import identify, reconstruct, report
 from benchmarks.attacks.features import (
     Batch,
     Layer,
@@ -40,20 +38,19 @@ from benchmarks.attacks.features import (
     vector,
     weight_gradient,
 )
+from benchmarks.attacks.report import BATCHES, RESULTS, noted
 from fedbn_flwr import build_model, seeding
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.load import load
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "privacy"
 COHORT = 5
-BATCHES = (1, 8, 32, 128)
 EPOCH_STEPS = 8  # of a local epoch of FedAvg
 MOMENTUM = 0.1  # of the running statistics
 RATE = 0.05
 
 # What the server sees: a client's contributions to the forward exchange, or to all of FedTAN's; their mean over the
 # cohort; the change of the running statistics in a round of FedAvg of one step, or of an epoch.
-SEEN = ("moments", "exchange", "agreement", "one step", "epoch")
+SEEN = ("exchange", "moments", "agreement", "one step", "epoch")
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,14 @@ class Setting:
     def prior(self) -> reconstruct.Prior:
         return reconstruct.Prior.of(self.pixels[0][self.not_in_batches(self.public, attacker=True)])
 
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (two settings that live as long as the process)
     def model(self, state: str) -> nn.Module:
         torch.manual_seed(0)
         images, _ = self.pixels
         model = build_model(self.network, 10, in_channels=images.shape[1], image_size=images.shape[-1])
         if state == "trained":  # on the private images, as a federation does
             optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-            for step in range(400):
+            for step in range(400 if self.network != "resnet20" else 150):
                 rows = torch.randint(10_000, (64,), generator=seeding.generator(0, "train", step))
                 inputs, targets = self.batch(rows)
                 optimizer.zero_grad()
@@ -112,7 +110,7 @@ class Setting:
 SETTINGS = {
     "mnist/mlp": Setting("mnist", "mlp", public=2000),
     "mnist/lenet": Setting("mnist", "lenet", trials=5),
-    "cifar10/resnet20": Setting("cifar10", "resnet20", others=499, public=500, trials=2, states=("trained",)),
+    "cifar10/resnet20": Setting("cifar10", "resnet20", others=499, public=500, trials=1, states=("trained",)),
 }
 
 
@@ -121,11 +119,6 @@ def note(file: str, key: dict[str, Any], result: dict[str, Any]) -> None:
     with (RESULTS / file).open("a") as lines:
         lines.write(json.dumps(key | result) + "\n")
     print(json.dumps(key | result), flush=True)
-
-
-def noted(file: str) -> list[dict[str, Any]]:
-    path = RESULTS / file
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def pending(file: str, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -139,7 +132,7 @@ def pending(file: str, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any
 
 
 def keys_to_identify(names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for name, batch, seen in itertools.product(names, BATCHES, SEEN):
+    for name, seen, batch in itertools.product(names, SEEN, BATCHES):
         if name.endswith("mlp") and batch == 1 and seen in ("one step", "epoch"):
             continue  # batch norm needs two values
         for state in SETTINGS[name].states:
@@ -308,11 +301,32 @@ def measures(setting: Setting, true: Tensor, images: Tensor) -> dict[str, float]
     return values
 
 
+def picture() -> None:
+    """Images of MNIST batches of 1, 8 and 32, and those reconstructed from what each kind of server sees."""
+    setting = SETTINGS["mnist/mlp"]
+    rows: list[tuple[str, Tensor]] = []
+    for size in (1, 8, 32):
+        for seen in MATCHED:
+            true, images = inverted(setting, setting.model("trained"), size, seen, 0)
+            if seen == MATCHED[0]:
+                rows.append((f"batch of {size}: true", true[:12]))
+            rows.append((f"from {seen}", images[:12]))
+    report.draw(rows, "reconstruction.png")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("identify", "reconstruct"))
+    parser.add_argument("what", choices=("identify", "reconstruct", "picture", "table"))
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"of {', '.join(SETTINGS)}; by default all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    {"identify": run_identify, "reconstruct": run_reconstruct}[arguments.what](arguments.settings or list(SETTINGS))
+    names = arguments.settings or list(SETTINGS)
+    match arguments.what:
+        case "identify":
+            run_identify(names)
+        case "reconstruct":
+            run_reconstruct(names)
+        case "picture":
+            picture()
+        case "table":
+            print(report.tables())

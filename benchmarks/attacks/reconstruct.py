@@ -39,8 +39,8 @@ class Prior:
 
 def invert(distance: Callable[[Tensor], Tensor], prior: Prior, count: int, *, steps: int, seed: int) -> Tensor:
     """`count` images in 0 to 1 that minimise `distance` and are likely under the prior."""
-    z = 0.3 * torch.randn(count, len(prior.components), generator=torch.Generator().manual_seed(seed))
-    z.requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    z = (0.3 * torch.randn(count, len(prior.components), generator=generator)).to(prior.mean.dtype).requires_grad_()
     optimizer = torch.optim.Adam([z], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.01 * RATE)
     for _ in range(steps):

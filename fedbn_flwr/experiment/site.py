@@ -113,9 +113,7 @@ def _exchange(images: int, allowed: int, own: int) -> Check:
         check_batch(images, allowed=allowed, own=own)
     except MessageError as error:
         return Check("exchange", "failed", str(error), "have more images, or allow smaller batches")
-    return Check(
-        "exchange", "ok", f"batches of {images} images, {max(allowed, own)} are needed"
-    )
+    return Check("exchange", "ok", f"batches of {images} images, {max(allowed, own)} are needed")
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
