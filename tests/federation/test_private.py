@@ -29,12 +29,9 @@ from fedbn_flwr.messages.privacy import epsilon_of, parts_of
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import (
     FedAvg,
-    FedAvgGlobalStats,
     FedBN,
     FedBS,
     FedProx,
-    FedTAN,
-    FedTANII,
     FedWon,
     FixBN,
     GlobalMomentum,
@@ -51,6 +48,7 @@ from tests.conftest import small_net
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import last_model, models_of, same
 from tests.support.plugin import RecordingGrid
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
 WIDE = {"clip": 1e9, "statistics_clip": 1e9, "noise": 0}  # neither clips nor adds noise

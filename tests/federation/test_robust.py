@@ -24,10 +24,7 @@ from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.strategies import (
     FedAvg,
-    FedAvgGlobalStats,
     FedBN,
-    FedTAN,
-    FedTANII,
     FixBN,
     GlobalMomentum,
     HeteroBN,
@@ -41,6 +38,7 @@ from tests.support.experiments import read
 from tests.support.federations import last_model, models_of, same
 from tests.support.models import two_norms
 from tests.support.records import between
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]

@@ -33,12 +33,9 @@ from fedbn_flwr.messages.masking import FixedPoint
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.strategies import (
     FedAvg,
-    FedAvgGlobalStats,
     FedBN,
     FedBS,
     FedProx,
-    FedTAN,
-    FedTANII,
     FedWon,
     FixBN,
     GlobalMomentum,
@@ -53,6 +50,7 @@ from tests.support.command import ROOT
 from tests.support.experiments import read
 from tests.support.federations import Arrays, last_model, models_of, same
 from tests.support.models import two_norms
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
 NO_EVALUATION: dict[str, Any] = {"fraction_evaluate": 0.0}
