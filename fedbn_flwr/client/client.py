@@ -145,8 +145,7 @@ class BNClient(NumPyClient):
         self.lr = lr
         self.epochs = 1 if epochs is None and steps is None else epochs
         self.steps = steps
-        self.optimizer = optimizer
-        self.momentum = momentum
+        self.optimizer, self.momentum = optimizer, momentum
         self.weight_decay = weight_decay
         self.norm_weight_decay = norm_weight_decay
         self.bias_weight_decay = bias_weight_decay
@@ -165,8 +164,7 @@ class BNClient(NumPyClient):
         self.compile = compile
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.min_batch = min_batch
-        self.share_personal = share_personal
+        self.min_batch, self.share_personal = min_batch, share_personal
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
         self._is_fixed = isinstance(model, ModelTensors)
         self._state = NodeState(RecordDict() if context is None else context.state)
