@@ -150,6 +150,8 @@ def _parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
         raise damaged(file, f"it lacks {', '.join(missing)}", line)
     try:
         check_types(content, required)
+        if file.name == "history.jsonl":
+            check_types(content, {key: float | None for key in content if "accuracy" in key or "loss" in key})
     except ValueError as error:
         raise damaged(file, str(error), line) from None
     return content

@@ -74,7 +74,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
         history = run_folder.history()
         try:
             summary.check(history)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise damaged(file, str(error)) from None
         runs.append(Run(file.parent, summary, history))
     return sorted(runs, key=lambda run: (run.summary.began, str(run.path)))
