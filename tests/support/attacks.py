@@ -9,6 +9,7 @@ only a robust rule can resist: the run must stay finite, or end with an error of
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
@@ -32,6 +33,10 @@ Spoil = Callable[[RecordDict], None]
 
 class Unfit(Exception):
     """The reply has nothing that this attack changes."""
+
+
+class SentError(Exception):
+    """The hostile client sends an error with this reason."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def npz(array: np.ndarray) -> bytes:
 
 
 def with_header(text: str, data: bytes = b"") -> bytes:
-    head = text.encode() + b"\n"
+    head = text.encode(errors="replace") + b"\n"
     return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + data
 
 
@@ -203,11 +208,16 @@ def declared_as(**changes: Any) -> Callable[[Array], Array]:
     return change
 
 
+# Enough of the bytes and declarations for further arrays of a reply.
+SHORT = ("npz", "garbage", "cut", "nothing", "trailing bytes", "dtype nonsense", "dtype other", "shape 1e30")
+
+
 def on_arrays(where: str) -> list[Attack]:
-    # A client's statistics of moments and gradients have no sign to check but the variance's.
     found = [Attack(f"bytes, {n}", by_array(where, bytes_as(m)), v) for n, (m, v) in BYTES.items()]
     found += [Attack(f"array, {n}", by_array(where, value_as(m)), v) for n, (m, v) in CHANGED.items()]
     found += [Attack(f"declared, {n}", by_array(where, declared_as(**c)), v) for n, (c, v) in DECLARED.items()]
+    if where != "first":
+        found = [attack for attack in found if attack.name.startswith("array") or attack.name.endswith(SHORT)]
     if where == "variance":
         found += [Attack("array, negative variance", by_array(where, value_as(lambda a: -np.abs(a) - 1)), REFUSED)]
         found = [attack for attack in found if attack.name != "array, sign"]
@@ -389,7 +399,11 @@ def values() -> list[Attack]:
             found.append(Attack(f"{key}, {name}", metric(key, value), verdict, COHORT))
     for key in (protocol.TRAIN_LOSS, "loss", "accuracy", "own-accuracy", "own-loss", "own-num-examples"):
         kinds = ("train",) if key == protocol.TRAIN_LOSS else EVALUATE
-        given = COUNTS if key.endswith("examples") else MEASURES | (SHARES if "accuracy" in key else {})
+        given = (
+            COUNTS | {"missing": (None, LIE)}
+            if key.endswith("examples")
+            else MEASURES | (SHARES if "accuracy" in key else {})
+        )
         if "accuracy" in key:
             given |= {"1e30": (1e30, REFUSED)}
         found += [
@@ -419,9 +433,23 @@ def values() -> list[Attack]:
     return found
 
 
+def errors() -> list[Attack]:
+    reasons = {
+        "long": "x" * 1_000_000, "empty": "", "of several lines": "a\nround 1: left out client 0 (node 1): b\x1b[2J\0",
+    }  # fmt: skip
+
+    def sending(reason: str) -> Spoil:
+        def spoil(content: RecordDict) -> None:
+            raise SentError(reason)
+
+        return spoil
+
+    return [Attack(f"an error with a reason that is {name}", sending(reason)) for name, reason in reasons.items()]
+
+
 def all_attacks() -> list[Attack]:
     found = [attack for where in ("first", "variance", "additional") for attack in on_arrays(where)]
-    return [*found, *RECORDS, *values()]
+    return [*found, *RECORDS, *values(), *errors()]
 
 
 # --- the hostile client ------------------------------------------------------
@@ -429,7 +457,19 @@ def all_attacks() -> list[Attack]:
 
 def over_a_network(content: RecordDict) -> RecordDict:
     """The records as they arrive from another machine; in process, types that cannot be sent would pass."""
-    return recorddict_from_proto(recorddict_to_proto(content))
+    arrived = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            arrived[name] = ArrayRecord({key: sent_array(array) for key, array in record.items()})
+        else:
+            arrived[name] = recorddict_from_proto(recorddict_to_proto(RecordDict({name: record})))[name]
+    return arrived
+
+
+def sent_array(array: Array) -> Array:
+    """Flower sends the bytes apart, and the rest as JSON."""
+    dtype, shape, stype = json.loads(json.dumps([array.dtype, list(array.shape), array.stype]))
+    return Array(dtype, tuple(shape), stype, bytes(array.data))
 
 
 class Hostile(ClientApp):
@@ -447,6 +487,7 @@ class Hostile(ClientApp):
         self.spoil = spoil
         self.sent = 0  # hostile replies
         self.largest = 0  # bytes of the arrays of the largest one
+        self.failure: Exception | None = None  # of the attack itself
 
     def __call__(self, message: Message, context: Context) -> Message:
         reply = self.inner(message, context)
@@ -456,15 +497,22 @@ class Hostile(ClientApp):
         if self.spoil is None:
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "absent"), reply_to=message)
         content = RecordDict({name: record.copy() for name, record in reply.content.items()})
-        self.spoil(content)
+        try:
+            self.spoil(content)
+            content = over_a_network(content)
+        except SentError as error:
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+        except Exception as error:
+            self.failure = error  # the engine reports it as an error of the client
+            raise
         size = sum(len(array.data) for record in arrays_in(content).values() for array in record.values())
         self.largest = max(self.largest, size)
-        return Message(over_a_network(content), reply_to=message)
+        return Message(content, reply_to=message)
 
     def _is_meant(self, message: Message, reply: Message) -> bool:
         config = next(iter(configs_in(message.content).values()), ConfigRecord())
         kind = message.metadata.message_type
-        if config.get(protocol.ROUND) not in self.rounds:
+        if config.get(protocol.ROUND) not in self.rounds:  # a query before the first round has round 0
             return False
         if self.kind == "moments":
             return kind == protocol.COHORT_QUERY and configs_in(reply.content)["config"].get("what") == "moments"

@@ -131,12 +131,20 @@ def prepared_for(rule: str) -> tuple[Any, Prepared]:
     return experiment, prepare(experiment)[0]
 
 
-def train(rule: str, kind: str, spoil: Spoil | None, *, whole: bool, honest: bool = False) -> Outcome:
-    """A run with the hostile client; `whole` as `fedbn run` does it, otherwise by the strategy's `start`."""
+def train(
+    rule: str, kind: str, spoil: Spoil | None, *, whole: bool, honest: bool = False, rounds: Sequence[int] | None = None
+) -> Outcome:
+    """A run with the hostile client; `whole` as `fedbn run` does it, otherwise by the strategy's `start`.
+
+    The client is hostile in `rounds`, by default the first and the last.
+    """
     experiment, prepared = prepared_for(rule)
-    run = prepared.run
-    prepared = dataclasses.replace(prepared, rule=make_rule(run), model=copy.deepcopy(prepared.model))
-    rounds = () if honest else (1, run.rounds)
+    run, strategy = prepared.run, make_rule(prepared.run)
+    prepared = dataclasses.replace(prepared, rule=strategy, model=copy.deepcopy(prepared.model))
+    if kind != "evaluate" and not whole:
+        _innermost(strategy).fraction_evaluate = 0.0  # half of the time
+    if rounds is None:
+        rounds = () if honest else (1, run.rounds)
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
         return client_of(experiment, context, config)
@@ -148,8 +156,14 @@ def train(rule: str, kind: str, spoil: Spoil | None, *, whole: bool, honest: boo
             carry_out(prepared, grid, Path(folder), found)
         except Exception as error:
             found.error = error
-    found.sent, found.largest = app.sent, app.largest
+    if app.failure is not None and not isinstance(app.failure, Unfit):
+        raise app.failure
+    found.sent, found.largest = 0 if app.failure else app.sent, app.largest
     return found
+
+
+def _innermost(strategy: Any) -> Any:
+    return _innermost(strategy.strategy) if hasattr(strategy, "strategy") else strategy
 
 
 def _run(prepared: Prepared, grid: LocalGrid, folder: Path, found: Outcome) -> None:
@@ -203,14 +217,14 @@ def without(rule: str, kind: str, whole: bool) -> Outcome:
 
 
 @functools.cache
-def with_honest(rule: str, whole: bool) -> Outcome:
-    return train(rule, "train", None, whole=whole, honest=True)
+def with_honest(rule: str, kind: str, whole: bool) -> Outcome:
+    return train(rule, kind, None, whole=whole, honest=True)
 
 
 def judge(rule: str, kind: str, attack: Attack, whole: bool) -> tuple[str, list[str]]:
     """What became of an attack, and what is wrong with that."""
     found = train(rule, kind, attack.spoil, whole=whole)
-    if isinstance(found.error, Unfit) or not found.sent:
+    if not found.sent:
         return "unfit", []
     if found.error is not None:
         own = isinstance(found.error, FedbnError)
@@ -218,7 +232,7 @@ def judge(rule: str, kind: str, attack: Attack, whole: bool) -> tuple[str, list[
         if own and attack.verdict == LIE:
             return "the run ended with its own error", []
         return ("the run ended with its own error" if own else "exception"), [what]
-    absent, honest = without(rule, kind, whole), with_honest(rule, whole)
+    absent, honest = without(rule, kind, whole), with_honest(rule, kind, whole)
     wrong: list[str] = []
     if not found.is_finite:
         wrong.append("the model is not finite")
