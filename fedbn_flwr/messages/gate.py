@@ -32,7 +32,7 @@ from .arrays import arrays_in, held, metrics_in, unpack
 
 MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
-_TEXT_LIMIT = 2000  # characters of a reason
+_TEXT_LIMIT = 2000  # bytes of a reason
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
 _SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
@@ -62,8 +62,9 @@ def checked(content: RecordDict) -> RecordDict:
 
 
 def _passed(reply: Message) -> Message:
-    if not reply.has_content():
-        return reply
+    if not reply.has_content():  # Flower's strategies log the reason as it is
+        reason = str(reply.error.reason or f"error code {reply.error.code}")
+        return reply if one_line(reason) == reply.error.reason else refused(reply, reason, reply.error.code)
     try:
         content = checked(reply.content)
     except MessageError as error:
@@ -217,12 +218,12 @@ def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
     return None
 
 
-def refused(reply: Message, reason: str) -> Message:
+def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:
     """The reply as an error with this reason; the original keeps its content."""
     # Not Message(error, reply_to=...), which would change the reply's metadata.
     changed = copy.copy(reply)
     changed.__dict__["_content"] = None
-    changed.__dict__["_error"] = Error(ErrorCode.MOD_FAILED_PRECONDITION, reason)
+    changed.__dict__["_error"] = Error(code, one_line(reason))
     return changed
 
 
@@ -256,4 +257,5 @@ def one_line(text: str) -> str:
     """The text in one line without control characters, since it may be a client's."""
     line = " ".join(text.split())
     printable = line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
-    return printable if len(printable) <= _TEXT_LIMIT else f"{printable[:_TEXT_LIMIT]}..."
+    data = printable.encode()
+    return printable if len(data) <= _TEXT_LIMIT else data[:_TEXT_LIMIT].decode(errors="ignore") + "..."

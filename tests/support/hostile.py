@@ -36,7 +36,7 @@ from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import MeteredGrid, Traffic
+from fedbn_flwr.results.ledger import Traffic
 from fedbn_flwr.strategies import STRATEGIES
 
 from .attacks import BAD, EITHER, HARMLESS, LIE, REFUSED, Attack, Hostile, Spoil, Unfit, all_attacks
@@ -76,7 +76,7 @@ RULES["Flower's FedAdam"] = ["strategy={name: FedAdam, eta: 0.01}"]
 EXCHANGING = [name for name in RULES if "FedTAN" in name or name == "FedAvgGlobalStats"]
 
 # The libraries' own words must not reach a log.
-FOREIGN = re.compile(r"pickle|allow_pickle|numpy|unsafe|Traceback|Error\(|object at 0x|codec can't", re.IGNORECASE)
+FOREIGN = re.compile(r"pickle|numpy(?!\.ndarray)|unsafe|Traceback|Error\(|object at 0x|codec can't", re.IGNORECASE)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Outcome:
     error: BaseException | None = None
     model: dict[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
     lines: list[Any] = field(default_factory=list)  # of history.jsonl and clients.jsonl, or the metrics of the result
-    traffic: list[dict[str, Any]] = field(default_factory=list)
+    traffic: list[dict[str, Any]] = field(default_factory=list)  # of each line of history.jsonl
     log: list[str] = field(default_factory=list)
     sent: int = 0  # hostile replies
     largest: int = 0  # bytes of the largest hostile reply
@@ -190,15 +190,14 @@ def _refuse(constant: str) -> None:
 
 
 def _start(prepared: Prepared, grid: LocalGrid, folder: Path, found: Outcome) -> None:
-    run, metered, models = prepared.run, MeteredGrid(grid), list[ArrayRecord]()
+    run, models = prepared.run, list[ArrayRecord]()
 
     def keep(_: int, arrays: ArrayRecord) -> None:
         models.append(arrays)
-        found.traffic.append(vars(metered.take()))
 
     identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0}
     result = prepared.rule.start(
-        metered, pack(initial_arrays(prepared.model)), run.rounds,
+        grid, pack(initial_arrays(prepared.model)), run.rounds,
         train_config=ConfigRecord(identity), evaluate_config=ConfigRecord(dict(identity)), evaluate_fn=keep,
     )  # fmt: skip
     found.model = _bits(unpack(models[-1]))
@@ -240,7 +239,7 @@ def judge(rule: str, kind: str, attack: Attack, whole: bool) -> tuple[str, list[
     if others and attack.verdict != LIE:
         wrong.append(f"an honest client is named: {others[0][:200]}")
     for line in found.log:
-        if FOREIGN.search(line) or len(line) > 2400 or (line in named and not line.isprintable()):
+        if FOREIGN.search(line) or len(line) > 2400 or (line in named and not line.strip().isprintable()):
             wrong.append(f"a log line is not fit to read: {line[:200]!r}")
     wrong += _traffic_faults(found, absent)
     is_absent = found.model == absent.model and found.lines == absent.lines

@@ -10,6 +10,7 @@ from operator import mul
 from typing import Any
 
 import numpy as np
+import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given, settings
@@ -18,9 +19,10 @@ from hypothesis import strategies as st
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.messages.arrays import arrays_in, metrics_in, unpack
 from fedbn_flwr.messages.gate import gate
-from tests.support.attacks import BYTES, DECLARED, Unfit, all_attacks, npy, with_header
+from tests.support.attacks import BYTES, DECLARED, SentError, Unfit, all_attacks, npy, with_header
 
 LocalGrid(ClientApp(), 1)  # messages need the identity of a run
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 ATTACKS = all_attacks()
 KEYS = ["arrays", "metrics", "config", "client", "0.weight", "bn.running_var", "num-examples", "partition-id", "", "x"]
 MEMORY = 8 << 20  # bytes that a reply of a few kB may take while it is checked
@@ -105,7 +107,7 @@ def attacked(number: int, others: RecordDict) -> RecordDict:
     content.update(others)
     try:
         ATTACKS[number].spoil(content)
-    except (Unfit, KeyError, TypeError, AttributeError):
+    except (SentError, Unfit, KeyError, TypeError, AttributeError):
         return usual()
     return content
 
@@ -175,7 +177,10 @@ def test_the_gate_takes_little_memory(content: RecordDict) -> None:
         tracemalloc.stop()
 
 
-def test_errors_and_silence_pass_unchanged() -> None:
-    error = reply(Error(0, "absent"), 3)
-    assert gate([error]) == [error]
-    assert gate([]) == []
+@given(code=st.integers(0, 9), reason=st.text(max_size=30) | st.builds(mul, st.text(max_size=3), st.just(3000)))
+def test_the_reason_of_a_client_s_error_is_fit_for_a_log(code: int, reason: str) -> None:
+    (found,) = gate([reply(Error(code, reason), 3)])
+    assert found.error.code == code
+    check_reason(found.error.reason)
+    if 0 < len(reason) < 99 and reason.isprintable() and reason == " ".join(reason.split()):
+        assert found.error.reason == reason
