@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, Context, Error, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
@@ -99,6 +99,27 @@ class Failing(ClientApp):
         return Message(content, reply_to=message)
 
 
+class Arithmetic(ClientApp):
+    """Instead of training, numbers are added to the arrays: a round takes a fifth of the time."""
+
+    def __init__(self, inner: ClientApp) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type != "train":
+            return self.inner(message, context)
+        client = int(context.node_config["partition-id"])
+        draw = np.random.default_rng([int(configs_in(message.content)["config"][protocol.ROUND]), client])  # type: ignore[arg-type]
+        arrays = unpack(arrays_in(message.content)["arrays"])
+        changed = {
+            key: value * value.dtype.type(0.9) + draw.random(value.shape, value.dtype) for key, value in arrays.items()
+        }
+        metrics = MetricRecord({protocol.NUM_EXAMPLES: 10 + client, protocol.TRAIN_LOSS: 1.0})
+        about = ConfigRecord({protocol.PARTITION: client})
+        return Message(RecordDict({"arrays": pack(changed), "metrics": metrics, "client": about}), reply_to=message)
+
+
 class Watch(Progress):
     """Measures this process after some of the rounds."""
 
@@ -141,7 +162,9 @@ def resident(process: int) -> int:
     return next((int(line.split()[1]) // 1024 for line in status.splitlines() if line.startswith("VmRSS")), 0)
 
 
-def soak(strategy: str, rounds: int, workers: int, late: int, *, as_errors: bool) -> tuple[Watch, Failing]:
+def soak(
+    strategy: str, rounds: int, workers: int, late: int, trains: bool, *, as_errors: bool
+) -> tuple[Watch, Failing]:
     settings = [
         f"strategy={{name: {strategy}, min_train_nodes: 1}}", f"rounds={rounds}", f"engine.workers={workers}",
         f"evaluate={{every: {rounds}, clients: false}}", f"engine.checkpoint_every={max(rounds // 10, 1)}",
@@ -152,7 +175,8 @@ def soak(strategy: str, rounds: int, workers: int, late: int, *, as_errors: bool
     def make(context: Context, config: Mapping[str, Any]) -> Any:
         return client_of(experiment, context, config)
 
-    app = Failing(client_app(make), dies=workers > 0, late=late, rounds=rounds, as_errors=as_errors)
+    honest = client_app(make) if trains else Arithmetic(client_app(make))
+    app = Failing(honest, dies=workers > 0, late=late, rounds=rounds, as_errors=as_errors)
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder  # of this process and its workers
         try:
@@ -172,8 +196,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--late", type=int, default=0, help="rounds with a late reply; needs --workers")
+    parser.add_argument("--arithmetic", action="store_true", help="clients add numbers instead of training")
     given = parser.parse_args()
-    arguments = (given.strategy, given.rounds, given.workers, given.late)
+    arguments = (given.strategy, given.rounds, given.workers, given.late, not given.arithmetic)
     logging.getLogger("flwr").setLevel(logging.ERROR)  # a warning for each failing reply
     began = time.monotonic()
     watch, app = soak(*arguments, as_errors=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
 from fedbn_flwr import LocalGrid, client_app
@@ -22,8 +22,8 @@ from fedbn_flwr.exchange import stream_client
 from fedbn_flwr.exchange.codec import Contribution, to_bytes
 from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import metrics_in
-from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN
+from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, MeanStatistics
 from tests.support.attacks import BAD, Attack, Hostile, Spoil, all_attacks
 from tests.support.federations import Arrays, models_of, same
 from tests.support.hostile import CLIENTS, RULES, cases, judge, kept_log, train
@@ -129,32 +129,38 @@ def test_a_run_does_not_begin_with_a_wrong_partition(name: str) -> None:
     assert f"node {BAD + 1}" in str(found.error) or str([2, BAD + 1]) in str(found.error)
 
 
-# --- strategies that are called by others ---
+# --- strategies that are called without `start` ---
 
 
-def last_and_log(fed: Any, strategy: Any, spoil: Spoil | None, rounds: int = 3) -> tuple[Arrays, list[str]]:
+def own_loop(fed: Any, strategy: Any, kind: str, spoil: Spoil | None) -> tuple[Arrays, list[str]]:
+    """The model after three rounds of a loop that knows nothing of this library's grids, and the log."""
+    app, arrays = Hostile(fed.app(), kind, (1, 3), spoil), fed.arrays()
     with kept_log() as log:
-        app = Hostile(fed.app(), "train", (1, rounds), spoil)
-        return models_of(fed, strategy, rounds, grid=fed.grid(app))[-1], log
+        grid = fed.grid(app)
+        for number in (1, 2, 3):
+            replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
+            arrays, _ = strategy.aggregate_train(number, replies)
+    return dict(unpack(arrays)), log
 
 
-AROUND: dict[str, Callable[[], Any]] = {
-    "FedMedian in FixBN": lambda: FixBN(flower.FedMedian(), freeze_round=1),
-    "FedAvg in Flower's clipping": lambda: flower.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.0, 1e6, 4),
-    "FedTAN in Flower's clipping": lambda: flower.DifferentialPrivacyServerSideFixedClipping(FedTAN(), 0.0, 1e6, 4),
+LOOPED: dict[str, tuple[Callable[[], Any], str]] = {
+    "FedAvg": (FedAvg, "train"),
+    "FedTAN": (FedTAN, "train"),
+    "FedTAN's exchange": (FedTAN, protocol.COHORT_QUERY),
+    "FedMedian in FixBN": (lambda: FixBN(flower.FedMedian(), freeze_round=1), "train"),
+    "FedAdam in MeanStatistics": (lambda: MeanStatistics(flower.FedAdam(eta=0.01)), "train"),
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("name", ["first: bytes, npz", "variance: array, one NaN", "num-examples, inf"])
-def test_strategies_of_flower_around_or_inside_ours(federation: Federations, around: str, name: str) -> None:
-    """`start` is Flower's, which knows no gate: our `aggregate_train` has one."""
+@pytest.mark.parametrize("case", LOOPED)
+@pytest.mark.parametrize("name", ["first: bytes, npz", "variance: array, one NaN", "num-examples, a list"])
+def test_strategies_that_another_loop_calls_have_the_gate(federation: Federations, case: str, name: str) -> None:
+    make, kind = LOOPED[case]
     fed = federation((4, 5, 6, 4, 5), batches=1)
-    absent, _ = last_and_log(fed, AROUND[around](), None)
-    found, log = last_and_log(fed, AROUND[around](), ATTACKS[name].spoil)
+    absent, _ = own_loop(fed, make(), kind, None)
+    found, log = own_loop(fed, make(), kind, ATTACKS[name].spoil)
     assert same(found, absent)
-    named = [line for line in log if f"node {BAD + 1}" in line]
-    assert len(named) == 2, log
+    assert len([line for line in log if f"node {BAD + 1}" in line]) == 2, log
 
 
 # --- FedTAN over streams ---

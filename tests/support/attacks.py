@@ -305,7 +305,7 @@ RECORDS: list[Attack] = [
     Attack("records, none", emptied),
     Attack("records, no arrays", dropped(ArrayRecord)),
     Attack("records, no metrics", dropped(MetricRecord)),
-    Attack("records, no config", dropped(ConfigRecord), EITHER),
+    Attack("records, no config", dropped(ConfigRecord), LIE),
     Attack("records, empty arrays", records(lambda c, f: c.__setitem__("arrays", ArrayRecord()))),
     Attack("records, empty metrics", put("metrics", MetricRecord())),
     Attack("records, two MetricRecords", put("more", MetricRecord({"num-examples": 5, "train-loss": 0.1}))),

@@ -92,8 +92,9 @@ class Outcome:
     largest: int = 0  # bytes of the largest hostile reply
 
     def naming(self, nodes: Sequence[int]) -> list[str]:
-        pattern = re.compile(rf"\bnode ({'|'.join(map(str, nodes))})\b")
-        return [line for line in self.log if pattern.search(line)]
+        """The lines whose first node is one of these; after it, a client's own words may follow."""
+        named = [(re.search(r"\bnode (\d+)\b", line), line) for line in self.log]
+        return [line for found, line in named if found and int(found[1]) in nodes]
 
     @property
     def is_finite(self) -> bool:
