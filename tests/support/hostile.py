@@ -293,16 +293,23 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="runs as `fedbn run` makes them, with their files")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    fates: Counter[str] = Counter()
-    faulty = 0
-    for rule, kind, attack in cases(given.rule, given.attack):
-        fate, wrong = judge(rule, kind, attack, given.whole)
-        fates[fate] += 1
-        faulty += bool(wrong)
-        if wrong:
-            print(f"{rule} | {kind} | {attack.name} | {fate} | {'; '.join(wrong)}", flush=True)
-    tried = sum(fates.values()) - fates["unfit"]
-    print(f"{tried} runs, {faulty} with a fault: " + ", ".join(f"{n} {fate}" for fate, n in fates.most_common()))
+    total, faulty = Counter[str](), 0
+    for rule in given.rule or RULES:
+        fates: Counter[str] = Counter()
+        for _, kind, attack in cases([rule], given.attack):
+            fate, wrong = judge(rule, kind, attack, given.whole)
+            fates[fate] += 1
+            faulty += bool(wrong)
+            if wrong:
+                print(f"{rule} | {kind} | {attack.name} | {fate} | {'; '.join(wrong)}", flush=True)
+        del fates["unfit"]
+        total += fates
+        print(f"{rule}: {_listed(fates)}", flush=True)
+    print(f"{_listed(total)}; {faulty} with a fault")
+
+
+def _listed(fates: Counter[str]) -> str:
+    return f"{sum(fates.values())} runs: " + ", ".join(f"{n} {fate}" for fate, n in fates.most_common())
 
 
 if __name__ == "__main__":
