@@ -97,8 +97,8 @@ def test_every_attack_on_every_rule_with_files(rule: str) -> None:
 
 def answered(**metrics: Any) -> Spoil:
     def spoil(content: RecordDict) -> None:
-        (name,) = metrics_in(content)
-        content[name] = MetricRecord({**content[name], **{key.replace("_", "-"): v for key, v in metrics.items()}})
+        ((name, record),) = metrics_in(content).items()
+        content[name] = MetricRecord({**record, **{key.replace("_", "-"): v for key, v in metrics.items()}})
 
     return spoil
 

@@ -124,10 +124,10 @@ def bits(content: RecordDict) -> list[Any]:
 
 
 @settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "2000")))
-@given(content=contents | attacks, kind=st.sampled_from(["alone", "first", "last"]))
+@given(content=contents | attacks, kind=st.sampled_from(["only", "first", "last"]))
 def test_any_reply_passes_typed_or_is_refused(content: RecordDict, kind: str) -> None:
     given = reply(content, 3)
-    cohort = {"alone": [given], "first": [given, reply(usual(), 1), reply(usual(), 2)],
+    cohort = {"only": [given], "first": [given, reply(usual(), 1), reply(usual(), 2)],
               "last": [reply(usual(), 1), reply(usual(), 2), given]}[kind]  # fmt: skip
     before = bits(content)
     found = gate(cohort)
