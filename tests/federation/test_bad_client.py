@@ -32,6 +32,8 @@ Federations = Callable[..., Any]
 Case = tuple[str, str, Attack]  # rule, kind of message, attack
 ATTACKS = {attack.name: attack for attack in all_attacks()}
 NIGHTLY = pytest.mark.nightly
+# A lie of 1e30 overflows in the second moments of Flower's optimisers.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 # One rule for each way in which a reply is read.
