@@ -212,7 +212,7 @@ def test_any_status_of_a_site(data: bytes) -> None:
     assert isinstance(read_status(data.decode(errors="replace")), dict)
 
 
-@pytest.mark.parametrize("name", ["out", "\0", "~nobody-has-this-name/x.yaml", "x" * 5000 + ".yaml", "/dev/null.yaml"])
+@pytest.mark.parametrize("name", ["out", "\0", "~no-such-user/x.yaml", "x" * 5000 + ".yaml", "/dev/null.yaml"])
 def test_any_path_of_an_experiment(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", name]) == 2
     error = capsys.readouterr().err
