@@ -174,6 +174,7 @@ def five_clients(options: Options) -> Iterator[Figure]:
         one_round = rounds(FedAvg(min_available_nodes=clients), steps, **how)
         ratios = [clients * seconds(lambda: bare(steps)) / seconds(one_round) for _ in range(options.repeats)]
         yield figure(f"steps per second / bare loop, batch 20, {name}", ratios, "x")
-    tan, avg = (rounds(strategy(min_available_nodes=clients), 1) for strategy in (FedTAN, FedAvg))
+    strategies = (FedTAN(min_batch=BATCH, min_available_nodes=clients), FedAvg(min_available_nodes=clients))
+    tan, avg = (rounds(strategy, 1) for strategy in strategies)
     ratios = [seconds(tan) / seconds(avg) for _ in range(options.repeats)]
     yield figure("round of one step, five clients: FedTAN / FedAvg", ratios, "x", most=4)

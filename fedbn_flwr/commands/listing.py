@@ -91,7 +91,7 @@ def _as_json(about: Description) -> dict[str, Any]:
     for argument in values["arguments"]:
         if argument["default"] is inspect.Parameter.empty:
             del argument["default"]
-    values["traits"] |= {key: sorted(values["traits"][key]) for key in ("kept", "returned")}
+    values["traits"] |= {key: sorted(value) for key, value in values["traits"].items() if isinstance(value, frozenset)}
     return values
 
 

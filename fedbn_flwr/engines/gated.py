@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.messages.gate import gate, partition_of, refuse
+from fedbn_flwr.messages.gate import gate, refused, valid_partition
 
 from .base import GridAround
 
@@ -38,13 +38,27 @@ class GatedGrid(GridAround):
         return self._passed(super().pull_messages(message_ids))
 
     def _passed(self, replies: Iterable[Message]) -> list[Message]:
-        passed = gate(replies)
+        found = list(replies)
+        passed = gate(found)
         reported = {
             reply.metadata.src_node_id: partition
-            for reply in passed
-            if reply.has_content() and (partition := partition_of(reply.content)) is not None
+            for reply in found  # refused ones too, so that their clients have names
+            if reply.has_content() and (partition := valid_partition(reply.content)) is not None
         }
-        return refuse(passed, self.partition_problems(reported))
+        reasons = self.partition_problems(reported) | {
+            after.metadata.src_node_id: after.error.reason
+            for before, after in zip(found, passed, strict=True)
+            if before.has_content() and after.has_error()
+        }
+        return [
+            reply if reason is None else refused(reply, self._named(reply.metadata.src_node_id, reason))
+            for reply in passed
+            for reason in [reasons.get(reply.metadata.src_node_id)]
+        ]
+
+    def _named(self, node: int, reason: str) -> str:
+        """The reason with the number of the client, as the errors that clients send have it."""
+        return f"client {self._partitions[node]}: {reason}" if node in self._partitions else reason
 
     def partition_problems(self, reported: Mapping[int, int]) -> dict[int, str]:
         found: dict[int, str] = {}

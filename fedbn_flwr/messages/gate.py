@@ -85,7 +85,9 @@ def _check_metrics(metrics: MetricRecord) -> None:
             if not all(map(_is_number, value)):
                 raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected finite numbers")
         elif not _is_number(value):
-            raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected a finite number")
+            raise MessageError(
+                f"its metric {shown(key)} is {shown(value)}, expected a finite number (the client diverged?)"
+            )
 
 
 def _is_number(value: object) -> bool:
@@ -177,6 +179,12 @@ def partition_of(content: RecordDict) -> int | None:
         if not isinstance(record, ArrayRecord) and isinstance(partition := record.get(protocol.PARTITION), int):
             return partition
     return None
+
+
+def valid_partition(content: RecordDict) -> int | None:
+    """The partition in a reply that has not passed the gate; None if there is none, or no valid one."""
+    partition = partition_of(content)
+    return partition if type(partition) is int and 0 <= partition <= MOST_EXAMPLES else None
 
 
 def number_of(reply: Message) -> int:

@@ -23,10 +23,11 @@ from fedbn_flwr.exchange.codec import Contribution, to_bytes
 from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, MeanStatistics
+from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.attacks import BAD, Attack, Hostile, Spoil, all_attacks
 from tests.support.federations import Arrays, models_of, same
 from tests.support.hostile import CLIENTS, RULES, cases, judge, kept_log, train
+from tests.support.smallbatches import FedTAN
 
 Federations = Callable[..., Any]
 Case = tuple[str, str, Attack]  # rule, kind of message, attack

@@ -151,7 +151,13 @@ def test_mu_is_fedprox_s_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"), [(None, "= None"), (-0.5, "= -0.5"), (float("nan"), "= nan"), (float("inf"), "= inf")]
+    ("loss", "words"),
+    [
+        (None, "= None, which cannot be a weight"),
+        (-0.5, "= -0.5, which cannot be a weight"),
+        (float("nan"), "is nan"),
+        (float("inf"), "is inf"),
+    ],
 )
 def test_a_reply_whose_loss_cannot_be_a_weight_is_left_out_and_named(
     federation: Federations, flower_log: pytest.LogCaptureFixture, loss: Any, words: str
@@ -160,8 +166,8 @@ def test_a_reply_whose_loss_cannot_be_a_weight_is_left_out_and_named(
     trace = Trace(fed, strategy(), 1, lambda r, i: [3.0, loss, 1.0][i])
     assert_close(trace.models[1], trace.mean(1, [3, 0, 1]))
     (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
-    assert "client 1 (node 2)" in line
-    assert f"'train-loss' {words}, which cannot be a weight" in line
+    assert "client 1" in line
+    assert f"'train-loss' {words}" in line
 
 
 def test_a_loss_of_zero_is_a_weight_of_zero(federation: Federations) -> None:

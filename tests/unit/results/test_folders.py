@@ -132,7 +132,8 @@ def test_each_domain_is_a_client(root: Path) -> None:
     assert [len(part) for part in parts] == [10 * (count - count // 5) for count in counts.values()]
 
 
-def test_without_a_copy_the_layouts_are_named() -> None:
+def test_without_a_copy_the_layouts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDBN_DATA", raising=False)
     with pytest.raises(DataError, match=r"not on the Hugging Face hub; give data\.root .* leftImg8bit/ and gtFine/"):
         load("cityscapes")
     with pytest.raises(DataError, match=r"office_caltech10/ with train\*\.parquet and test\*\.parquet, or DOMAIN/"):
