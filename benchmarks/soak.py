@@ -165,8 +165,9 @@ def resident(process: int) -> int:
 def soak(
     strategy: str, rounds: int, workers: int, late: int, trains: bool, *, as_errors: bool
 ) -> tuple[Watch, Failing]:
+    allowed = ", min_batch: 1" if strategy in ("FedTAN", "FedAvgGlobalStats") else ""  # of eight images
     settings = [
-        f"strategy={{name: {strategy}, min_train_nodes: 1}}", f"rounds={rounds}", f"engine.workers={workers}",
+        f"strategy={{name: {strategy}, min_train_nodes: 1{allowed}}}", f"rounds={rounds}", f"engine.workers={workers}",
         f"evaluate={{every: {rounds}, clients: false}}", f"engine.checkpoint_every={max(rounds // 10, 1)}",
     ]  # fmt: skip
     experiment = load_experiment(EXPERIMENT, settings)

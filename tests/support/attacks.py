@@ -161,6 +161,8 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def with_first(array: np.ndarray, value: float) -> np.ndarray:
+    if array.dtype.kind != "f":
+        raise Unfit
     changed = array.copy()
     changed.reshape(-1)[0] = value
     return changed
@@ -252,6 +254,8 @@ def rekeyed(old: int, new: str | None) -> Spoil:
     def change(content: RecordDict, found: dict[str, ArrayRecord]) -> None:
         name = next(iter(found))
         items = list(found[name].items())
+        if not items:
+            raise Unfit
         _, value = items.pop(old)
         content[name] = ArrayRecord(dict([*items, *([(new, value)] if new is not None else [])]))
 

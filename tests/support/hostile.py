@@ -52,7 +52,9 @@ evaluate: {{every: 1, clients: true}}
 engine: {{workers: 0, device: cpu}}
 """
 RULES: dict[str, list[str]] = {
-    **{name: [f"strategy={{name: {name}}}"] for name in sorted(STRATEGIES)},
+    # A masked reply of Secure is any number: what a client adds to the sum cannot be seen.
+    **{name: [f"strategy={{name: {name}}}"] for name in sorted(STRATEGIES) if name != "Secure"},
+    "Private": ["strategy={name: Private, noise_seed: 0}"],
     "HeteroBN": ["strategy={name: HeteroBN, statistics: query}", "model.norm=sbn"],
     "FedWon": ["strategy={name: FedWon}", "model={name: cnn, norm: won}"],
     "FedBS": ["strategy={name: FedBS, epsilon: 100, patience: 3}"],
