@@ -14,6 +14,7 @@ from fedbn_flwr.results.folder import environment
 
 from .common import Figure, Options
 from .messages import empty_round, exchange, scale
+from .sharing import sharing
 from .startup import start
 from .training import compiled, fedtan, gpu, overhead
 
@@ -24,6 +25,7 @@ BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "fedtan": fedtan,
     "round": empty_round,
     "scale": scale,
+    "sharing": sharing,
     "start": start,
     "gpu": gpu,
 }
