@@ -299,19 +299,22 @@ class FedAvg(Rule, FlowerFedAvg):
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
         self.after_round(round, usable, weights)
-        return model, self._mean_metrics([reply.metrics for reply in usable], self.train_metrics_aggr_fn)
+        return model, self._mean_metrics([r.metrics for r in usable], self.weighted_by_key, self.train_metrics_aggr_fn)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        # An evaluation has no training batch.
+        key = protocol.NUM_EXAMPLES if self.weighted_by_key == protocol.BATCH_EXAMPLES else self.weighted_by_key
+
         def read(message: Message) -> tuple[int, MetricRecord]:
             metrics = metrics_of(message.content)
-            if problem := number_problem(metrics, self.weighted_by_key):
+            if problem := number_problem(metrics, key):
                 raise MessageError(problem)
             return message.metadata.src_node_id, metrics
 
         # A missing evaluation must not end the run, so no reply is required.
         usable = self.screen(f"round {server_round}, evaluation", replies, 0, read)
         self.used = [node for node, _ in usable]
-        return self._mean_metrics([m for _, m in usable], self.evaluate_metrics_aggr_fn) if usable else None
+        return self._mean_metrics([m for _, m in usable], key, self.evaluate_metrics_aggr_fn) if usable else None
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         """p_i up to scale, the client's number of examples"""
@@ -384,15 +387,12 @@ class FedAvg(Rule, FlowerFedAvg):
             log(WARNING, "%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)
 
-    def _mean_metrics(self, records: Sequence[MetricRecord], mean: MeanOfMetrics) -> MetricRecord:
-        """The mean of each metric that all clients sent; identifiers and numbers of examples are left out."""
+    def _mean_metrics(self, records: Sequence[MetricRecord], key: str, mean: MeanOfMetrics) -> MetricRecord:
+        """The mean of each metric that all clients sent, without identifiers and numbers of examples."""
         common = set.intersection(*(set(record) for record in records))
-        counts = {key for key in common if key.endswith(protocol.NUM_EXAMPLES)}  # of further test sets too
-        common -= {protocol.PARTITION, protocol.BATCH_EXAMPLES, *counts} - {self.weighted_by_key}
-        averaged = [
-            RecordDict({"metrics": MetricRecord({key: value for key, value in record.items() if key in common})})
-            for record in records
-        ]
-        if not any(record[self.weighted_by_key] for record in records):
+        counts = {name for name in common if name.endswith(protocol.NUM_EXAMPLES)}  # of other test sets too
+        common -= {protocol.PARTITION, protocol.BATCH_EXAMPLES, *counts} - {key}
+        kept = [MetricRecord({name: value for name, value in record.items() if name in common}) for record in records]
+        if not any(record[key] for record in records):
             return MetricRecord()  # all weights are zero, so there is no mean
-        return mean(averaged, self.weighted_by_key)
+        return mean([RecordDict({"metrics": record}) for record in kept], key)

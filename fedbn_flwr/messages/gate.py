@@ -63,8 +63,8 @@ def checked(content: RecordDict) -> RecordDict:
 
 def _passed(reply: Message) -> Message:
     if not reply.has_content():  # Flower's strategies log the reason as it is
-        reason = str(reply.error.reason or f"error code {reply.error.code}")
-        return reply if one_line(reason) == reply.error.reason else refused(reply, reason, reply.error.code)
+        reason = one_line(str(reply.error.reason or "")) or f"error code {reply.error.code}"
+        return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
     try:
         content = checked(reply.content)
     except MessageError as error:

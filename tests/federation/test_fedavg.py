@@ -428,3 +428,14 @@ def test_our_fedavg_drives_a_foreign_client() -> None:
 
     result = FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 2), pack({"w": np.zeros(3)}), num_rounds=2)
     assert unpack(result.arrays)["w"].tolist() == [1.5] * 3
+
+
+def test_evaluations_have_no_batch_to_be_weighted_by() -> None:
+    strategy = FedAvg(weighted_by_key="batch-examples")
+    replies = []
+    for node, (accuracy, images) in enumerate([(0.5, 10), (1.0, 30)], start=1):
+        content = RecordDict({"metrics": MetricRecord({"accuracy": accuracy, "num-examples": images})})
+        replies.append(Message(content, reply_to=Message(RecordDict(), node, "evaluate")))
+    mean = strategy.aggregate_evaluate(1, replies)
+    assert mean is not None
+    assert mean["accuracy"] == pytest.approx(0.875)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.messages.arrays import arrays_in, metrics_in, unpack
 from fedbn_flwr.messages.gate import gate
-from tests.support.attacks import BYTES, DECLARED, SentError, Unfit, all_attacks, npy, with_header
+from tests.support.attacks import BYTES, DECLARED, all_attacks, npy, with_header
 
 LocalGrid(ClientApp(), 1)  # messages need the identity of a run
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
@@ -107,7 +107,7 @@ def attacked(number: int, others: RecordDict) -> RecordDict:
     content.update(others)
     try:
         ATTACKS[number].spoil(content)
-    except (SentError, Unfit, KeyError, TypeError, AttributeError):
+    except Exception:  # the other records may have arrays that the attack cannot read
         return usual()
     return content
 
