@@ -219,13 +219,13 @@ class Private(Wrapper):
             return messages
         assert self.round is not None
         content = messages[0].content  # the messages of a round are equal
-        told = next(iter(configs_in(content).values()), ConfigRecord())
+        asked = next(iter(configs_in(content).values()), ConfigRecord())
         of, sent = roles(arrays), arrays_of(content)
-        returned = protocol.roles_of(told, RETURN, frozenset(Role))
+        returned = protocol.roles_of(asked, RETURN, frozenset(Role))
         hidden = frozenset({Role.COUNTER}) | ({Role.STATISTICS} if self.statistics == "keep" else frozenset())
         expected = tuple(key for key in arrays if key in sent or of[key] in returned)
         received = tuple(key for key in expected if of[key] not in hidden)
-        frozen, before = frozen_roles(told), unpack(arrays)
+        frozen, before = frozen_roles(asked), unpack(arrays)
         released = frozenset(Role) - frozen - (frozenset() if self.statistics == "noise" else {Role.STATISTICS})
         constant = {key for name in self.constants for key in fnmatch.filter(arrays, name)}
         parts = parts_of({key: before[key] for key in received if key not in constant}, of, released)

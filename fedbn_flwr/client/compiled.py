@@ -19,10 +19,10 @@ from fedbn_flwr import seeding
 
 
 class CompiledModel:
-    """Calls a compiled `model` for batches of `size`, and the model itself for others; without a size for no others.
+    """Calls a compiled `model` for batches of `size`, and the model itself for others.
 
-    A smaller last batch would be compiled too, for one step in a round. If PyTorch cannot compile the model, a warning
-    is logged once and the model itself is called.
+    Without a size, batches of every size are compiled, also a smaller last one for its one step in a round. If PyTorch
+    cannot compile the model, a warning is logged once and the model itself is called.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
 
+from benchmarks import robust
 from fedbn_flwr import client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution, contribution_from_records, contribution_to_records
@@ -280,12 +280,7 @@ def test_the_experiments_of_the_page_are_valid() -> None:
 
 
 def test_the_figures_of_the_page_are_those_of_the_raw_output() -> None:
-    spec = importlib.util.spec_from_file_location("benchmark", ROOT / "benchmarks" / "robust.py")
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    tables = benchmark.tables()
+    tables = robust.tables()
     assert "| trimmed |" in tables
     assert tables in (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
 

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
-import pytest
-
-from tests.support.command import ROOT
+from benchmarks.soak import CLIENTS, HEADS, soak
 
 
-@pytest.fixture(scope="module")
-def soak() -> Any:
-    spec = importlib.util.spec_from_file_location("soak", ROOT / "benchmarks" / "soak.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_failing_replies_leave_nothing_behind(soak: Any) -> None:
+def test_failing_replies_leave_nothing_behind() -> None:
     """Open files and temporary folders of the last rounds are those of the first, and so is the memory."""
-    watch, app = soak.soak("FedAvg", 100, 0, 0, False, as_errors=False)
-    faults = {app.fault(number, client, None) for number in range(1, 101) for client in range(soak.CLIENTS)}
+    watch, app = soak("FedAvg", 100, 0, 0, False, as_errors=False)
+    faults = {app.fault(number, client, None) for number in range(1, 101) for client in range(CLIENTS)}
     assert faults == {None, "error", "garbage", "NaN"}
-    first, last = (dict(zip(soak.HEADS, watch.rows[number], strict=True)) for number in (1, -1))
+    first, last = (dict(zip(HEADS, watch.rows[number], strict=True)) for number in (1, -1))
     assert last["RSS_MB"] - first["RSS_MB"] < 20
     assert [last[name] for name in ("files", "temporary")] == [first[name] for name in ("files", "temporary")]
     assert last["threads"] <= first["threads"] + 1  # one may be writing a checkpoint
-    absent, _ = soak.soak("FedAvg", 100, 0, 0, False, as_errors=True)
+    absent, _ = soak("FedAvg", 100, 0, 0, False, as_errors=True)
     assert absent.digest == watch.digest
