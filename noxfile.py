@@ -46,7 +46,7 @@ def test(session: nox.Session) -> None:
 
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
-    """All tests except the nightly ones, with Ray and a local deployment; under ten minutes on two cores."""
+    """All tests except the nightly ones, with Ray and a local deployment; about 15 minutes on two cores."""
     run(session, "pytest", "-n", "2", "-m", "not nightly", "--cov", "--durations=25", *session.posargs)
 
 
