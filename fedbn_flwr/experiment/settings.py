@@ -27,6 +27,7 @@ from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.named import is_name
 
+from .engine import Engine as Engine
 from .evaluation import Evaluate as Evaluate
 from .evaluation import Few, Names, Positive, Section
 from .trackers import Track
@@ -297,25 +298,6 @@ class Train(Section):
         for key in ("label_smoothing", "class_weights"):
             if getattr(self, key):
                 raise ValueError(f"{key} ({getattr(self, key)}) is an option of cross_entropy, but loss is {loss!r}")
-        return self
-
-
-class Engine(Section):
-    name: Literal["local", "ray"] = "local"
-    workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: no worker processes
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Few = 1  # PyTorch threads per client; engines agree bit for bit at 1
-    timeout: float = Field(default=3600, gt=0, le=1_000_000)  # seconds a round may take
-    node_timeout: float = Field(default=120, gt=0, le=1_000_000)  # seconds to wait for all nodes before the first round
-    state_memory: float = Field(default=4, gt=0)  # GiB for clients' state on the local engine; the rest is in files
-    checkpoint_every: Positive | None = None  # rounds; None: a twentieth of all rounds
-
-    @model_validator(mode="after")
-    def _workers(self) -> Engine:
-        if isinstance(self.workers, int) and self.workers < 0:
-            raise ValueError(f"workers is {self.workers}; give 0, a number of processes, or 'auto'")
-        if self.threads > 1 and self.workers not in (0, "auto"):
-            raise ValueError(f"threads={self.threads} needs workers=0, found {self.workers}: a worker has one thread")
         return self
 
 

@@ -1,0 +1,28 @@
+"""The settings of an engine: the processes that clients run in, and how long the server waits for them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .evaluation import Few, Positive, Section
+
+
+class Engine(Section):
+    name: Literal["local", "ray"] = "local"
+    workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: no worker processes
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Few = 1  # PyTorch threads per client; engines agree bit for bit at 1
+    timeout: float = Field(default=3600, gt=0, le=1_000_000)  # seconds a round may take
+    node_timeout: float = Field(default=120, gt=0, le=1_000_000)  # seconds to wait for all nodes before the first round
+    state_memory: float = Field(default=4, gt=0)  # GiB for clients' state on the local engine; the rest is in files
+    checkpoint_every: Positive | None = None  # rounds; None: a twentieth of all rounds
+
+    @model_validator(mode="after")
+    def _workers(self) -> Engine:
+        if isinstance(self.workers, int) and self.workers < 0:
+            raise ValueError(f"workers is {self.workers}; give 0, a number of processes, or 'auto'")
+        if self.threads > 1 and self.workers not in (0, "auto"):
+            raise ValueError(f"threads={self.threads} needs workers=0, found {self.workers}: a worker has one thread")
+        return self
