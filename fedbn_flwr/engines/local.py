@@ -1,57 +1,23 @@
 """The local engine: a Flower `Grid` that calls the ClientApp directly with each message.
 
 It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
-through. Otherwise any worker process serves any node, and the node's `Context.state` is sent with the message and
-returned with the reply. Workers are forked: they share the memory of data loaded before, and only messages and states
-are pickled. (CUDA does not work in forked processes: use `workers=0`.)
-
-A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
+through. Otherwise worker processes serve them. They are forked: they share the memory of data loaded before, and only
+messages and states are pickled. (CUDA does not work in forked processes: use `workers=0`.)
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import itertools
 import math
-import os
-import sys
-import time
-import traceback
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from multiprocessing.connection import wait
-from types import TracebackType
-from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import MissingPackage
-
-from .base import Capabilities, NodeStates, ReplyObserver
-from .context_cache import Contexts
-from .schedule import Schedule, keeps_node
-from .temporary import temporary_folder
-from .worker import Done, Task, Worker
-
-_FLOWER = "1.41"
-if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):
-    raise MissingPackage(
-        f"the local engine uses internals of Flower {_FLOWER}, found {_found}: pip install 'fedbn-flwr[run]'; "
-        "strategies and clients work with other versions"
-    )
-
-from flwr.supercore.run import Run  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
-
-UserConfig = Mapping[str, Any]
+from .grid import Nodes, UserConfig, WorkersGrid
+from .worker import Worker
 
 
-class LocalGrid(Capabilities, Grid):
+class LocalGrid(WorkersGrid):
     """A grid of `num_nodes` nodes on this machine.
 
     Parameters
@@ -90,263 +56,26 @@ class LocalGrid(Capabilities, Grid):
         node_ids: Sequence[int] | None = None,
         state_memory: float = math.inf,
     ) -> None:
-        if num_nodes < 1:
-            raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
-        if workers < 0:
-            raise ValueError(f"workers is {workers}; give 0 (this process) or a number of processes")
         if workers and threads not in (None, 1):
             # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
             raise ValueError(f"threads is {threads}; worker processes train with one, or give workers=0")
-        ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
-        if len(ids) != num_nodes or len(set(ids)) != num_nodes:
-            raise ValueError(f"node_ids must be {num_nodes} different numbers, found {ids}")
-        node_configs = (
-            [node_config or {}] * num_nodes if node_config is None or isinstance(node_config, Mapping) else node_config
+        self._processes: list[Worker] = []
+        super().__init__(
+            client_app,
+            num_nodes,
+            workers=workers,
+            work=work,
+            threads=threads,
+            run_config=run_config,
+            node_config=node_config,
+            node_ids=node_ids,
+            state_memory=state_memory,
         )
-        if len(node_configs) != num_nodes:
-            raise ValueError(f"node_config has {len(node_configs)} entries for {num_nodes} nodes")
-        if work is not None and (len(work) != num_nodes or not all(map(math.isfinite, work)) or min(work) < 0):
-            raise ValueError(f"work must be {num_nodes} numbers, zero or more, one per node; found {work}")
-        self._run = Run.create_empty(run_id=1)
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
-        contexts = {
-            node: Context(
-                run_id=1,
-                node_id=node,
-                node_config={"partition-id": i, "num-partitions": num_nodes, **node_configs[i]},
-                state=RecordDict(),
-                run_config=dict(run_config or {}),
-            )
-            for i, node in enumerate(ids)
-        }
-        self._node_ids = ids
-        self._next_id = itertools.count(1)
-        self._replies: dict[str, Message] = {}
-        self._abandoned: set[str] = set()
-        self._observer: ReplyObserver | None = None
-        self._remove_folder: weakref.finalize[..., LocalGrid] | None = None
-        workers = min(workers, num_nodes)
-        contexts_of: Contexts | dict[int, Context] = contexts
-        if math.isfinite(state_memory):
-            stack = ExitStack()
-            folder = stack.enter_context(temporary_folder("nodes"))
-            self._remove_folder = weakref.finalize(self, stack.close)
-            contexts_of = Contexts(contexts, state_memory * 2**30, folder)
-        self._nodes = _Nodes(client_app, contexts_of, threads)
-        served = _Nodes(client_app, contexts, 1)  # in worker processes, which have no limit: states do not stay there
-        self._workers = [Worker(served.handle, served.give_state) for _ in range(workers)]
-        self._schedule = Schedule(workers, dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
 
-    # --- Flower's interface ---
+    def _make_worker(self, served: Nodes) -> Worker:
+        self._processes.append(Worker(served.handle, served.give_state))
+        return self._processes[-1]
 
-    def set_run(self, run: Run) -> None:
-        self._run = run
-
-    @property
-    def run(self) -> Run:
-        return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self._node_ids)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        message_ids, waiting = [], []
-        for message in messages:
-            message_id = str(next(self._next_id))
-            message.metadata.__dict__["_message_id"] = message_id
-            message_ids.append(message_id)
-            node = message.metadata.dst_node_id
-            if node not in self._nodes.contexts:
-                known = f"1 to {len(self._node_ids)}" if self._node_ids == sorted(self._node_ids) else "others"
-                error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}; the grid has {known}")
-                self._replies[message_id] = Message(error, reply_to=message)
-            elif self._workers:
-                waiting.append(message)
-            else:
-                with self._nodes.using(node) as context:
-                    self._received(message_id, self._nodes.answer(message, context))
-        if waiting:
-            self._schedule.add(waiting)
-            self._serve_workers(0)
-        return message_ids
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        self._serve_workers(0)
-        return [self._replies.pop(key) for key in message_ids if key in self._replies]
-
-    def observe(self, observer: ReplyObserver) -> None:
-        self._observer = observer
-
-    def _received(self, message_id: str, reply: Message) -> None:
-        self._replies[message_id] = reply
-        if self._observer is not None:
-            self._observer.replied(reply)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Replies in the order of the messages, without those that take longer than `timeout` seconds."""
-        message_ids = list(self.push_messages(messages))
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while missing := [key for key in message_ids if key not in self._replies]:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                self._schedule.drop(missing)
-                current = {each.current.metadata.message_id for each in self._workers if each.current is not None}
-                self._abandoned |= current.intersection(missing)
-                break
-            self._serve_workers(left)
-        self._observer = None
-        return self.pull_messages(message_ids)
-
-    # --- workers ---
-
-    def start(self) -> int:
-        """Start the workers now, before this process has threads that a fork would lose."""
-        for worker in self._workers:
-            worker.start()
-        return len(self._workers) or 1
-
-    def _serve_workers(self, timeout: float | None) -> None:
-        """Send queued messages and collect replies; waits up to `timeout` seconds for the first reply."""
-        self._send_next()
-        busy = {worker.connection: number for number, worker in enumerate(self._workers) if worker.current is not None}
-        for connection in wait(list(busy), timeout) if busy else []:
-            number = busy[connection]  # type: ignore[index]
-            message, done = self._workers[number].receive()
-            if done.state is not None:
-                with self._nodes.using(message.metadata.dst_node_id) as context:
-                    context.state = done.state
-            self._schedule.done(message, number, done.seconds)
-            message_id = message.metadata.message_id
-            if message_id in self._abandoned:
-                self._abandoned.discard(message_id)
-            else:
-                self._received(message_id, done.reply)
-        self._send_next()
-
-    def _send_next(self) -> None:
-        for number, worker in enumerate(self._workers):
-            if worker.current is None and (message := self._schedule.take(number)) is not None:
-                node = message.metadata.dst_node_id
-                with self._nodes.using(node) as context:
-                    worker.send(Task(message, None if self._schedule.is_kept(node) else context.state))
-
-    # --- the nodes' states, between rounds ---
-
-    def node_states(self) -> NodeStates:
-        return self
-
-    def read_state(self, node: int) -> RecordDict:
-        """A node's `Context.state`; that of before the message if a worker is late with a message to the node."""
-        self._check_idle(node)
-        with self._nodes.using(node) as context:
-            number = self._schedule.let_go(node)
-            if number is not None and self._workers[number].current is None:  # a layer-wise round was not completed
-                context.state = self._workers[number].take_state(node) or context.state
-            return context.state
-
-    def write_state(self, node: int, records: RecordDict) -> None:
-        """Replace a node's `Context.state`."""
-        self._check_idle(node)
-        self._schedule.let_go(node)
-        with self._nodes.using(node) as context:
-            context.state = records
-
-    def _check_idle(self, node: int) -> None:
-        current = {worker.current.metadata.message_id for worker in self._workers if worker.current is not None}
-        if self._schedule.has_waiting or current - self._abandoned:
-            raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
-
-    def close(self) -> None:
-        """End the worker processes, and remove the folder of states."""
-        for worker in self._workers:
-            worker.close()
-        if self._remove_folder is not None:
-            self._remove_folder()
-
-    def __enter__(self) -> LocalGrid:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _mismatch(message: Message, reply: Message) -> str | None:
-    """Why this is not the node's reply to this message; Flower's SuperLink refuses such replies too."""
-    asked, given = message.metadata, reply.metadata
-    if given.reply_to_message_id != asked.message_id:
-        return f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
-    if given.src_node_id != asked.dst_node_id:
-        return f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
-    return None
-
-
-@dataclass
-class _Nodes:
-    """The nodes of the grid. A worker process has a copy, in which it sets a node's state for each message."""
-
-    client_app: ClientApp
-    contexts: Contexts | Mapping[int, Context]  # the former if the memory for states is limited
-    threads: int | None
-
-    def handle(self, task: Task) -> Done:
-        """Handle a message in a worker process."""
-        began = time.perf_counter()
-        with self.using(task.message.metadata.dst_node_id) as context:
-            if task.state is not None:
-                context.state = task.state
-            reply = self.answer(task.message, context)
-            state = None
-            if not keeps_node(task.message):
-                state, context.state = context.state, RecordDict()
-        return Done(reply, state, time.perf_counter() - began)
-
-    def give_state(self, node: int) -> RecordDict:
-        """The state of a node that a worker process keeps."""
-        with self.using(node) as context:
-            state, context.state = context.state, RecordDict()
-            return state
-
-    def answer(self, message: Message, context: Context) -> Message:
-        """The ClientApp's reply, or an error reply."""
-        self._limit_threads()
-        try:
-            # The messages of a round share their content; a change by one client must not reach the next.
-            content = message.content
-            own = RecordDict({key: record.copy() for key, record in content.items()})
-            message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
-            reply = self.client_app(message, context)
-        except (Exception, SystemExit) as error:
-            code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error) or type(error).__name__
-            if os.environ.get("FEDBN_DEBUG"):
-                traceback.print_exc(file=sys.stderr)
-        else:
-            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            if not isinstance(reply, Message):  # a handler returned nothing
-                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
-            elif (problem := _mismatch(message, reply)) is not None:
-                reason = problem
-            else:
-                return reply
-        return Message(Error(code, reason), reply_to=message)
-
-    def using(self, node: int) -> AbstractContextManager[Context]:
-        return self.contexts.using(node) if isinstance(self.contexts, Contexts) else nullcontext(self.contexts[node])
-
-    def _limit_threads(self) -> None:
-        if self.threads is not None and "torch" in sys.modules:
-            import torch
-
-            if torch.get_num_threads() != self.threads:
-                torch.set_num_threads(self.threads)
+    def _wait(self, timeout: float | None) -> list[int]:
+        busy = {worker.connection: i for i, worker in enumerate(self._processes) if worker.current is not None}
+        return [busy[connection] for connection in wait(list(busy), timeout)] if busy else []  # type: ignore[index]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Protocol
 
 from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
@@ -44,6 +45,28 @@ class Done:
     seconds: float | None = None  # None: the process died
 
 
+class NodeWorker(Protocol):
+    """A worker that handles one message at a time; one that is lost is replaced."""
+
+    current: Message | None  # the message that it handles
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a message can be sent to it."""
+
+    def start(self) -> None: ...
+
+    def send(self, task: Task) -> None: ...
+
+    def receive(self) -> tuple[Message, Done]:
+        """The current message and its result, as soon as there is one; an error reply if the worker is lost."""
+
+    def take_state(self, node: int) -> RecordDict | None:
+        """The state of a node that the idle worker keeps; None if the worker is lost."""
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Worker:
     """A process that handles one message at a time; a dead one is replaced."""
@@ -53,6 +76,10 @@ class Worker:
     current: Message | None = None
     process: BaseProcess | None = None
     connection: Connection = field(init=False)
+
+    @property
+    def is_free(self) -> bool:
+        return self.current is None
 
     def send(self, task: Task) -> None:
         # One message at a time: with several, each end could wait for the other to read.

@@ -20,7 +20,8 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.gated import GatedGrid
-from fedbn_flwr.engines.local import LocalGrid, UserConfig
+from fedbn_flwr.engines.grid import UserConfig
+from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.simulation import run_installed

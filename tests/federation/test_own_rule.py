@@ -133,7 +133,7 @@ def test_a_round_of_fedavg_executes_thirteen_modules(federation: Federations) ->
 OURS = ("fedbn_flwr", "strategies")
 ROUND = {
     "strategies.fedavg", "strategies._rule",
-    "fedbn_flwr.engines.local", "fedbn_flwr.models.tensors",
+    "fedbn_flwr.engines.grid", "fedbn_flwr.models.tensors",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training",
     "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",
     "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.gate", "fedbn_flwr.messages.aggregate",
