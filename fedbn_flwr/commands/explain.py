@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import Commands, add_command, add_experiment
+from .common import Commands, add_command, add_experiment, loading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +40,9 @@ def add(commands: Commands) -> None:
 def explain(arguments: argparse.Namespace) -> None:
     import logging
 
-    from fedbn_flwr.experiment.explain import explain
-    from fedbn_flwr.experiment.find import load_experiment
+    with loading():
+        from fedbn_flwr.experiment.explain import explain
+        from fedbn_flwr.experiment.find import load_experiment
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     explanation = explain(load_experiment(arguments.experiment, arguments.overrides), trial=not arguments.no_trial)

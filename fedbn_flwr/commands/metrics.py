@@ -11,13 +11,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fedbn_flwr.errors import SettingsError, UserError
 
 from .common import Commands, add_command, default_folder
+
+if TYPE_CHECKING:
+    from http.server import ThreadingHTTPServer
 
 T = TypeVar("T")
 
@@ -70,6 +72,8 @@ def metrics(arguments: argparse.Namespace) -> None:
 
 
 def make_server(host: str, port: int, text: Callable[[], str]) -> ThreadingHTTPServer:
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
     class Handler(BaseHTTPRequestHandler):
         timeout = _REQUEST
 

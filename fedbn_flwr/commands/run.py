@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command, add_experiment
+from .common import Commands, add_command, add_experiment, loading
 
 
 def add(commands: Commands) -> None:
@@ -32,9 +32,10 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if sys.stdout.isatty():
         print("loading PyTorch and Flower ...", flush=True)  # takes seconds
-    from fedbn_flwr.experiment.find import load_experiment
-    from fedbn_flwr.experiment.run import run_in_simulation, run_locally
-    from fedbn_flwr.results.folder import default_out
+    with loading():
+        from fedbn_flwr.experiment.find import load_experiment
+        from fedbn_flwr.experiment.run import run_in_simulation, run_locally
+        from fedbn_flwr.results.folder import default_out
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
