@@ -23,6 +23,7 @@ from fedbn_flwr.client.rules import rules_by_key
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
+from fedbn_flwr.experiment.check import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.trackers import TRACKERS
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
@@ -73,10 +74,12 @@ def section(prefix: str, model: type[BaseModel], whole: tuple[type[BaseModel], .
 
 def run_keys() -> Table:
     own = {name: field for name, field in settings.Settings.model_fields.items() if _plain(field)}
-    rows: list[Row] = [(f"`{name}`", default_of(field), None) for name, field in own.items() if name != "label"]
+    rows: list[Row] = [
+        (f"`{name}`", default_of(field), None) for name, field in own.items() if name not in settings.DERIVED
+    ]
     return ("key", "default", "meaning"), [
         *rows,
-        *((f"`{name}`", None, None) for name in ("description", "seeds", "runs")),
+        *((f"`{name}`", None, None) for name in KEYS_OF_A_FILE),
     ]
 
 

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import Commands, add_command, add_experiment, loading
+from .common import Commands, add_command, add_experiment, loading, overrides_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def explain(arguments: argparse.Namespace) -> None:
         from fedbn_flwr.experiment.find import load_experiment
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    explanation = explain(load_experiment(arguments.experiment, arguments.overrides), trial=not arguments.no_trial)
+    explanation = explain(load_experiment(arguments.experiment, overrides_of(arguments)), trial=not arguments.no_trial)
     if arguments.json:
         print(json.dumps(_as_json(explanation), indent=2))
     else:

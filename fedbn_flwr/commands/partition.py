@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command, add_experiment
+from .common import Commands, add_command, add_experiment, overrides_of
 
 
 def add(commands: Commands) -> None:
@@ -31,6 +31,6 @@ def partition(arguments: argparse.Namespace) -> None:
     out = arguments.out or Path("partition.png")
     if out.is_dir() or not out.suffix:
         raise SettingsError(f"--out is {str(out)!r}; expected a file, such as partition.png")
-    counts = count_partitions(load_experiment(arguments.experiment, arguments.overrides))
+    counts = count_partitions(load_experiment(arguments.experiment, overrides_of(arguments)))
     plot_partitions(counts, out)
     print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")

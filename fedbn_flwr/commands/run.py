@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command, add_experiment, loading
+from .common import Commands, add_command, add_experiment, loading, overrides_of
 
 
 def add(commands: Commands) -> None:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
-    overrides = list(arguments.overrides)
+    overrides = overrides_of(arguments)
     if arguments.engine:
         overrides.append(f"engine.name={arguments.engine}")
     if arguments.device:

@@ -49,6 +49,9 @@ class Changes(TypedDict, total=False):
     published: Mapping[str, Any]
     mods: str | Sequence[str] | Mapping[str, str | Sequence[str]]
     runs: Mapping[str, Mapping[str, Any]]
+    size: str
+    sweep: Mapping[str, Any]
+    tune: Mapping[str, Any]
 
 
 def run(

@@ -16,9 +16,10 @@ from fedbn_flwr.data.partition.kinds import KINDS, OwnOptions
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.text import shorten
 
-from .settings import OWN, Settings
+from .settings import DERIVED, OWN, Settings
 
 _TYPE = re.compile(r"(int|float|str|bool|none)$|(literal|tuple|list|function-[a-z]+)\[")
+KEYS_OF_A_FILE = ("description", "seeds", "runs", "sweep", "tune", "sizes")  # beside those of a run
 _FAULTS = 10  # explained; each may list the known keys
 
 
@@ -84,5 +85,5 @@ def _section(path: Sequence[str]) -> Iterator[str]:
             annotation = model.model_fields[part].annotation
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 model = annotation
-    extra = ("runs", "seeds", "description") if model is Settings else ()
-    return iter([*(name for name in model.model_fields if name != "label"), *extra])
+    extra = KEYS_OF_A_FILE if model is Settings else ()
+    return iter([*(name for name in model.model_fields if model is not Settings or name not in DERIVED), *extra])

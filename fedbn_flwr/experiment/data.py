@@ -16,9 +16,11 @@ from fedbn_flwr.data.batches import ClientBatches, Normalise
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.fewer import fewer
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
+from fedbn_flwr.data.random_images import random_images
 from fedbn_flwr.errors import SettingsError
 
 from . import settings
@@ -63,7 +65,27 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 
 @functools.lru_cache(maxsize=2)
 def _loaded(data: settings.Data, device: str) -> DataSet:
-    dataset = load(
+    dataset = _random(data) if data.random else fewer(_read(data), data.images, data.test_images)
+    for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
+        if (expected := getattr(data, key)) is not None and expected != count:
+            raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
+    return dataset.to(torch.device(device))
+
+
+def _random(data: settings.Data) -> DataSet:
+    return random_images(
+        data.name,
+        images=data.images,
+        test_images=data.test_images,
+        classes=data.classes,
+        channels=data.channels,
+        size=data.size,
+        domains=data.domains,
+    )
+
+
+def _read(data: settings.Data) -> DataSet:
+    return load(
         data.name,
         root=data.root,
         revision=data.revision,
@@ -81,11 +103,7 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
         memory=data.memory,
         readers=data.readers,
         options=data.options.model_extra,
-    ).to(torch.device(device))
-    for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
-        if (expected := getattr(data, key)) is not None and expected != count:
-            raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
-    return dataset
+    )
 
 
 @functools.lru_cache(maxsize=8)

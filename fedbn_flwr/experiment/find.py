@@ -6,6 +6,7 @@ import functools
 import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,24 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.yaml_text import DEPTH, LENGTH, parse_yaml
 
-from .check import check_settings
+from .check import KEYS_OF_A_FILE, check_settings
+from .expansion import (
+    LISTS,
+    PAPER,
+    SMOKE,
+    VALIDATION,
+    Cell,
+    Lists,
+    changed,
+    changes_of_size,
+    check_count,
+    check_size,
+    lists_of,
+    nested,
+    values_in_words,
+)
 from .settings import Experiment, Settings
+from .smoke import smoke
 
 
 def experiments_folder() -> Path:
@@ -79,55 +96,120 @@ def _from_run_config(source: str, changes: str) -> Experiment:
     return load_experiment(source, split_changes(changes))
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One of the `runs` of an experiment: its settings as written, what its size changes, and its lists of values."""
+
+    label: str
+    variant: Mapping[str, Any]  # what differs from the other rows
+    written: Mapping[str, Any]
+    of_size: Mapping[str, Any]
+    lists: Lists
+
+
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
     """Check a parsed file with the overrides of a command line, and expand it into its runs."""
     if not isinstance(content, Mapping):
         raise SettingsError(f"{name}: expected a mapping of keys, found {type(content).__name__}")
-    base = dict(content)
-    description = base.pop("description", "")
-    variants = base.pop("runs", None) or {"": {}}
-    seeds = base.pop("seeds", None)
-    published = _published(base.pop("published", None), variants, name)
-    changes = parse_overrides(overrides)
-    if "runs" in changes:
-        raise SettingsError(
-            f"{name}: an override cannot change runs (= {changes['runs']!r}); only=LABEL selects from them"
-        )
-    # `seed` on the command line replaces `seeds` of the file.
-    seeds = changes.pop("seeds", None if "seed" in changes else seeds)
+    variants = content.get("runs") or {"": {}}
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
+    variants = {str(label): variant or {} for label, variant in variants.items()}
+    changes = parse_overrides(overrides)
+    for key in ("runs", "sizes"):
+        if key in changes:
+            raise SettingsError(
+                f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "
+                "size=NAME one of the sizes"
+            )
+    size = check_size(changes.pop("size", PAPER), [content, *variants.values()], name)
+    of_size = changes_of_size(content, size, name)
+    whole = {key: of_size.pop(key) for key in ("seeds", "only") if key in of_size}  # of the experiment, not of a run
+    # `seed` on the command line replaces `seeds` of the file.
+    seeds = changes.pop("seeds", None if "seed" in changes else whole.get("seeds", content.get("seeds")))
     if seeds is not None and (not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds)):
         raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-    base.setdefault("name", name)
-    compared = {key for variant in variants.values() for key in flat_settings(variant or {})}
-    if "only" in changes:
-        variants = _select(variants, changes.pop("only"), name)
-    runs = []
+    only = changes.pop("only", whole.get("only"))
+    lists = {kind: changes.pop(kind) for kind in LISTS if kind in changes}
+    if size == SMOKE:
+        seeds = seeds and seeds[:1]
+    base = {"name": name, **{key: value for key, value in content.items() if key not in KEYS_OF_A_FILE}}
+    published = base.pop("published", None)
+    rows = {}
     for label, variant in variants.items():
-        planned = merge(base, variant or {})
-        settings = merge(planned, changes)
-        if str(label) in published:
-            settings["published"] = published[str(label)]
         where = f"{name}, run {label!r}" if label else name
-        settings["label"] = str(label) or str(settings.get("label") or _strategy_name(settings))
-        settings["label"] += _changed_by_overrides(
-            flat_settings(variant or {}), flat_settings(planned), flat_settings(settings), compared, where
-        )
-        for seed in seeds or [settings.get("seed", 0)]:
-            runs.append(check_settings({**settings, "seed": seed}, where=where))
-    if changes:
+        resized = merge(of_size, changes_of_size(variant, size, where))
+        given = lists_of(where, content, variant, resized, lists).with_given(resized).with_given(changes)
+        own = {key: value for key, value in variant.items() if key not in (*LISTS, "sizes")}
+        resized = {key: value for key, value in resized.items() if key not in LISTS}
+        rows[label] = _Row(label, own, merge(base, own), resized, given.first() if size == SMOKE else given)
+    figures = _published(published, rows, name)
+    chosen = rows if only is None else _select(rows, only, name)
+    check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
+    compared = {key for row in rows.values() for key in flat_settings(row.variant)}
+    runs = []
+    for row in chosen.values():
+        for cell in row.lists.cells(row.label):
+            settings = _settings_of(row, cell, size, changes, compared, name)
+            label = settings["label"] if row.label else ""
+            if (known := figures.get(label, figures.get(row.label))) is not None:
+                settings["published"] = known
+            for seed in seeds or [settings.get("seed", 0)]:
+                runs.append(check_settings({**settings, "seed": seed}, where=_where(name, row, cell)))
+    if size != SMOKE and (changes or size != PAPER):  # two rounds are too few for some differences
         _check_different(runs, name)
     # Nodes on other machines cannot read the file: they receive its content.
     run_config = {"experiment": json.dumps({"name": name, **content}), "set": shlex.join(overrides)}
-    return Experiment(name=runs[0].name, description=str(description), runs=tuple(runs), run_config=run_config)
+    description = str(content.get("description", ""))
+    return Experiment(name=runs[0].name, description=description, runs=tuple(runs), run_config=run_config)
 
 
-def _published(figures: Any, variants: Mapping[Any, Any], name: str) -> dict[str, Any]:
-    """The published figures by the label of their run."""
-    labels = [str(label) for label in variants]
-    if figures is None or labels == [""]:
-        return {} if figures is None else {"": figures}
+def _where(name: str, row: _Row, cell: Cell) -> str:
+    label = ", ".join([row.label, *values_in_words(cell)] if row.label else values_in_words(cell))
+    return f"{name}, run {label!r}" if label else name
+
+
+def _settings_of(
+    row: _Row, cell: Cell, size: str, changes: Mapping[str, Any], compared: Collection[str], name: str
+) -> dict[str, Any]:
+    """The settings of a cell: those of its row, its values, the changes of the size, and the overrides."""
+    where = _where(name, row, cell)
+    written = merge(row.written, nested({**cell.sweep, **cell.tune}))
+    of_size: Mapping[str, Any] = row.of_size
+    if size == SMOKE:
+        of_size = merge(smoke(check_settings(merge(written, changes), where)), of_size)
+    planned = merge(written, of_size)
+    settings = merge(planned, changes)
+    if cell.tune:
+        share = merge({"evaluate": {"validation": VALIDATION}}, settings)["evaluate"].get("validation")
+        if share == 0:
+            raise SettingsError(
+                f"{where}: evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by "
+                f"held-out training images; leave it out for {VALIDATION}"
+            )
+        settings = merge(settings, {"evaluate": {"validation": share}})
+    label = row.label or str(settings.get("label") or _strategy_name(settings))
+    if size != PAPER:
+        defaults = Settings().model_dump(mode="json")
+        found = changed(merge(defaults, written), merge(defaults, planned))
+        given = flat_settings(changes)
+        settings["size"] = {"name": size, "changed": {key: found[key] for key in found if key not in given}}
+    if "cell" not in row.written or cell.sweep or cell.tune:  # another run's settings keep their place
+        settings["cell"] = cell.model_copy(update={"row": label}).model_dump()
+    more = _changed_by_overrides(
+        flat_settings(row.variant), flat_settings(planned), flat_settings(settings), compared, where
+    )
+    return {**settings, "label": ", ".join([label, *values_in_words(cell)]) + more}
+
+
+def _published(figures: Any, rows: Mapping[str, _Row], name: str) -> dict[str, Any]:
+    """The published figures by the label of their row, or of one of its cells."""
+    if figures is None:
+        return {}
+    if list(rows) == [""]:
+        return {"": figures}
+    cells = (f"{row.label}, {words}" for row in rows.values() for words in _cells_in_words(row))
+    labels = [*rows, *cells]
     if not isinstance(figures, Mapping):
         raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
     for label in figures:
@@ -136,9 +218,12 @@ def _published(figures: Any, variants: Mapping[Any, Any], name: str) -> dict[str
     return {str(label): content for label, content in figures.items()}
 
 
-def _select(variants: Mapping[Any, Any], only: Any, name: str) -> dict[str, Any]:
-    """The runs that `only` names, which is a label or a list of labels, in the order of the file."""
-    known = {str(label): variant for label, variant in variants.items()}
+def _cells_in_words(row: _Row) -> list[str]:
+    return [", ".join(values_in_words(cell)) for cell in row.lists.cells(row.label)]
+
+
+def _select(known: Mapping[str, _Row], only: Any, name: str) -> dict[str, _Row]:
+    """The rows that `only` names, which is a label or a list of labels, in the order of the file."""
     labels = [str(label) for label in (only if isinstance(only, list) else [only])]
     if not labels:
         raise SettingsError(f"only=[] selects no run of {name}; expected one or more of {', '.join(known)}")
@@ -146,7 +231,7 @@ def _select(variants: Mapping[Any, Any], only: Any, name: str) -> dict[str, Any]
         if label not in known:
             hint = did_you_mean(label, known) if any(known) else "it has no runs to select from"
             raise SettingsError(f"only={label!r} is not a label of {name}; {hint}")
-    return {label: variant for label, variant in known.items() if label in labels}
+    return {label: row for label, row in known.items() if label in labels}
 
 
 def _changed_by_overrides(
@@ -174,7 +259,7 @@ def _changed_by_overrides(
 def _check_different(runs: Sequence[Settings], name: str) -> None:
     seen: dict[str, str] = {}
     for run in runs:
-        content = run.model_copy(update={"label": ""}).model_dump_json()
+        content = run.model_copy(update={"label": "", "cell": Cell()}).model_dump_json()
         if (other := seen.setdefault(content, run.label)) != run.label:
             raise SettingsError(
                 f"{name}: the overrides make the runs {other!r} and {run.label!r} equal; select one with only=LABEL"

@@ -140,7 +140,7 @@ def data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) ->
     changes: dict[str, Any] = {"partition": KINDS["iid"].options()}
     changes["domains"] = (str(node["domain"]),) if "domain" in node else ()
     if "data-path" in node:
-        changes |= {"name": str(node["data-path"]), "root": None}
+        changes |= {"name": str(node["data-path"]), "root": None, "images": None, "test_images": None, "random": False}
     dataset = load_data(run.data.model_copy(update=changes), device)
     check_labels(run, dataset)
     return dataset, torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))

@@ -30,6 +30,7 @@ from fedbn_flwr.named import is_name
 from .engine import Engine as Engine
 from .evaluation import Evaluate as Evaluate
 from .evaluation import Few, Names, Positive, Section
+from .expansion import Cell, Size
 from .trackers import Track
 
 
@@ -136,6 +137,9 @@ class Data(Section):
     memory: float = Field(default=8.0, gt=0)  # GiB that decoded images may take
     readers: Few = 2  # decoding threads per client
     partition: Partition = KINDS["iid"].options()
+    images: Positive | None = None  # training images: a fixed draw of this many; None: all
+    test_images: Positive | None = None
+    random: bool = False  # random images in the form of the data set
 
     @model_validator(mode="after")
     def _options_have_a_callable(self) -> Data:
@@ -323,6 +327,9 @@ class Published(BaseModel):
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey
 
 
+DERIVED = ("label", "cell", "size")  # keys of a run that no file gives
+
+
 class Settings(Section):
     """One training run."""
 
@@ -340,6 +347,8 @@ class Settings(Section):
     track: Track = ()  # records the run in other programs too
     published: Published | None = None  # for this run; an experiment gives it by label
     mods: Mods = Field(default_factory=dict)  # Flower's mods around the messages that clients handle
+    cell: Cell = Cell()
+    size: Size = Size()
 
     @property
     def trained(self) -> int:

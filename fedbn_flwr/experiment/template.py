@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .settings import Settings
+from .settings import DERIVED, Settings
 
 # The keys that one changes most, in the order of the file.
 MEANINGS: Mapping[str, str] = {
@@ -66,6 +66,8 @@ def template(content: Mapping[str, Any], file: str) -> str:
     runs, seeds = chosen.pop("runs", None), chosen.pop("seeds", None)
     for key, field in Settings.model_fields.items():
         inner = field.annotation
+        if key in DERIVED:
+            continue
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             given = dict(chosen.pop(key, None) or {})
             lines = list(_section(f"{key}.", inner, given))
@@ -133,8 +135,10 @@ def setting_choices(prefix: str = "", model: type[BaseModel] = Settings) -> dict
     found: dict[str, tuple[str, ...]] = {}
     for name, field in model.model_fields.items():
         inner = field.annotation
+        if model is Settings and name in DERIVED:
+            continue
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             found |= setting_choices(f"{prefix}{name}.", inner)
-        elif name != "label":
+        else:
             found[prefix + name] = choices(inner)
     return found

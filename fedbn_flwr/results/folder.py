@@ -220,7 +220,7 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
-    rest = {key: value for key, value in config.items() if key not in ("track", "published")}
+    rest = {key: value for key, value in config.items() if key not in ("track", "published", "cell", "size")}
     return {**rest, "engine": engine, "evaluate": evaluate}
 
 

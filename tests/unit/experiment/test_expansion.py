@@ -1,0 +1,177 @@
+"""Lists of values in an experiment become cells, and a size changes its settings."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names, shipped_experiments
+from fedbn_flwr.experiment.settings import Settings
+from tests.support.experiments import fault
+
+SWEPT = """
+rounds: 40
+data: {partition: {kind: dirichlet, alpha: 1.0}}
+sweep: {data.partition.alpha: [0.1, 1.0]}
+runs:
+  BN: {}
+  FixBN: {strategy: {name: FixBN, freeze_round: 20}, tune: {train.lr: [0.01, 0.1]}}
+  Centralised: {clients: 1, data: {partition: {kind: iid}}, sweep: {data.partition.alpha: null}}
+sizes:
+  small: {rounds: 10, seeds: [3], data: {images: 500}}
+"""
+
+
+def runs(text: str, *overrides: str) -> tuple[Settings, ...]:
+    return read_experiment(parse_yaml(text), overrides).runs
+
+
+def labels(text: str, *overrides: str) -> list[str]:
+    return [run.label for run in runs(text, *overrides)]
+
+
+# --- sweeps -------------------------------------------------------------------
+
+
+def test_each_combination_of_values_is_a_run_whose_label_names_them() -> None:
+    assert labels(SWEPT) == [
+        "BN, alpha=0.1",
+        "BN, alpha=1.0",
+        "FixBN, alpha=0.1, lr=0.01",
+        "FixBN, alpha=0.1, lr=0.1",
+        "FixBN, alpha=1.0, lr=0.01",
+        "FixBN, alpha=1.0, lr=0.1",
+        "Centralised",
+    ]
+
+
+def test_a_cell_has_its_values_and_its_place() -> None:
+    run = runs(SWEPT)[3]
+    assert (run.train.lr, run.data.partition.model_dump()["alpha"]) == (0.1, 0.1)
+    assert run.cell.row == "FixBN"
+    assert (run.cell.sweep, run.cell.tune) == ({"data.partition.alpha": 0.1}, {"train.lr": 0.1})
+
+
+def test_candidates_are_compared_by_held_out_images() -> None:
+    assert [run.evaluate.validation for run in runs(SWEPT)] == [0, 0, 0.1, 0.1, 0.1, 0.1, 0]
+    assert "evaluate.validation is 0" in fault(SWEPT, "evaluate.validation=0")
+
+
+def test_seeds_repeat_each_cell() -> None:
+    found = runs(SWEPT, "seeds=[0, 1]", "only=BN")
+    assert [(run.label, run.seed) for run in found] == [
+        ("BN, alpha=0.1", 0),
+        ("BN, alpha=0.1", 1),
+        ("BN, alpha=1.0", 0),
+        ("BN, alpha=1.0", 1),
+    ]
+
+
+def test_an_override_of_a_listed_key_selects_cells_with_their_folders() -> None:
+    whole, some = (
+        run_names(read_experiment(parse_yaml(SWEPT), overrides)) for overrides in ([], ["train.lr=0.1", "only=FixBN"])
+    )
+    assert some == ["FixBN-alpha=0.1-lr=0.1", "FixBN-alpha=1.0-lr=0.1"]
+    assert set(some) < set(whole)
+
+
+def test_a_command_line_can_list_values() -> None:
+    assert labels("{}", "sweep.train.lr=[0.1, 0.2]", "sweep.train.steps=[1]") == [
+        "FedAvg, lr=0.1, steps=1",
+        "FedAvg, lr=0.2, steps=1",
+    ]
+
+
+def test_a_section_can_be_a_value() -> None:
+    text = "sweep: {data.partition: [{kind: iid}, {kind: classes, classes_per_client: 2}], data.name: [digits]}"
+    assert labels(text) == [
+        "FedAvg, partition=iid, data=digits",
+        "FedAvg, partition=classes classes_per_client=2, data=digits",
+    ]
+
+
+def test_keys_that_end_alike_are_named_in_full() -> None:
+    text = "strategy: {name: X}\nsweep: {model.groups: [2], strategy.groups: [3]}"
+    assert labels(text) == ["X, model.groups=2, strategy.groups=3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("sweep: [1]", "sweep is [1]; expected lists of values by key"),
+        ("sweep: {train.lr: 0.1}", "sweep.train.lr is 0.1; expected a list of values"),
+        ("sweep: {train.lr: []}", "sweep.train.lr is []; expected a list of values"),
+        ("sweep: {rounds: [3, 3]}", "sweep.rounds has 3 twice"),
+        ("sweep: {seed: [0, 1]}", "give seeds: [0, 1, 2] beside sweep"),
+        ("sweep: {label: [a]}", "sweep has label, which is no setting of a run"),
+        ("sweep: {train.lr: [0.1]}\ntune: {train.lr: [0.1]}", "train.lr is in sweep and in tune"),
+        ("sweep: {data.partition: [{kind: iid}], data.partition.alpha: [1.0]}", "data.partition.alpha is a part of"),
+        ("sweep: {trian.lr: [0.1]}", "unknown key 'trian'"),
+        ("sweep: {train.lr: [0.1, fast]}", "run 'lr=fast': train.lr is 'fast'"),
+        (
+            f"sweep: {{train.lr: {[n / 100 for n in range(1, 50)]}, rounds: {list(range(1, 50))}}}",
+            "2,401 runs (2401 of its run, each with 1 seed); expected at most 1,000",
+        ),
+    ],
+)
+def test_faulty_lists_are_refused_by_their_key(text: str, found: str) -> None:
+    assert found in fault(text)
+
+
+# --- sizes --------------------------------------------------------------------
+
+
+def test_a_size_changes_all_runs_before_the_command_line() -> None:
+    found = runs(SWEPT, "size=small", "rounds=12", "strategy.freeze_round=5", "only=FixBN")
+    assert {(run.rounds, run.seed, run.data.images) for run in found} == {(12, 3, 500)}
+
+
+def test_a_size_is_named_with_what_it_changed() -> None:
+    run = runs(SWEPT, "size=small", "only=BN", "data.size=8")[0]
+    assert run.size.name == "small"
+    assert run.size.changed == {"rounds": (40, 10), "data.images": (None, 500)}
+    assert (runs(SWEPT)[0].size.name, runs(SWEPT)[0].size.changed) == ("paper", {})
+
+
+def test_a_run_can_have_changes_of_its_own() -> None:
+    text = """
+    runs: {A: {sizes: {small: {rounds: 2}}}, B: {}}
+    sizes: {small: {rounds: 3, sweep: {train.lr: [0.5]}}}
+    """
+    assert [(run.label, run.rounds) for run in runs(text, "size=small")] == [("A, lr=0.5", 2), ("B, lr=0.5", 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "found"),
+    [
+        (SWEPT, ["size=smal"], "no size 'smal'; did you mean 'small'"),
+        ("sizes: [small]", [], "sizes must map a size to changes"),
+        ("sizes: {paper: {rounds: 3}}", [], "sizes has paper, which is the file as written"),
+        ("sizes: {small: {runs: {}}}", ["size=small"], "sizes.small has runs, which a size cannot change"),
+        ("{}", ["sizes.small.rounds=3"], "an override cannot change sizes"),
+    ],
+)
+def test_faulty_sizes_are_refused(text: str, overrides: list[str], found: str) -> None:
+    assert found in fault(text, *overrides)
+
+
+@pytest.mark.parametrize("name", sorted(shipped_experiments()))
+def test_smoke_is_a_valid_small_experiment_of_each_file(name: str) -> None:
+    content = yaml.safe_load(shipped_experiments()[name].read_text(encoding="utf-8"))
+    found = read_experiment(content, ["size=smoke"], name=name).runs
+    assert [run.cell.row for run in found] == list(content.get("runs", [found[0].label]))
+    for run in found:
+        assert (run.rounds, run.data.random, run.size.name) == (2, True, "smoke")
+        assert run.data.images is not None
+        assert run.data.images < 2_000
+
+
+def test_smoke_scales_rounds_and_keeps_what_the_command_line_says() -> None:
+    (run,) = runs("strategy: {name: FixBN, freeze_round: 5}", "size=smoke", "rounds=3", "strategy.freeze_round=3")
+    assert (run.rounds, run.strategy["freeze_round"]) == (3, 3)
+    assert [run.strategy["freeze_round"] for run in runs(SWEPT, "size=smoke", "only=FixBN")] == [1]
+
+
+def test_settings_of_a_run_are_an_experiment() -> None:
+    run = runs(SWEPT, "size=small")[2]
+    assert read_experiment(run.model_dump(mode="json")).runs == (run,)
