@@ -3,59 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fedbn_flwr.data import IGNORED
+from fedbn_flwr.threads import map_batches
 
 from .metrics import Measurement, Metric, confusion, mean_iou
 from .training import Batch, Loss
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """The figures of a batch, added up over its examples, or over the pixels of a segmentation model."""
+
+    loss: torch.Tensor
+    correct: torch.Tensor
+    matrix: torch.Tensor | None  # the confusion matrix of a segmentation model
+    logits: torch.Tensor
+    targets: torch.Tensor
+
+
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, device: torch.device, metrics: Sequence[Metric] = ()
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss_fn: Loss,
+    device: torch.device,
+    metrics: Sequence[Metric] = (),
+    *,
+    threads: int = 1,
 ) -> dict[str, float | int]:
     """`loss` and `accuracy` (a fraction) in evaluation mode, means over `num-examples` examples, and the `metrics`.
 
     For a segmentation model, whose logits are [N, C, H, W], they are means over the pixels whose label is not 255, and
-    the result includes `mean-iou`. A metric that the examples do not define is left out.
+    the result includes `mean-iou`. A metric that the examples do not define is left out. The result does not depend on
+    the number of threads, each of which has a batch in memory.
     """
+
+    @torch.no_grad()  # a setting of the thread
+    def sums_of(model: nn.Module, batch: Batch) -> _Sums:
+        inputs, targets = (tensor.to(device) for tensor in batch)
+        logits = model(inputs)
+        loss = loss_fn(logits, targets).double()
+        if logits.ndim > 2:
+            matrix = confusion(logits, targets)
+            return _Sums(loss * matrix.sum(), matrix.trace(), matrix, logits, targets)
+        return _Sums(loss * len(targets), (logits.argmax(1) == targets).sum(), None, logits, targets)
+
     was_training = model.training
     model.eval()
     loss = torch.zeros((), device=device, dtype=torch.float64)
     correct = torch.zeros((), device=device, dtype=torch.int64)
     examples = 0
-    pixels: torch.Tensor | None = None  # the confusion matrix of a segmentation model
+    pixels: torch.Tensor | None = None
     others = Measurement(metrics)
-    for inputs, targets in batches:
-        inputs, targets = inputs.to(device), targets.to(device)
-        logits = model(inputs)
-        matrix: torch.Tensor | None = None
-        if logits.ndim > 2:
-            matrix = confusion(logits, targets)
-            pixels = matrix if pixels is None else pixels + matrix
-            loss += loss_fn(logits, targets).double() * matrix.sum()
-        else:
-            loss += loss_fn(logits, targets).double() * len(targets)
-            correct += (logits.argmax(1) == targets).sum()
-        others.add(logits, targets, matrix)
-        examples += len(targets)
+    for sums in map_batches(sums_of, model, batches, threads):
+        loss += sums.loss
+        correct += sums.correct
+        if sums.matrix is not None:
+            pixels = sums.matrix if pixels is None else pixels + sums.matrix
+        others.add(sums.logits, sums.targets, sums.matrix)
+        examples += len(sums.targets)
     model.train(was_training)
     if not examples:
         raise ValueError("there are no examples to evaluate on")
-    if pixels is None:
-        figures = {"loss": float(loss) / examples, "accuracy": int(correct) / examples, "num-examples": examples}
-        return figures | others.values()
-    if not (counted := int(pixels.sum())):
+    counted = examples if pixels is None else int(pixels.sum())
+    if not counted:
         raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
-    figures = {
-        "loss": float(loss) / counted,
-        "accuracy": int(pixels.trace()) / counted,
-        "num-examples": examples,
-        "mean-iou": mean_iou(pixels),
-    }
+    figures = {"loss": float(loss) / counted, "accuracy": int(correct) / counted, "num-examples": examples}
+    if pixels is not None:
+        figures["mean-iou"] = mean_iou(pixels)
     return figures | others.values()
 
 

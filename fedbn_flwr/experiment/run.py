@@ -70,7 +70,8 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: snapshot.token}
         arrays = arrays_in(snapshot.model)["arrays"]
         state = RunState(prepared, ledger, identity, arrays, done, dict(snapshot.trained), kept_round=done)
-    listeners: list[Listener] = [Evaluate(prepared), History(folder, ledger), progress, Checkpoint(folder)]
+    evaluate = Evaluate(prepared, threads=workers_of(run))
+    listeners: list[Listener] = [evaluate, History(folder, ledger), progress, Checkpoint(folder)]
     listeners += [Track(tracker, folder) for tracker in run.track]
     if run.evaluate.unseen or run.evaluate.matrix:
         listeners.insert(1, Final(folder))

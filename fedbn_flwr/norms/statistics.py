@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.threads import map_batches
 
 
 @dataclass
@@ -24,10 +28,8 @@ class _Moments:
     mean: Any = 0.0
     squares: Any = 0.0  # pooled: the sum of squared distances from the mean; else: the mean unbiased variance
 
-    def add(self, inputs: torch.Tensor) -> None:
-        n = inputs.numel() // inputs.shape[1]
-        var, mean = torch.var_mean(inputs, dim=[d for d in range(inputs.ndim) if d != 1], correction=0)
-        var, mean = var.double(), mean.double()
+    def add(self, n: int, var: torch.Tensor, mean: torch.Tensor) -> None:
+        """Variance (not corrected) and mean of `n` values."""
         self.batches += 1
         self.values += n
         if self.pooled:  # Chan et al. 1979
@@ -47,7 +49,7 @@ class _Moments:
 
 @torch.no_grad()
 def reestimate(
-    model: nn.Module, batches: Iterable[Any], device: torch.device, *, pooled: bool = False
+    model: nn.Module, batches: Iterable[Any], device: torch.device, *, pooled: bool = False, threads: int = 1
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Statistics of the values that batch norms normalise in `batches` of (inputs, targets), by state dict key, and the
     number of batches.
@@ -55,20 +57,29 @@ def reestimate(
     By default they are the means of the batches' statistics, as torch's cumulative mean (momentum=None) tracks them,
     so that a small batch counts as much as a large one. With `pooled` they are the mean and variance of all values
     together. In both cases earlier layers normalise with the statistics of the batch. The model and its running
-    statistics do not change; static batch norm, which tracks none, is measured too.
+    statistics do not change; static batch norm, which tracks none, is measured too. The result does not depend on the
+    number of threads.
     """
     names: dict[_BatchNorm, list[str]] = {}  # a layer that is used twice has two names
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _BatchNorm):
             names.setdefault(module, []).append(name)
-    moments: dict[_BatchNorm, _Moments] = {}
-    dtypes: dict[_BatchNorm, torch.dtype] = {}
+    found = threading.local()  # the moments of the batch that this thread has
 
-    def measure(layer: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
-        moments.setdefault(layer, _Moments(pooled)).add(inputs[0])
-        dtypes[layer] = inputs[0].dtype
+    def measure(name: str, layer: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
+        values = inputs[0]
+        var, mean = torch.var_mean(values, dim=[d for d in range(values.ndim) if d != 1], correction=0)
+        found.moments.append((name, values.numel() // values.shape[1], var, mean))
 
-    hooks = [layer.register_forward_pre_hook(measure) for layer in names]
+    @torch.no_grad()  # a setting of the thread
+    def moments_of(model: nn.Module, batch: Any) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
+        found.moments = []
+        model(batch[0].to(device))
+        return list(found.moments)
+
+    moments: dict[str, _Moments] = {}  # by the first name of each layer
+    dtypes: dict[str, torch.dtype] = {}
+    hooks = [layer.register_forward_pre_hook(partial(measure, own[0])) for layer, own in names.items()]
     modes = {module: module.training for module in model.modules()}
     tracks = {layer: layer.track_running_stats for layer in names}
     model.eval()
@@ -77,9 +88,11 @@ def reestimate(
         for layer in names:
             # Normalise with batch statistics, without updating running statistics and counter.
             layer.training, layer.track_running_stats = True, False
-        for inputs, _ in batches:
-            model(inputs.to(device))
+        for measured in map_batches(moments_of, model, batches, threads):
             count += 1
+            for name, n, var, mean in measured:
+                moments.setdefault(name, _Moments(pooled)).add(n, var.double(), mean.double())
+                dtypes[name] = mean.dtype
     finally:
         for hook in hooks:
             hook.remove()
@@ -90,9 +103,11 @@ def reestimate(
     if not count:
         raise ValueError("there are no examples to estimate statistics from")
     statistics: dict[str, torch.Tensor] = {}
-    for layer, measured in moments.items():
-        mean, variance = (value.to(dtypes[layer]) for value in (measured.mean, measured.variance))
-        for name in names[layer]:
+    for own in names.values():
+        if (of_layer := moments.get(own[0])) is None:  # the model does not use it
+            continue
+        mean, variance = (value.to(dtypes[own[0]]) for value in (of_layer.mean, of_layer.variance))
+        for name in own:
             prefix = f"{name}." if name else ""
             statistics |= {f"{prefix}running_mean": mean, f"{prefix}running_var": variance}
     return statistics, count

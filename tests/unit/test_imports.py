@@ -25,6 +25,7 @@ FOLDERS = (
     "fedbn_flwr.data",
     "fedbn_flwr.messages",
     "fedbn_flwr.norms",
+    "fedbn_flwr.threads",
     "fedbn_flwr.yaml_text",
     "fedbn_flwr.storage",
     "fedbn_flwr.seeding",

@@ -25,9 +25,12 @@ from .clients import name_of, own_means, spreads, validation_means, values_of
 
 
 class Evaluate(Listener):
-    def __init__(self, prepared: Prepared) -> None:
+    """`threads` evaluate on a CPU, a batch at a time each; the figures do not depend on their number."""
+
+    def __init__(self, prepared: Prepared, threads: int = 1) -> None:
         run, dataset = prepared.run, prepared.dataset
         self.prepared = prepared
+        self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
         only_by_clients = self.rule.traits.personal or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
@@ -57,6 +60,7 @@ class Evaluate(Listener):
                 Round(state.round, run.rounds, state.arrays, state.identity, state.grid)
             )
         if self.test is not None:
+            torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
             state.grid.report("test sets evaluated", 0, 1 + len(self.domains))
             queried = bool(set(state.model) - set(state.arrays))
             used = self._load(state.model, self.test, queried)
@@ -96,7 +100,7 @@ class Evaluate(Listener):
         model.load_state_dict(state, strict=False)
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         if norms and self.prepared.run.evaluate.statistics == "reestimated":
-            statistics = reestimate(model, images, self.prepared.device, pooled=True)[0]
+            statistics = reestimate(model, images, self.prepared.device, pooled=True, threads=self.threads)[0]
             model.load_state_dict(statistics, strict=False)
             return "reestimated"
         if queried:  # the strategy asked clients for statistics
@@ -104,6 +108,7 @@ class Evaluate(Listener):
         return "model" if all(norm.running_mean is not None for norm in norms) else "batch"
 
     def _measure(self, images: TestBatches) -> dict[str, Any]:
-        figures = evaluate(self.prepared.model, images, self.loss, self.prepared.device, self.metrics)
+        model, device = self.prepared.model, self.prepared.device
+        figures = evaluate(model, images, self.loss, device, self.metrics, threads=self.threads)
         figures.pop("num-examples")
         return {key.replace("-", "_"): value for key, value in figures.items()}

@@ -1,4 +1,4 @@
-"""A run's file is read once and its strategies are built once."""
+"""A run's file is read once, its strategies are built once, and its figures do not depend on the workers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import fedbn_flwr
 import fedbn_flwr.experiment.find as experiment_find
 import fedbn_flwr.experiment.prepare as experiment_prepare
 from fedbn_flwr import cli
@@ -50,3 +51,20 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
     assert cli.main(["run", str(file), "train.lr=0.05", "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "FixBN" / "model.safetensors").exists()
     assert count == {"read": 1, "parsed": 1, "FedAvg": 1, "FixBN": 1}
+
+
+@pytest.mark.parametrize("statistics", ["model", "reestimated"])
+def test_the_server_s_figures_do_not_depend_on_its_threads(statistics: str, tmp_path: Path) -> None:
+    """One thread evaluates for each worker, a batch of 40 of the 360 test images at a time."""
+    evaluate = {"batch_size": 40, "statistics": statistics, "metrics": ["auc", "macro_f1"]}
+    histories = []
+    for workers in (0, 1, 3):
+        engine = {"workers": workers, "device": "cpu"}
+        result = fedbn_flwr.run(
+            {"rounds": 2, "clients": 3, "train": {"steps": 2}, "evaluate": evaluate, "engine": engine},
+            out=tmp_path / str(workers),
+            progress=False,
+        )
+        histories.append(result.history.drop(columns="seconds").to_dict("records"))
+    assert histories[0] == histories[1] == histories[2]
+    assert {"accuracy", "loss", "auc", "macro_f1", "evaluated_with"} <= histories[0][0].keys()
