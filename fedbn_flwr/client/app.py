@@ -41,6 +41,17 @@ class ClientFailed(FedbnError, RuntimeError):
     """The error of a client that could not handle a message; Flower sends it to the server as an error reply."""
 
 
+class _MadeApp(ClientApp):
+    """Is pickled as the call that made it, because its handlers cannot be pickled."""
+
+    def __init__(self, make: Callable[[], ClientApp]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __reduce__(self) -> tuple[Callable[[], ClientApp], tuple[()]]:
+        return self._make, ()
+
+
 def client_app(
     make_client: MakeClient,
     *,
@@ -60,7 +71,7 @@ def client_app(
     `metric_names` renames metrics in replies, for instance {"train-loss": "train_loss"} for a server that expects this
     name.
     """
-    app = ClientApp()
+    app = _MadeApp(functools.partial(client_app, make_client, mods=mods, metric_names=dict(metric_names)))
     around = _mods_by_kind(mods)
     takes_config = len(inspect.signature(make_client).parameters) > 1
 

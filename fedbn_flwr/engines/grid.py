@@ -195,6 +195,8 @@ class WorkersGrid(Capabilities, Grid, ABC):
     def start(self) -> int:
         """Start the workers now; processes are forked before this one has threads that a fork would lose."""
         for worker in self._workers:
+            worker.begin()
+        for worker in self._workers:
             worker.start()
         return len(self._workers) or 1
 
@@ -217,11 +219,15 @@ class WorkersGrid(Capabilities, Grid, ABC):
         self._send_next()
 
     def _send_next(self) -> None:
+        taken = []
         for number, worker in enumerate(self._workers):
             if worker.is_free and (message := self._schedule.take(number)) is not None:
-                node = message.metadata.dst_node_id
-                with self._nodes.using(node) as context:
-                    worker.send(Task(message, None if self._schedule.is_kept(node) else context.state))
+                worker.begin()  # all at once, because a process can take seconds until it is ready
+                taken.append((worker, message))
+        for worker, message in taken:
+            node = message.metadata.dst_node_id
+            with self._nodes.using(node) as context:
+                worker.send(Task(message, None if self._schedule.is_kept(node) else context.state))
 
     # --- the nodes' states, between rounds ---
 

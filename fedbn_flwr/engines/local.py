@@ -2,7 +2,8 @@
 
 It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
 through. Otherwise worker processes serve them. They are forked: they share the memory of data loaded before, and only
-messages and states are pickled. (CUDA does not work in forked processes: use `workers=0`.)
+messages and states are pickled. With `gpus` they are spawned, because CUDA does not work in forked processes; see
+spawned.py.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from multiprocessing.connection import wait
+from typing import Literal
 
 from flwr.clientapp import ClientApp
 
 from .grid import Nodes, UserConfig, WorkersGrid
+from .spawned import Spawned, leave_if_unguarded
 from .worker import Worker
 
 
@@ -28,6 +31,12 @@ class LocalGrid(WorkersGrid):
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
         Processes that serve the nodes; 0 (default): this process.
+    gpus
+        GPUs on which workers train: worker i sees GPU i modulo `gpus` and no other. 0 (default): workers train on the
+        CPU.
+    start
+        How workers are started: "fork", or "spawn", the only way with `gpus`. A spawned process imports the app: it and
+        what it refers to must be at the top of a module, and what trains in a script below `if __name__ == "__main__"`.
     work
         The expected relative duration of each node's messages, for instance its number of images. Workers begin with
         the longest; from the second message of a node on, the duration of its last one counts.
@@ -49,6 +58,8 @@ class LocalGrid(WorkersGrid):
         num_nodes: int,
         *,
         workers: int = 0,
+        gpus: int = 0,
+        start: Literal["fork", "spawn"] | None = None,
         work: Sequence[float] | None = None,
         threads: int | None = None,
         run_config: UserConfig | None = None,
@@ -59,6 +70,13 @@ class LocalGrid(WorkersGrid):
         if workers and threads not in (None, 1):
             # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
             raise ValueError(f"threads is {threads}; worker processes train with one, or give workers=0")
+        if gpus < 0 or gpus > max(workers, 0):
+            raise ValueError(f"gpus is {gpus}, workers {workers}; expected gpus=0, or at least a worker for each GPU")
+        if start not in (None, "fork", "spawn") or (gpus and start == "fork"):
+            raise ValueError(f"start is {start!r} with gpus={gpus}; expected spawn, or fork without GPUs")
+        leave_if_unguarded()
+        self._gpus = min(gpus, num_nodes)
+        self._spawns = gpus > 0 or start == "spawn"
         self._processes: list[Worker] = []
         super().__init__(
             client_app,
@@ -73,7 +91,10 @@ class LocalGrid(WorkersGrid):
         )
 
     def _make_worker(self, served: Nodes) -> Worker:
-        self._processes.append(Worker(served.handle, served.give_state))
+        number = len(self._processes)
+        if number == 0:
+            self._served = Spawned(served, self._gpus) if self._spawns else served
+        self._processes.append(Worker(number, self._served))
         return self._processes[-1]
 
     def _wait(self, timeout: float | None) -> list[int]:

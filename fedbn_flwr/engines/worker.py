@@ -1,17 +1,21 @@
 """A worker process of the local engine. Any worker can serve any node: the node's state travels with the message.
 
-It is forked, so it shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that
-one of them holds at the fork stays locked in the new process: a worker that does not start is forked again.
+A forked worker shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that one
+of them holds at the fork stays locked in the new process: a worker that does not start is forked again.
+
+A spawned worker is a new interpreter, because a GPU cannot be used in a process that is forked after its first use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Protocol
@@ -23,9 +27,12 @@ from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed
 
 from .context_cache import keep_freed_memory
+from .logs import use_json
+from .spawned import Spawned, unpack, why_ended
 
 _FORKS = 3  # attempts to start a worker
-_START_TIMEOUT = 10  # seconds until a worker has taken the locks that it will need
+_START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
+_SPAWN_TIMEOUT = 300  # seconds until a spawned worker has imported PyTorch and the app
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,11 @@ class NodeWorker(Protocol):
     def is_free(self) -> bool:
         """Whether a message can be sent to it."""
 
-    def start(self) -> None: ...
+    def begin(self) -> None:
+        """Start it if it is not started, without waiting until it is ready."""
+
+    def start(self) -> None:
+        """Start it if it is not started, and wait until it is ready."""
 
     def send(self, task: Task) -> None: ...
 
@@ -67,15 +78,25 @@ class NodeWorker(Protocol):
     def close(self) -> None: ...
 
 
+class Served(Protocol):
+    """What a worker process does with what it is sent."""
+
+    def handle(self, task: Task) -> Done: ...
+
+    def give_state(self, node: int) -> RecordDict:
+        """The state of a node that the process keeps."""
+
+
 @dataclass
 class Worker:
     """A process that handles one message at a time; a dead one is replaced."""
 
-    handle: Callable[[Task], Done]  # called in the process
-    give_state: Callable[[int], RecordDict]  # called in the process: the state of a node that it keeps
+    number: int
+    served: Served | Spawned  # used by a forked process, or sent to a spawned one
     current: Message | None = None
     process: BaseProcess | None = None
     connection: Connection = field(init=False)
+    _is_ready: bool = False
 
     @property
     def is_free(self) -> bool:
@@ -116,27 +137,67 @@ class Worker:
         assert isinstance(state, RecordDict)
         return state
 
+    def begin(self) -> None:
+        """Start the process if there is none, without waiting until it is ready."""
+        if self.process is not None:
+            return
+        if isinstance(self.served, Spawned):
+            spawn = multiprocessing.get_context("spawn")
+            self.connection, other = spawn.Pipe()
+            level = logging.getLogger("flwr").getEffectiveLevel()
+            arguments = (self.served.pack(self.number), level, other)
+            self.process = spawn.Process(target=_serve_spawned, args=arguments, daemon=True)
+            resource_tracker.ensure_running()  # the start of the first process would start it, and unblock Ctrl-C
+            with self.served.environment(self.number), _without_interrupts():
+                self.process.start()
+        else:
+            fork = multiprocessing.get_context("fork")
+            self.connection, other = fork.Pipe()
+            self.process = fork.Process(target=_serve_forked, args=(self.served, self.connection, other), daemon=True)
+            with _without_interrupts():
+                self.process.start()
+        other.close()
+
     def start(self) -> None:
+        """Start the process if there is none, and wait until it is ready."""
+        if isinstance(self.served, Spawned):
+            self._spawn()
+        else:
+            self._fork()
+
+    def _spawn(self) -> None:
+        self.begin()
+        if self._is_ready:
+            return
+        assert self.process is not None
+        if not self.connection.poll(_SPAWN_TIMEOUT):
+            self.close()
+            raise RunFailed(f"a worker process was not ready after {_SPAWN_TIMEOUT} s; use fewer workers, or workers=0")
+        try:
+            problem = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            problem = why_ended(self.process.exitcode)
+        if problem is not None:
+            self.close()
+            raise RunFailed(problem)
+        self._is_ready = True
+
+    def _fork(self) -> None:
         for _ in range(_FORKS):
-            if self.process is None:
-                self._fork()
+            self.begin()
+            if not self._is_ready:
                 if not self.connection.poll(_START_TIMEOUT):
                     self.close()
                     continue
                 with contextlib.suppress(EOFError, OSError):  # it died: receive() reports it
                     self.connection.recv()
+                self._is_ready = True
             return
         raise RunFailed(
             f"worker processes cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
             "threads of this process use PyTorch's random numbers or its output; end them, or use workers=0"
         )
-
-    def _fork(self) -> None:
-        fork = multiprocessing.get_context("fork")
-        self.connection, other = fork.Pipe()
-        self.process = fork.Process(target=_serve, args=(self, other), daemon=True)
-        self.process.start()
-        other.close()
 
     def close(self) -> None:
         if self.process is not None:
@@ -147,20 +208,47 @@ class Worker:
             if self.process.is_alive():
                 self.process.terminate()
                 self.process.join(5)
-        self.process = None
+        self.process, self._is_ready = None, False
 
 
-def _serve(worker: Worker, connection: Connection) -> None:
-    worker.connection.close()  # the parent's end
-    keep_freed_memory()
-    # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started here receives Ctrl-C only when it has decided what to do with it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve_forked(served: Served, parent: Connection, connection: Connection) -> None:
+    parent.close()
     if "torch" in sys.modules:
         seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
-    connection.send(None)
+    _serve(served, connection)
+
+
+def _serve_spawned(data: bytes, level: int, connection: Connection) -> None:
+    logging.getLogger("flwr").setLevel(level)
+    use_json()
+    try:
+        served = unpack(data)
+    except RunFailed as error:
+        with contextlib.suppress(OSError):  # the parent has ended
+            connection.send(str(error))
+    else:
+        _serve(served, connection)
+
+
+def _serve(served: Served, connection: Connection) -> None:
+    keep_freed_memory()
+    # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
+        connection.send(None)
         while (task := connection.recv()) is not None:
-            connection.send(worker.handle(task) if isinstance(task, Task) else worker.give_state(task))
+            connection.send(served.handle(task) if isinstance(task, Task) else served.give_state(task))

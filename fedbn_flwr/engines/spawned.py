@@ -1,0 +1,162 @@
+"""What a worker process gets that is started as a new interpreter: its ClientApp, and one GPU.
+
+The process imports what the app refers to by name. Tensors in a GPU's memory that the app holds are not copied: all
+processes of that GPU read the same memory (CUDA IPC).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import WARNING
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flwr.clientapp import ClientApp
+from flwr.common import log
+
+from fedbn_flwr.errors import RunFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UNGUARDED = 97  # exit code of a process that found its main script unguarded
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_AT_THE_TOP = (
+    "it and what it refers to must be at the top of a module: not in a function, nor in a notebook, nor below "
+    'if __name__ == "__main__"; or use workers=0'
+)
+
+
+@dataclass
+class Spawned:
+    """What spawned processes get: `served`, and one of `gpus` GPUs each; with 0 no choice of GPU is made."""
+
+    served: Any
+    gpus: int = 0
+    _copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by tensor and GPU
+
+    def pack(self, number: int) -> bytes:
+        """The data from which `unpack` makes `served` in process `number`."""
+        file = io.BytesIO()
+        try:
+            _Pickler(file, number % self.gpus if self.gpus else None, self._copies).dump(self.served)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise RunFailed(f"worker processes cannot get the ClientApp: {error}; {_AT_THE_TOP}") from error
+        return file.getvalue()
+
+    @contextmanager
+    def environment(self, number: int) -> Iterator[None]:
+        """The environment that process `number` is started in.
+
+        It sees one GPU, so that "cuda" is that GPU in all of its threads, also in code of the user.
+        """
+        if not self.gpus:
+            yield
+            return
+        before = os.environ.get(_VISIBLE)
+        gpu = number % self.gpus
+        os.environ[_VISIBLE] = before.split(",")[gpu].strip() if before else str(gpu)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_VISIBLE]
+            else:
+                os.environ[_VISIBLE] = before
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` was given; RunFailed if this process cannot import it."""
+    try:
+        return pickle.loads(data)  # noqa: S301 (from the process that started this one)
+    except Exception as error:  # of any module that is imported
+        raise RunFailed(
+            f"a worker process cannot load the ClientApp ({type(error).__name__}: {error}); {_AT_THE_TOP}"
+        ) from error
+
+
+def leave_if_unguarded() -> None:
+    """End this process if it is a new worker that executes the main script of the process that started it.
+
+    A spawned process imports the main script, in which only code below `if __name__ == "__main__"` is not executed.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(UNGUARDED)
+
+
+def why_ended(code: int | None) -> str:
+    """Why a process ended with this exit code before it was ready."""
+    if code == UNGUARDED:
+        return (
+            "a worker process imports the script, and the script trains when it is imported; put what trains below "
+            'if __name__ == "__main__": (docs/python.md), or use workers=0'
+        )
+    how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    return f"a worker process ended while it started ({how}); the output above may have the reason; or use workers=0"
+
+
+class _Pickler(ForkingPickler):
+    def __init__(self, file: io.BytesIO, gpu: int | None, copies: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(file)
+        self._gpu = gpu
+        self._copies = copies
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ClientApp):
+            return _app(value)
+        torch = sys.modules.get("torch")
+        if self._gpu is not None and torch is not None and isinstance(value, torch.Tensor) and value.is_cuda:
+            return self._shared(value, self._gpu)
+        return NotImplemented
+
+    def _shared(self, tensor: Tensor, gpu: int) -> Any:
+        """A tensor in the memory of a GPU that is this process's cuda:`gpu` and the only GPU of the other process."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        key = (id(tensor), gpu)
+        if key not in self._copies:  # one for all processes of the GPU
+            self._copies[key] = (tensor, tensor.to(f"cuda:{gpu}"))
+        try:
+            rebuild, arguments = reduce_tensor(self._copies[key][1])
+        except RuntimeError as error:
+            log(WARNING, "processes cannot share the memory of a GPU here, so each has a copy of the data: %s", error)
+            return _copied, (tensor.cpu(),)
+        index = list(inspect.signature(rebuild).parameters).index("storage_device")
+        return rebuild, (*arguments[:index], 0, *arguments[index + 1 :])
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.cuda()
+
+
+def _app(app: ClientApp) -> Any:
+    """How another process finds an app: by its name in a module, or from the arguments of `client_app`."""
+    module, name = _name_of(app)
+    if type(app) is not ClientApp and module in ("", "__main__"):  # it may be below if __name__ == "__main__"
+        return NotImplemented
+    if not name:
+        raise pickle.PicklingError("it is in no module")
+    return _find, (module, name)
+
+
+def _name_of(app: ClientApp) -> tuple[str, str]:
+    for module, content in list(sys.modules.items()):
+        if isinstance(content, ModuleType) and module != "__mp_main__":
+            for name, value in list(vars(content).items()):
+                if value is app:
+                    return module, name
+    return "", ""
+
+
+def _find(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,154 @@
+"""Workers that are started as new interpreters, as for GPUs: the same numbers, and errors that say what to do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.build import build_model
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
+from tests.support.records import content
+
+CLIENTS = 3
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_model("cnn", 3, "bn", in_channels=1, image_size=8)
+
+
+def batches(client: int) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(client)
+    return [
+        (torch.randn(6 + client, 1, 8, 8, generator=random) + client, torch.arange(6 + client) % 3) for _ in range(2)
+    ]
+
+
+def make_client(context: Context) -> BNClient:
+    data = batches(int(context.node_config["partition-id"]))
+    return BNClient(model(), data, data, lr=0.1, momentum=0.9, epochs=1, context=context)
+
+
+def die(message: Message, context: Context) -> Message:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+app = client_app(make_client)
+app.query("die")(die)
+
+
+def rounds(grid: LocalGrid) -> list[Any]:
+    """The models after two rounds of each strategy and the clients' states, which FedBN and momentum need."""
+    found: list[Any] = []
+    for make in (FedAvg, FedBN, lambda **options: FedTAN(min_batch=1, **options)):
+        strategy = make(min_available_nodes=CLIENTS, fraction_evaluate=0.0)
+        trained = unpack(strategy.start(grid, pack(initial_arrays(model())), num_rounds=2).arrays)
+        found.append({key: value.tobytes() for key, value in trained.items()})
+    return found + [content(grid.read_state(node)) for node in grid.get_node_ids()]
+
+
+def test_they_train_what_one_process_trains_and_a_killed_one_is_replaced() -> None:
+    with LocalGrid(app, CLIENTS, threads=1) as here, LocalGrid(app, CLIENTS, workers=2) as forked:
+        expected = rounds(here)
+        assert rounds(forked) == expected
+    with LocalGrid(app, CLIENTS, workers=2, start="spawn") as grid:
+        assert rounds(grid) == expected
+        lost, kept = grid.send_and_receive([Message(RecordDict(), node, f"query.{kind}") for node, kind in
+                                            ((1, "die"), (2, "keys"))])  # fmt: skip
+        assert "signal 9" in lost.error.reason
+        assert kept.has_content()
+        (again,) = grid.send_and_receive([Message(RecordDict(), 1, "query.keys")])
+        assert again.has_content()
+        assert [content(grid.read_state(node)) for node in grid.get_node_ids()] == expected[3:]
+
+
+# --- what cannot be sent or imported ------------------------------------------
+
+
+def test_an_app_inside_a_function_is_refused_before_a_process_starts() -> None:
+    def make_client(context: Context) -> BNClient:
+        raise AssertionError
+
+    plain = ClientApp()
+    for inside, found in ((client_app(make_client), "make_client"), (plain, "no module")):
+        with (
+            LocalGrid(inside, 1, workers=1, start="spawn") as grid,
+            pytest.raises(RunFailed, match=f"{found}.*at the top of a module"),
+        ):
+            grid.start()
+
+
+def test_an_app_whose_module_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("a_notebook")
+    module.app = ClientApp()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_notebook", module)
+    with (
+        LocalGrid(module.app, 1, workers=1, start="spawn") as grid,
+        pytest.raises(RunFailed, match=r"No module named 'a_notebook'.*at the top of a module"),
+    ):
+        grid.start()
+    assert multiprocessing.active_children() == []
+
+
+SCRIPT = """
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from fedbn_flwr import LocalGrid
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    return Message(RecordDict(), reply_to=message)
+
+{guard}
+    with LocalGrid(app, 2, workers=2, start="spawn") as grid:
+        replies = list(grid.send_and_receive([Message(RecordDict(), node, "train") for node in (1, 2)]))
+        print(len(replies), "replies", all(reply.has_content() for reply in replies))
+"""
+
+
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_a_script_needs_a_guard_and_the_error_says_so(guard: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(guard=guard))
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    if guard == "if True:":
+        assert ended.returncode == 1
+        assert 'put what trains below if __name__ == "__main__"' in ended.stderr
+        assert ended.stderr.count("Traceback") == 1, "that of the script itself, none of a worker"
+    else:
+        assert (ended.returncode, ended.stdout) == (0, "2 replies True\n"), ended.stderr
+
+
+def test_ctrl_c_while_workers_start_ends_them_without_tracebacks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":\n    print("starts", flush=True)'))
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "starts\n"
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to all processes
+    _, errors = process.communicate(timeout=60)  # until the last process of them has closed its output
+    assert process.returncode == -signal.SIGINT
+    assert errors.count("Traceback") <= 1, "that of the script itself, none of a worker"
