@@ -10,14 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fedbn_flwr import cli
-from fedbn_flwr.bench.common import Options
+from fedbn_flwr.bench.common import Options, random_images
+from fedbn_flwr.bench.sharing import Rounds
 from fedbn_flwr.bench.training import five_clients
 from fedbn_flwr.results.folder import RunFolder, mark_interrupted
 from fedbn_flwr.results.summary import Status, Summary
+from fedbn_flwr.strategies import FedBN
 from tests.support.command import ROOT, environment
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
@@ -301,6 +304,15 @@ def test_a_benchmark_gives_its_figures_as_json(capsys: pytest.CaptureFixture[str
         assert found["figures"]["gpu"] == []
         assert cli.main(["bench", "gpu"]) == 0
         assert "nothing measured on cpu" in capsys.readouterr().out
+
+
+def test_a_round_is_never_shorter_than_the_bound_that_it_is_measured_by() -> None:
+    steps = np.repeat([1, 2], 50)
+    images = random_images(40, torch.device("cpu"))
+    rounds = Rounds(images, steps, FedBN, chosen=3, workers=2, how={"keep_momentum": True})
+    with rounds.grid:
+        ratios = [rounds.train(1), rounds.train(2), rounds.evaluate(2)]
+    assert min(ratios) >= 1
 
 
 def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:
