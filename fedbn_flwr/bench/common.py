@@ -73,8 +73,9 @@ def seconds(action: Callable[[], Any]) -> float:
 class BareLoop:
     """Plain PyTorch: SGD with momentum on images that are gathered and normalised batch by batch."""
 
-    def __init__(self, data: Images) -> None:
+    def __init__(self, data: Images, batch: int = BATCH) -> None:
         self.images, self.labels = data.images, data.labels
+        self.batch = batch
         device = self.images.device
         self.model = resnet20(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
@@ -84,8 +85,8 @@ class BareLoop:
     def __call__(self, steps: int) -> None:
         self.model.train()
         total = torch.zeros((), device=self.images.device)
-        rows = torch.randperm(len(self.images))[: steps * BATCH].to(self.images.device)
-        for batch in rows.split(BATCH):
+        rows = torch.randperm(len(self.images))[: steps * self.batch].to(self.images.device)
+        for batch in rows.split(self.batch):
             inputs = (self.images[batch].float() / 255 - self.mean) / self.deviation
             self.optimizer.zero_grad()
             loss = F.cross_entropy(self.model(inputs), self.labels[batch])
@@ -105,12 +106,14 @@ def random_images(count: int, device: torch.device) -> Images:
     return Images(images.to(device), torch.randint(0, 10, (count,), generator=generator).to(device))
 
 
-def same_clients(data: Images, model_of: Callable[[int], ModelTensors], steps: int, **options: Any) -> ClientApp:
+def same_clients(
+    data: Images, model_of: Callable[[int], ModelTensors], steps: int, *, batch: int = BATCH, **options: Any
+) -> ClientApp:
     """An app whose clients have the same images; `model_of(client)` returns a client's model."""
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
-        batches = ClientBatches(data, torch.arange(len(data.labels)), MOMENTS, batch_size=BATCH, client=client, seed=0)
+        batches = ClientBatches(data, torch.arange(len(data.labels)), MOMENTS, batch_size=batch, client=client, seed=0)
         return BNClient(model_of(client), batches, lr=0.01, momentum=0.9, steps=steps, context=context, **options)
 
     return client_app(make_client)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from . import ClientRule, Key
@@ -27,7 +28,9 @@ def copies(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     return {parameter: parameter.detach().clone() for parameter in parameters}
 
 
+@torch.no_grad()
 def add_proximal(received: Mapping[nn.Parameter, Tensor], mu: float) -> None:
-    for parameter, start in received.items():
-        if parameter.grad is not None:
-            parameter.grad.add_(parameter.detach() - start, alpha=mu)
+    trained = {parameter: start for parameter, start in received.items() if parameter.grad is not None}
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    if gradients:
+        torch._foreach_add_(gradients, torch._foreach_sub(list(trained), list(trained.values())), alpha=mu)

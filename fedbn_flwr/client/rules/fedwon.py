@@ -38,8 +38,7 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], factor: float, eps: floa
             continue
         limit = _unit_norm(parameter).clamp_(min=eps) * factor
         norm = _unit_norm(gradient)
-        clipped = gradient * (limit / norm.clamp(min=1e-6))
-        gradient.copy_(torch.where(norm > limit, clipped, gradient))
+        gradient.mul_(torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0))
 
 
 def _unit_norm(x: Tensor) -> Tensor:

@@ -28,10 +28,11 @@ class Scaffold(ClientRule):
 
     def adjust(self) -> None:
         self.steps += 1
-        for parameter, correction in self.corrections.items():
-            if parameter.grad is not None:
-                self.sums[parameter] += parameter.grad
-                parameter.grad += correction
+        gradients = {parameter: parameter.grad for parameter in self.sums if parameter.grad is not None}
+        if gradients:
+            found = list(gradients.values())
+            torch._foreach_add_([self.sums[parameter] for parameter in gradients], found)
+            torch._foreach_add_(found, [self.corrections[parameter] for parameter in gradients])
 
     def finish(self, update: Update) -> None:
         before = self._own()
