@@ -1,6 +1,6 @@
 """Tests whether plain SGD trains a network with frozen batch norm at this learning rate, without federated code.
 
-    fedbn run mnist rounds=50 'seeds=[0]' --out RUNS      # FedAvg+BN and FedTAN are used
+    fedbn run fedtan/mnist rounds=50 'seeds=[0]' --out RUNS      # FedAvg+BN and FedTAN are used
     python benchmarks/frozen_lr.py RUNS/FedAvg+BN/model.safetensors DATA
 
 DATA is the MNIST folder or hub name. Prints the loss every 20 steps of 200 with batches of 640, for batch norm with

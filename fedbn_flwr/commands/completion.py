@@ -104,7 +104,7 @@ def _names(kind: str) -> list[str]:
 
             return list(KINDS)
         case _:
-            from fedbn_flwr.experiment.find import shipped_experiments
+            from fedbn_flwr.experiment.content import shipped_experiments
 
             return list(shipped_experiments())
 

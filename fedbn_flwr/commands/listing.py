@@ -6,19 +6,31 @@ import argparse
 import dataclasses
 import inspect
 import json
+import os
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
-from .common import Commands, add_command
+from .common import Commands, add_command, duration
 
 if TYPE_CHECKING:
     from fedbn_flwr.strategies import Description
 
 KINDS = ("strategies", "models", "norms", "datasets", "partitions", "experiments")
+
+# The folders of the shipped experiments.
+PAPERS = {
+    "": "To start with",
+    "fixbn": 'FixBN: Zhong, Chen, Chao, "Making Batch Normalization Great in Federated Deep Learning"',
+    "fedtan": 'FedTAN: Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?"',
+    "fedwon": 'FedWon: Zhuang, Lyu, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization"',
+    "fedbs": 'FedBS: Idrissi, Berrada, Noubir, "FedBS: Learning on Non-IID Data in Federated Learning using Batch '
+    'Normalization"',
+    "ours": "All rules side by side",
+}
 
 
 def add(commands: Commands) -> None:
@@ -28,14 +40,27 @@ def add(commands: Commands) -> None:
         list_names,
         summary="strategies, models, norms, data sets, partitions or experiments",
         description="List what an experiment can name, each with a line that says what it is.",
-        epilog="Example: fedbn list strategies FedTAN shows its paper, its arguments and its cost.",
+        epilog=(
+            "Examples: fedbn list strategies FedTAN shows its paper, its arguments and its cost; fedbn list "
+            "experiments fixbn --time the experiments of one paper."
+        ),
     )
     parser.add_argument("what", choices=KINDS, metavar="WHAT", help=f"one of {', '.join(KINDS)}")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these; strategies with all details")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="only these; strategies with all details; experiments also by paper"
+    )
+    parser.add_argument(
+        "--time", action="store_true", help="experiments with the minutes of their training steps, from timed steps"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON; strategies with all details")
 
 
 def list_names(arguments: argparse.Namespace) -> None:
+    if arguments.time and arguments.what != "experiments":
+        raise SettingsError(f"--time is for experiments, but WHAT is {arguments.what}; leave it out")
+    if arguments.what == "experiments":
+        list_experiments(arguments.names, timed=arguments.time, as_json=arguments.json)
+        return
     lines = _lines(arguments.what)
     for name in arguments.names:
         if name not in lines:
@@ -76,14 +101,63 @@ def _lines(what: str) -> Mapping[str, str]:
             from fedbn_flwr.data.catalogue import describe_datasets
 
             return describe_datasets()
-        case "partitions":
+        case _:
             from fedbn_flwr.data.partition.kinds import describe_partitions
 
             return describe_partitions()
-        case _:
-            from fedbn_flwr.experiment.find import load_experiment, shipped_experiments
 
-            return {name: load_experiment(name).description for name in shipped_experiments()}
+
+def list_experiments(names: Sequence[str], *, timed: bool, as_json: bool) -> None:
+    """The shipped experiments by paper, each with its cost."""
+    from fedbn_flwr.experiment.content import shipped_experiments
+    from fedbn_flwr.experiment.cost import cost_of
+    from fedbn_flwr.experiment.find import load_experiment
+
+    shipped = list(shipped_experiments())
+    papers = {name: name.rpartition("/")[0] for name in shipped}
+    for name in names:
+        if name not in shipped and name not in papers.values():
+            known = [*shipped, *filter(None, dict.fromkeys(papers.values()))]
+            raise SettingsError(f"experiments: there is no {name!r}; {did_you_mean(name, known)}")
+    chosen = {name: load_experiment(name) for name in shipped if not names or {name, papers[name]} & set(names)}
+    costs = {name: cost_of(experiment, timed=timed) for name, experiment in chosen.items()}
+    if as_json:
+        found = {
+            name: {"description": each.description, "paper": papers[name], **dataclasses.asdict(costs[name])}
+            for name, each in chosen.items()
+        }
+        print(json.dumps(found, indent=2))
+        return
+    width = max(map(len, chosen))
+    for paper in dict.fromkeys(papers[name] for name in chosen):
+        head = f"{'runs':>6} {'images':>8}" + (f" {'time':>8}" if timed else "")
+        print(f"{PAPERS.get(paper, paper)}\n{' ' * width}  {head}")
+        for name in (name for name in chosen if papers[name] == paper):
+            cost = costs[name]
+            columns = f"{cost.runs:>6} {_count(cost.images):>8}" + (f" {_duration(cost.minutes):>8}" if timed else "")
+            print(f"{name.ljust(width)}  {columns}  {chosen[name].description}")
+        print()
+    print(
+        "images: to train on in all runs; fedbn explain NAME has the time, bytes and memory of each run"
+        + (
+            f"\ntime: of the training steps only, on {os.cpu_count()} cores, from steps on random images"
+            if timed
+            else ""
+        )
+    )
+
+
+def _count(images: int | None) -> str:
+    if images is None:
+        return "?"
+    for unit, factor in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if images >= factor:
+            return f"{images / factor:.3g} {unit}"
+    return str(images)
+
+
+def _duration(minutes: float | None) -> str:
+    return "?" if minutes is None else duration(60 * minutes)
 
 
 def _as_json(about: Description) -> dict[str, Any]:

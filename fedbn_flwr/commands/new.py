@@ -30,7 +30,8 @@ def add(commands: Commands) -> None:
 
 
 def new(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.experiment.find import load_experiment, read_content
+    from fedbn_flwr.experiment.content import read_content
+    from fedbn_flwr.experiment.find import load_experiment
     from fedbn_flwr.experiment.template import template
 
     name = arguments.name.removesuffix(".yaml")

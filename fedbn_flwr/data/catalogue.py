@@ -20,6 +20,7 @@ class Entry:
     classes: int
     channels: int
     size: int | None  # images are resized to size x size, as in the papers; None: not resized
+    images: int | None = None  # to train on
     hub: str | None = None  # name on the Hugging Face hub
     test: str = "test"  # the hub's split with public labels to test on
     image: str = "image"  # names of columns
@@ -89,6 +90,7 @@ CATALOGUE: Mapping[str, Entry] = {
         classes=10,
         channels=3,
         size=32,
+        images=50_000,
         hub="uoft-cs/cifar10",
         image="img",
         moments=((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -99,18 +101,28 @@ CATALOGUE: Mapping[str, Entry] = {
         classes=100,
         channels=3,
         size=32,
+        images=50_000,
         hub="uoft-cs/cifar100",
         image="img",
         label="fine_label",
         moments=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
         augment=_CROP,
     ),
-    "mnist": Entry("MNIST", classes=10, channels=1, size=28, hub="ylecun/mnist", moments=((0.1307,), (0.3081,))),
+    "mnist": Entry(
+        "MNIST",
+        classes=10,
+        channels=1,
+        size=28,
+        images=60_000,
+        hub="ylecun/mnist",
+        moments=((0.1307,), (0.3081,)),
+    ),
     "fashion_mnist": Entry(
         "Fashion-MNIST",
         classes=10,
         channels=1,
         size=28,
+        images=60_000,
         hub="zalando-datasets/fashion_mnist",
         moments=((0.2860,), (0.3530,)),
     ),
@@ -119,19 +131,27 @@ CATALOGUE: Mapping[str, Entry] = {
         classes=200,
         channels=3,
         size=64,
+        images=100_000,
         hub="zh-plus/tiny-imagenet",
         test="valid",
         moments=_TINY,
         augment=_RESIZED,
     ),
     "tiny_imagenet_25": Entry(
-        "every eighth class of Tiny-ImageNet", classes=25, channels=3, size=64, moments=_TINY, augment=_RESIZED
+        "every eighth class of Tiny-ImageNet",
+        classes=25,
+        channels=3,
+        size=64,
+        images=12_500,
+        moments=_TINY,
+        augment=_RESIZED,
     ),
     "imagenet": Entry(
         "ImageNet-1K",
         classes=1000,
         channels=3,
         size=224,
+        images=1_281_167,
         hub="ILSVRC/imagenet-1k",
         test="validation",
         moments=_IMAGENET,
@@ -143,6 +163,7 @@ CATALOGUE: Mapping[str, Entry] = {
         classes=10,
         channels=3,
         size=28,
+        images=37_190,  # 7,438 of each domain, as in FedBN's code
         domain="domain",
         domains=("mnist", "svhn", "usps", "synth", "mnist_m"),
         moments=((0.5,) * 3, (0.5,) * 3),  # not measured: the values in FedBN's code
@@ -152,6 +173,7 @@ CATALOGUE: Mapping[str, Entry] = {
         classes=10,
         channels=3,
         size=256,
+        images=2_050,  # of 2,533: every fifth of a class is a test image
         domain="domain",
         domains=("amazon", "caltech", "dslr", "webcam"),
         augment=_TURNED,
@@ -174,6 +196,7 @@ CATALOGUE: Mapping[str, Entry] = {
         classes=19,
         channels=3,
         size=None,
+        images=2_975,
         label="mask",
         moments=_IMAGENET,  # as is usual
         augment=("flip",),

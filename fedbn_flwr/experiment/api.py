@@ -18,7 +18,8 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.results.folder import RunFolder, default_out
 from fedbn_flwr.results.result import Result, Results
 
-from .find import read_content, read_experiment, run_names
+from .content import extended, read_content
+from .find import read_experiment, run_names
 from .run import run_in_simulation, run_locally
 from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
 
@@ -136,7 +137,10 @@ def run_all(
 def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes) -> Experiment:
     if isinstance(source, Settings):
         source = source.model_dump(mode="json")
-    content, name = (_plain("", source), "experiment") if isinstance(source, Mapping) else read_content(str(source))
+    if isinstance(source, Mapping):
+        content, name = extended(_plain("", source), Path()), "experiment"
+    else:
+        content, name = read_content(str(source))
     plain: dict[str, Any] = {key: _plain(key, value) for key, value in changes.items()}
     if "runs" in plain and isinstance(content, Mapping):
         content = {**content, "runs": plain.pop("runs")}

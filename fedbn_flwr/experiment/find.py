@@ -7,15 +7,15 @@ import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import file_name, shorten
-from fedbn_flwr.yaml_text import DEPTH, LENGTH, parse_yaml
+from fedbn_flwr.yaml_text import DEPTH, parse_yaml
 
 from .check import KEYS_OF_A_FILE, check_settings
+from .content import WHOLE, merge, read_content
 from .expansion import (
     LISTS,
     PAPER,
@@ -35,54 +35,10 @@ from .settings import Experiment, Settings
 from .smoke import smoke
 
 
-def experiments_folder() -> Path:
-    """The folder of the shipped experiments: inside a wheel's package, else `apps/` of a checkout or app bundle."""
-    here = Path(__file__).parent.parent
-    inside = here / "apps"
-    return (inside if inside.is_dir() else here.parent / "apps") / "experiments"
-
-
-def shipped_experiments() -> dict[str, Path]:
-    return {file.stem: file for file in sorted(experiments_folder().glob("*.yaml"))}
-
-
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read an experiment (name of a shipped one, file ending in .yaml, or YAML text) and apply the overrides."""
     content, name = read_content(source)
     return read_experiment(content, overrides, name=name)
-
-
-def read_content(source: str) -> tuple[Any, str]:
-    """The parsed content of an experiment, and its name."""
-    if "\n" in source or source.lstrip().startswith("{"):
-        return parse_yaml(source), "experiment"
-    try:
-        path = Path(source).expanduser()
-    except RuntimeError as error:  # no such user
-        raise SettingsError(f"cannot read the experiment {source!r}: {error}") from None
-    if path.suffix not in (".yaml", ".yml"):
-        shipped = shipped_experiments()
-        if source not in shipped:
-            raise SettingsError(
-                f"there is no experiment {source!r}: it is neither a file ending in .yaml nor a shipped experiment; "
-                f"{did_you_mean(source, shipped)}"
-            )
-        path = shipped[source]
-    try:
-        if (size := path.stat().st_size) > 4 * LENGTH:  # at most four bytes a character
-            raise SettingsError(f"the experiment {str(path)!r} has {size} bytes; expected at most {4 * LENGTH}")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"cannot read the experiment {str(path)!r}: byte {error.start} is not UTF-8; save the file as UTF-8"
-        ) from None
-    except SettingsError:
-        raise
-    except ValueError as error:  # a NUL in the path
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error}") from None
-    return parse_yaml(text), path.stem
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
@@ -247,7 +203,7 @@ def _changed_by_overrides(
     """
     changed = [key for key in sorted(compared) if settings.get(key) != planned.get(key)]
     for key in changed:
-        if key in variant and key.rpartition(".")[2] in _WHOLE.values():
+        if key in variant and key.rpartition(".")[2] in WHOLE.values():
             raise SettingsError(
                 f"{where}: {key} is {variant[key]!r} in this run, which its label says; an override must not replace "
                 f"it by {settings.get(key)!r}. Leave the override out, select other runs with only=LABEL, or copy the "
@@ -333,36 +289,3 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
                 raise SettingsError(f"{word!r}: {part!r} has a value already")
         target[last] = parse_yaml(value)
     return changes
-
-
-# Mappings whose keys depend on their name or kind: two strategies have different arguments.
-_WHOLE = {
-    "strategy": "name",
-    "base": "name",
-    "partition": "kind",
-    "optimizer": "name",
-    "loss": "name",
-    "track": "name",
-}
-
-# Sections for which a file may give only the value of this key.
-_SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}
-
-
-def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole."""
-    result = dict(base)
-    for key, value in changes.items():
-        old = result.get(key)
-        if isinstance(value, Mapping) and isinstance(old, str) and key in _SHORT:
-            old = {_SHORT[key]: old}
-        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
-            result[key] = merge(old, value)
-        else:
-            result[key] = value
-    return result
-
-
-def _is_another(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    name = _WHOLE.get(key)
-    return name is not None and name in new and new[name] != old.get(name)

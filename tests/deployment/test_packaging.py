@@ -23,7 +23,7 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert "fedbn_flwr/strategies/__init__.py" in names
     assert "fedbn_flwr/strategies.py" not in names
     assert "fedbn_flwr/py.typed" in names
-    assert "fedbn_flwr/apps/experiments/demo.yaml" in names
+    assert {"fedbn_flwr/apps/experiments/demo.yaml", "fedbn_flwr/apps/experiments/fixbn/table4.yaml"} <= set(names)
 
 
 def test_package_indices_accept_the_wheel_and_the_source(wheel: Path, tmp_path: Path) -> None:
@@ -65,14 +65,14 @@ def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None
     zipfile.ZipFile(bundle).extractall(unpacked)
     code = (
         "import json, fedbn_flwr, apps.server_app, apps.client_app\n"
-        "import fedbn_flwr.strategies as s, fedbn_flwr.experiment.find as e\n"
+        "import fedbn_flwr.strategies as s, fedbn_flwr.experiment.content as e\n"
         "print(json.dumps([s.__file__, s.FixBN.__module__, sorted(e.shipped_experiments()), fedbn_flwr.__version__]))"
     )
     printed = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(unpacked))
     file, module, experiments, version = json.loads(printed.splitlines()[-1])
     assert file.startswith(str(unpacked))
     assert module == "fedbn_flwr.strategies.fixbn"
-    assert "demo" in experiments
+    assert {"demo", "fixbn/table4"} <= set(experiments)
     assert version == fedbn_flwr.__version__
 
 

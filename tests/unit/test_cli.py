@@ -226,7 +226,7 @@ def test_runs_that_flower_ended_are_marked_as_interrupted(tmp_path: Path) -> Non
     assert [(each.status, each.rounds) for each in found if each] == [("interrupted", 3), ("finished", 3)]
 
 
-@pytest.mark.parametrize("what", ["strategies", "models", "norms", "datasets", "partitions", "experiments"])
+@pytest.mark.parametrize("what", ["strategies", "models", "norms", "datasets", "partitions"])
 def test_list_prints_names_and_what_they_are(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", what, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -240,6 +240,35 @@ def test_list_prints_names_and_what_they_are(what: str, capsys: pytest.CaptureFi
     assert first in capsys.readouterr().out
     assert cli.main(["list", what, "nosuch"]) == 2
     assert "known: " in capsys.readouterr().err
+
+
+def test_experiments_are_listed_by_paper_with_their_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "experiments", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert next(iter(listed)) == "demo"
+    assert listed["demo"]["paper"] == ""
+    centralised, others = 100 * 5 * 32, 4 * 100 * 5 * 5 * 32
+    assert listed["demo"]["images"] == centralised + others
+    table4 = listed["fixbn/table4"]
+    assert (table4["paper"], table4["runs"]) == ("fixbn", 7 * 3)
+    assert table4["images"] == 7 * 3 * 128 * 50_000, "128 epochs in each run"
+    assert cli.main(["list", "experiments", "fixbn"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("FixBN: Zhong, Chen, Chao")
+    assert "fixbn/tableH" in printed
+    assert "demo" not in printed
+    assert cli.main(["list", "experiments", "fixbn/tabel4"]) == 2
+    assert "did you mean 'fixbn/table4'" in capsys.readouterr().err
+    assert cli.main(["list", "models", "--time"]) == 2
+    assert "--time is for experiments" in capsys.readouterr().err
+
+
+def test_the_time_of_an_experiment_is_that_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "experiments", "demo", "quick", "--time", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert 0 < listed["quick"]["minutes"] < listed["demo"]["minutes"] < 60
+    assert cli.main(["list", "experiments", "quick", "--time"]) == 0
+    assert "time: of the training steps only" in capsys.readouterr().out
 
 
 def test_a_strategy_is_listed_with_its_arguments_and_cost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,7 +275,7 @@ def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
         write_parquet(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
-    run = load_experiment("mnist", ["seed=0", f"data.root={root}"]).runs[1]
+    run = load_experiment("fedtan/mnist", ["seed=0", f"data.root={root}"]).runs[1]
     assert prepare_run(run, "run", make_rule(run)).dataset.train.images.shape == (20, 1, 28, 28)
 
 

@@ -199,7 +199,7 @@ def test_fedbn_partition_counts_the_images_of_each_city(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"data.root={root}", "clients=2", "data.crop=16"]
-    assert cli.main(["partition", "cityscapes", *words, "--out", str(tmp_path / "bars.png")]) == 0
+    assert cli.main(["partition", "fixbn/table3", *words, "--out", str(tmp_path / "bars.png")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert ["client", "images"] in lines
     assert ["0", "aachen", "3"] in lines
@@ -329,8 +329,8 @@ def test_two_rounds_of_fedavg_with_deeplab(root: Path, tmp_path: Path, norm: str
     """The shipped experiment, small: by city, crops, mean IoU in the history and the summary."""
     pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
     words = [f"data.root={root}", "clients=2", "rounds=2", "data.crop=32", "train.batch_size=2", "evaluate.every=1"]
-    words += [f"only=FedAvg+{norm.upper()}", "data.stream=true", "evaluate.clients=true", "label=one"]
-    experiment = load_experiment("cityscapes", words)
+    words += [f"only=['MobileNetV2, {norm.upper()}']", "data.stream=true", "evaluate.clients=true", "label=one"]
+    experiment = load_experiment("fixbn/table3", words)
     assert {run.data.partition.kind for run in experiment.runs} == {"natural"}
     file = tmp_path / "one.yaml"
     text = json.dumps(experiment.runs[0].model_dump(mode="json", exclude={"label"}))

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.experiment.find import load_experiment, run_names, shipped_experiments
+from fedbn_flwr.experiment.content import shipped_experiments
+from fedbn_flwr.experiment.find import load_experiment, run_names
 from fedbn_flwr.experiment.prepare import make_rule
 from tests.support.experiments import fault, read
 from tests.support.fuzz import cases, damaged

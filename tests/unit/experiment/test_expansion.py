@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names, shipped_experiments
+from fedbn_flwr.experiment.content import shipped_experiments
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault
 

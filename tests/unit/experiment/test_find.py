@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.content import merge, read_content
 from fedbn_flwr.experiment.find import (
     from_run_config,
     load_experiment,
-    merge,
     parse_overrides,
     parse_yaml,
     read_experiment,
@@ -42,6 +42,43 @@ def test_a_file_that_is_not_a_mapping_is_refused() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the experiment .*absent\.yaml.*No such file"):
         load_experiment(str(tmp_path / "absent.yaml"))
+
+
+# --- extends ---
+
+PARENT = (
+    "rounds: 8\ndescription: parent\ntrain: {lr: 0.5, steps: 3}\nstrategy: {name: FedProx}\nruns: {a: {rounds: 3}}\n"
+)
+
+
+def test_an_experiment_takes_the_settings_of_the_one_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(PARENT)
+    (tmp_path / "child.yaml").write_text("extends: parent.yaml\ntrain: {lr: 0.1}\nstrategy: {name: FedBN}\n")
+    content, name = read_content(str(tmp_path / "child.yaml"))
+    assert (content, name) == ({"rounds": 8, "train": {"lr": 0.1, "steps": 3}, "strategy": {"name": "FedBN"}}, "child")
+    experiment = load_experiment(str(tmp_path / "child.yaml"), ["rounds=2"])
+    (run,) = experiment.runs
+    assert (run.rounds, run.label, experiment.description) == (2, "FedBN", "")
+    assert from_run_config(experiment.run_config) == experiment, "nodes on other machines have no such file"
+    (run,) = load_experiment("{extends: quick, rounds: 7}").runs
+    assert (run.rounds, run.clients, run.strategy["name"]) == (7, 3, "FixBN")
+
+
+def test_what_extends_nothing_readable_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    for source, message in (
+        ("qick", "did you mean 'quick'"),
+        ("[quick]", r"extends is \['quick'\]; expected a shipped experiment or a file"),
+        ("absent.yaml", "cannot read the experiment .*absent.yaml"),
+        ("a.yaml", "of a chain, expected at most 5; one of them extends itself"),
+    ):
+        file.write_text(f"extends: {source}\n")
+        with pytest.raises(SettingsError, match=message):
+            load_experiment(str(file))
+    (tmp_path / "list.yaml").write_text("[1]")
+    file.write_text("extends: list.yaml")
+    with pytest.raises(SettingsError, match=r"list\.yaml' has no keys, but list"):
+        load_experiment(str(file))
 
 
 # --- YAML as users read it ---------------------------------------------------

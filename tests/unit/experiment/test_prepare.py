@@ -14,13 +14,8 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Groups
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import (
-    load_experiment,
-    parse_yaml,
-    read_experiment,
-    run_names,
-    shipped_experiments,
-)
+from fedbn_flwr.experiment.content import shipped_experiments
+from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment, run_names
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Data, Experiment
 from fedbn_flwr.strategies import FedAvg
@@ -59,8 +54,10 @@ load_data = experiment_data.load_data
 
 
 def test_there_are_shipped_experiments() -> None:
-    assert FILES
-    assert set(shipped_experiments()) <= {file.stem for file in FILES}
+    shipped = shipped_experiments()
+    assert sorted(shipped.values()) == FILES
+    assert {"demo", "fixbn/table4", "fedtan/mnist"} <= set(shipped)
+    assert load_experiment("fixbn/table4").name == "fixbn-table4"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXPERIMENTS)))

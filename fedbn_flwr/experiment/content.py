@@ -1,0 +1,124 @@
+"""The content of an experiment: YAML of a shipped file, another file or text, with what it extends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.yaml_text import LENGTH, parse_yaml
+
+
+def experiments_folder() -> Path:
+    """The folder of the shipped experiments: inside a wheel's package, else `apps/` of a checkout or app bundle."""
+    here = Path(__file__).parent.parent
+    inside = here / "apps"
+    return (inside if inside.is_dir() else here.parent / "apps") / "experiments"
+
+
+def shipped_experiments() -> dict[str, Path]:
+    """The files by name: those outside of a paper's folder first, then PAPER/TABLE."""
+    folder = experiments_folder()
+    files = sorted(folder.rglob("*.yaml"), key=lambda file: (file.parent, file))
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
+def read_content(source: str) -> tuple[Any, str]:
+    """The parsed content of an experiment, with the settings of the one that it extends, and its name."""
+    if "\n" in source or source.lstrip().startswith("{"):
+        return extended(parse_yaml(source), Path()), "experiment"
+    path, name = _file(source, Path())
+    return extended(parse_yaml(_text(path)), path.parent), name
+
+
+# What an experiment does not take from the one that it extends.
+_OWN = ("name", "description", "runs", "sweep", "published")
+_CHAIN = 5  # files that extend each other
+
+
+def extended(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
+    """The content merged with that of `extends`, whose path is relative to `folder`."""
+    if not isinstance(content, Mapping) or "extends" not in content:
+        return content
+    source = content["extends"]
+    if not isinstance(source, str):
+        raise SettingsError(f"extends is {source!r}; expected a shipped experiment or a file ending in .yaml")
+    path, _ = _file(source, folder)
+    if len(through) == _CHAIN:
+        raise SettingsError(
+            f"extends: {str(path)!r} is file {_CHAIN + 1} of a chain, expected at most {_CHAIN}; one of them extends "
+            f"itself, or leave some out: {', '.join(file.name for file in through)}"
+        )
+    parent = extended(parse_yaml(_text(path)), path.parent, (*through, path))
+    if not isinstance(parent, Mapping):
+        raise SettingsError(f"extends: {str(path)!r} has no keys, but {type(parent).__name__}")
+    inherited = {key: value for key, value in parent.items() if key not in _OWN}
+    return merge(inherited, {key: value for key, value in content.items() if key != "extends"})
+
+
+def _file(source: str, folder: Path) -> tuple[Path, str]:
+    """The file of an experiment, and the experiment's name."""
+    try:
+        path = folder / Path(source).expanduser()
+    except RuntimeError as error:  # no such user
+        raise SettingsError(f"cannot read the experiment {source!r}: {error}") from None
+    if path.suffix in (".yaml", ".yml"):
+        return path, path.stem
+    shipped = shipped_experiments()
+    if source not in shipped:
+        raise SettingsError(
+            f"there is no experiment {source!r}: it is neither a file ending in .yaml nor a shipped experiment; "
+            f"{did_you_mean(source, shipped)}"
+        )
+    return shipped[source], source.replace("/", "-")
+
+
+def _text(path: Path) -> str:
+    try:
+        if (size := path.stat().st_size) > 4 * LENGTH:  # at most four bytes a character
+            raise SettingsError(f"the experiment {str(path)!r} has {size} bytes; expected at most {4 * LENGTH}")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"cannot read the experiment {str(path)!r}: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from None
+    except SettingsError:
+        raise
+    except ValueError as error:  # a NUL in the path
+        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error}") from None
+
+
+# Mappings whose keys depend on their name or kind: two strategies have different arguments.
+WHOLE = {
+    "strategy": "name",
+    "base": "name",
+    "partition": "kind",
+    "optimizer": "name",
+    "loss": "name",
+    "track": "name",
+}
+
+# Sections for which a file may give only the value of this key.
+_SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(value, Mapping) and isinstance(old, str) and key in _SHORT:
+            old = {_SHORT[key]: old}
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
+            result[key] = merge(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _is_another(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    name = WHOLE.get(key)
+    return name is not None and name in new and new[name] != old.get(name)
