@@ -17,6 +17,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.fewer import fewer
+from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
@@ -52,19 +53,49 @@ PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop"
 
 
 def load_data(data: settings.Data, device: str) -> DataSet:
-    # Runs that differ only in partition, normalisation or augmentation share one copy of the images.
+    return _loaded(_plain(data), device)
+
+
+@dataclass(frozen=True)
+class LoadedData:
+    """A run's data set. A process that unpickles it uses these images instead of loading them."""
+
+    data: settings.Data
+    device: str
+    dataset: DataSet
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, (self.data, self.device, self.dataset)
+
+
+def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
+    """The data set to pass on to other processes; None if its images are read from the disk when they are needed."""
+    dataset = load_data(data, device)
+    return LoadedData(_plain(data), device, dataset) if isinstance(dataset.train, Images) else None
+
+
+_received: dict[tuple[settings.Data, str], DataSet] = {}
+
+
+def _receive(data: settings.Data, device: str, dataset: DataSet) -> LoadedData:
+    _received[data, device] = dataset
+    return LoadedData(data, device, dataset)
+
+
+def _plain(data: settings.Data) -> settings.Data:
+    """Settings that are the same for runs that differ only in partition, normalisation or augmentation.
+
+    These share one copy of the images.
+    """
     split = data.partition
-    plain = data.model_copy(
-        update={
-            "partition": split if split.kind == "natural" else KINDS["iid"].options(),
-            **PLAIN,
-        }
-    )
-    return _loaded(plain, device)
+    kept = split if split.kind == "natural" else KINDS["iid"].options()
+    return data.model_copy(update={"partition": kept, **PLAIN})
 
 
 @functools.lru_cache(maxsize=2)
 def _loaded(data: settings.Data, device: str) -> DataSet:
+    if (received := _received.get((data, device))) is not None:
+        return received
     dataset = _random(data) if data.random else fewer(_read(data), data.images, data.test_images)
     for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
         if (expected := getattr(data, key)) is not None and expected != count:

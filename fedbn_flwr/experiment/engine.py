@@ -13,6 +13,7 @@ class Engine(Section):
     name: Literal["local", "ray"] = "local"
     workers: int | Literal["auto"] = "auto"  # processes of the local engine; 0: no worker processes
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: Few = 1  # of the local engine; every GPU has at least one worker if there are several
     threads: Few = 1  # PyTorch threads per client; engines agree bit for bit at 1
     timeout: float = Field(default=3600, gt=0, le=1_000_000)  # seconds a round may take
     node_timeout: float = Field(default=120, gt=0, le=1_000_000)  # seconds to wait for all nodes before the first round
@@ -25,4 +26,8 @@ class Engine(Section):
             raise ValueError(f"workers is {self.workers}; give 0, a number of processes, or 'auto'")
         if self.threads > 1 and self.workers not in (0, "auto"):
             raise ValueError(f"threads={self.threads} needs workers=0, found {self.workers}: a worker has one thread")
+        if self.gpus > 1 and self.threads > 1:
+            raise ValueError(f"gpus={self.gpus} needs workers, but threads={self.threads} excludes them; use threads=1")
+        if self.gpus > 1 and self.workers != "auto" and self.workers < self.gpus:
+            raise ValueError(f"gpus={self.gpus} needs a worker for each GPU, found workers={self.workers}; or use auto")
         return self

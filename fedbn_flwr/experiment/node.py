@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.named import is_name
 
 from .data import (
+    LoadedData,
     check_labels,
     client_batches,
     load_data,
@@ -45,6 +47,17 @@ NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "
 def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
     """The client of a node, for the experiment in its run config."""
     return client_of(from_run_config(context.run_config), context, config)
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Makes the clients of an experiment. A process that unpickles it has the `images` without loading them."""
+
+    experiment: Experiment
+    images: LoadedData | None = None
+
+    def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+        return client_of(self.experiment, context, config)
 
 
 def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any]) -> BNClient:

@@ -31,7 +31,7 @@ from .data import (
     validation_rows,
 )
 from .find import run_names
-from .model import choose_device, make_model, model_arguments, try_model
+from .model import check_gpus, choose_device, make_model, model_arguments, try_model
 from .mods import check_mods
 from .settings import Experiment, Settings, strategy_name
 from .training import check_training
@@ -64,6 +64,7 @@ def prepare(experiment: Experiment) -> list[Prepared]:
 def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     run = resolve(run)
     device = choose_device(run.engine.device)
+    check_gpus(run.engine, device)
     dataset = None
     if run.evaluate.server:
         dataset = load_data(run.data, str(device))

@@ -25,6 +25,7 @@ from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.simulation import run_installed
+from fedbn_flwr.engines.spawned import leave_if_unguarded
 from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError
 from fedbn_flwr.messages import protocol
@@ -35,7 +36,7 @@ from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.write import write_report
 
 from .compiling import decided, fill_cache
-from .data import partition_of
+from .data import loaded_data, partition_of, resolve
 from .find import from_run_config
 from .listeners.base import Listener, RunState
 from .listeners.best import Best
@@ -49,7 +50,7 @@ from .listeners.progress import Progress
 from .listeners.track import Track
 from .model import choose_device
 from .mods import experiment_mods
-from .node import client_of, trains
+from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
 from .prepare import Prepared, prepare
@@ -239,12 +240,19 @@ def run_in_simulation(experiment: Experiment, out: Path, *, resume: bool) -> Non
 
 def workers_of(run: Settings) -> int:
     """The number of worker processes on this machine."""
-    if choose_device(run.engine.device).type == "cuda" or run.engine.threads > 1:
-        return 0  # neither a GPU nor a pool of threads survives a fork
+    if run.engine.threads > 1:
+        return 0  # a pool of threads does not survive a fork
     if run.engine.workers != "auto":
         return run.engine.workers
-    cores = os.cpu_count() or 1
-    return cores if cores > 1 else 0
+    on_gpu = choose_device(run.engine.device).type == "cuda"
+    several = run.engine.gpus if on_gpu else os.cpu_count() or 1
+    return several if several > 1 else 0
+
+
+def gpus_of(run: Settings) -> int:
+    """The number of GPUs on which worker processes train; 0 if they train on the CPU, or if there are none."""
+    on_gpu = choose_device(run.engine.device).type == "cuda"
+    return run.engine.gpus if on_gpu and workers_of(run) else 0
 
 
 def _work(run: Settings) -> list[int] | None:
@@ -266,16 +274,20 @@ def run_locally(
     """Carry out all runs on the local engine; `node_config` is that of `LocalGrid`."""
     experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
     mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
-    app = client_app(functools.partial(client_of, experiment), mods=mods)
+    leave_if_unguarded()
 
     @contextmanager
     def make_grid(run: Settings) -> Iterator[Grid]:
-        if run.train.compile and workers_of(run) and not node_config:
+        gpus, images = gpus_of(run), None
+        if run.train.compile and workers_of(run) and not gpus and not node_config:
             fill_cache(experiment, run)
+        if gpus and run.evaluate.server and not node_config:
+            images = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
         with LocalGrid(
-            app,
+            client_app(Clients(experiment, images), mods=mods),
             run.clients,
             workers=workers_of(run),
+            gpus=gpus,
             work=_work(run),
             threads=run.engine.threads,
             node_config=node_config,

@@ -20,10 +20,17 @@ from torch import Tensor
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.engines.spawned import Spawned
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.experiment.data import loaded_data
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
+from tests.support import places
+from tests.support.command import ROOT, python_blocks
 from tests.support.records import content
 
 CLIENTS = 3
@@ -46,13 +53,7 @@ def make_client(context: Context) -> BNClient:
     return BNClient(model(), data, data, lr=0.1, momentum=0.9, epochs=1, context=context)
 
 
-def die(message: Message, context: Context) -> Message:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
 app = client_app(make_client)
-app.query("die")(die)
 
 
 def rounds(grid: LocalGrid) -> list[Any]:
@@ -65,19 +66,71 @@ def rounds(grid: LocalGrid) -> list[Any]:
     return found + [content(grid.read_state(node)) for node in grid.get_node_ids()]
 
 
-def test_they_train_what_one_process_trains_and_a_killed_one_is_replaced() -> None:
+def test_they_train_what_one_process_trains() -> None:
     with LocalGrid(app, CLIENTS, threads=1) as here, LocalGrid(app, CLIENTS, workers=2) as forked:
         expected = rounds(here)
         assert rounds(forked) == expected
     with LocalGrid(app, CLIENTS, workers=2, start="spawn") as grid:
         assert rounds(grid) == expected
-        lost, kept = grid.send_and_receive([Message(RecordDict(), node, f"query.{kind}") for node, kind in
-                                            ((1, "die"), (2, "keys"))])  # fmt: skip
+
+
+# --- processes ----------------------------------------------------------------
+
+
+def ask(grid: LocalGrid, *kinds: str) -> list[Message]:
+    return list(grid.send_and_receive([Message(RecordDict(), i, f"query.{kind}") for i, kind in enumerate(kinds, 1)]))
+
+
+def test_each_worker_sees_one_gpu_and_a_killed_one_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with LocalGrid(places.app, 3, workers=2, gpus=2) as grid:
+        assert sorted(reply.content["metrics"]["gpu"] for reply in ask(grid, "place", "place")) == [0, 1]
+        lost, kept = ask(grid, "die", "place")
         assert "signal 9" in lost.error.reason
-        assert kept.has_content()
-        (again,) = grid.send_and_receive([Message(RecordDict(), 1, "query.keys")])
-        assert again.has_content()
-        assert [content(grid.read_state(node)) for node in grid.get_node_ids()] == expected[3:]
+        assert kept.content["metrics"]["count"] == 2
+        again = [reply.content["metrics"] for reply in ask(grid, "place", "place")]
+        assert [metrics["count"] for metrics in again] == [2, 3]
+        assert sorted(metrics["gpu"] for metrics in again) == [0, 1]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_workers_share_the_gpus_that_are_visible_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-8932f937,8")
+    seen = []
+    for number in range(3):
+        with Spawned(None, gpus=2).environment(number):
+            seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert seen == ["5", "GPU-8932f937", "5"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5, GPU-8932f937,8"
+
+
+# --- the data of an experiment ------------------------------------------------
+
+EXPERIMENT = """
+clients: 2
+data: {name: "tests.federation.test_spawned:images", partition: {kind: iid}}
+train: {steps: 2, batch_size: 8}
+engine: {device: cpu}
+"""
+
+
+def images() -> dict[str, Any]:
+    """A data set that only the main process can load."""
+    assert multiprocessing.parent_process() is None, "a worker loads the data"
+    pixels = torch.randint(0, 256, (60, 1, 8, 8), dtype=torch.uint8)
+    return {part: (pixels, torch.arange(60) % 3) for part in ("train", "test")}
+
+
+def test_workers_use_the_images_of_the_main_process() -> None:
+    """As on a GPU, whose memory has them once."""
+    (prepared,) = prepare(experiment := load_experiment(EXPERIMENT))
+    data = loaded_data(prepared.run.data, "cpu")
+    trained = []
+    for options in ({}, {"workers": 1, "start": "spawn"}):
+        with LocalGrid(client_app(Clients(experiment, data)), 2, threads=1, **options) as grid:  # type: ignore[arg-type]
+            result = FedAvg().start(grid, pack(initial_arrays(prepared.model)), num_rounds=1)
+            trained.append({key: value.tobytes() for key, value in unpack(result.arrays).items()})
+    assert trained[0] == trained[1] != {}
 
 
 # --- what cannot be sent or imported ------------------------------------------
@@ -126,17 +179,22 @@ def train(message, context):
 """
 
 
-@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
-def test_a_script_needs_a_guard_and_the_error_says_so(guard: str, tmp_path: Path) -> None:
+def test_a_script_without_a_guard_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(guard=guard))
+    script.write_text(SCRIPT.format(guard="if True:"))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    if guard == "if True:":
-        assert ended.returncode == 1
-        assert 'put what trains below if __name__ == "__main__"' in ended.stderr
-        assert ended.stderr.count("Traceback") == 1, "that of the script itself, none of a worker"
-    else:
-        assert (ended.returncode, ended.stdout) == (0, "2 replies True\n"), ended.stderr
+    assert ended.returncode == 1
+    assert 'put what trains below if __name__ == "__main__"' in ended.stderr
+    assert ended.stderr.count("Traceback") == 1, "that of the script itself, none of a worker"
+
+
+def test_the_script_of_the_documentation(tmp_path: Path) -> None:
+    (code,) = [code for code in python_blocks((ROOT / "docs" / "python.md").read_text()) if "__main__" in code]
+    script = tmp_path / "script.py"
+    script.write_text(code.replace("workers=2, start", "workers=1, start"))  # each imports PyTorch
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith(" arrays of 2 rounds\n")
 
 
 def test_ctrl_c_while_workers_start_ends_them_without_tracebacks(tmp_path: Path) -> None:

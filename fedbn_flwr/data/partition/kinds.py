@@ -43,6 +43,15 @@ class Options(BaseModel):
 
     kind: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot import the subclasses, which `kind` makes
+        values = {**self.__dict__, **(self.model_extra or {})}
+        return _options, (self.kind, values, self.model_fields_set)
+
+
+def _options(kind: str, values: dict[str, Any], given: set[str]) -> Options:
+    made = KINDS[kind].options if kind in KINDS else OwnOptions
+    return made.model_construct(given, **values)
+
 
 class OwnOptions(Options):
     """The options of a partition of the user, which are passed on as they are."""

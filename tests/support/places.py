@@ -1,0 +1,24 @@
+"""A ClientApp without PyTorch, which tells in which process a message is handled; for workers that start quickly."""
+
+import os
+import signal
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.query("place")
+def place(message: Message, context: Context) -> Message:
+    before = context.state.metric_records.get("had", MetricRecord({"count": 0}))["count"]
+    assert isinstance(before, int)
+    context.state["had"] = MetricRecord({"count": before + 1})
+    gpu = int(os.environ.get("CUDA_VISIBLE_DEVICES", "-1"))
+    return Message(RecordDict({"metrics": MetricRecord({"count": before + 1, "gpu": gpu})}), reply_to=message)
+
+
+@app.query("die")
+def die(message: Message, context: Context) -> Message:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
