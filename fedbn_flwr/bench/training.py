@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from flwr.app import Context
+from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.app import client_app
@@ -97,7 +99,7 @@ def compiled(options: Options) -> Iterator[Figure]:
 
 
 def fedtan(options: Options) -> Iterator[Figure]:
-    """A FedTAN iteration (E = 1), relative to the same forward and backward passes with plain batch norm."""
+    """FedTAN's round relative to plain passes (E = 1), and on workers to FedAvg's round (E = 5); five clients."""
     clients, batch, device = 5, 128, options.device
     torch.set_num_threads(1)
     data = random_images(clients * batch, device)
@@ -111,10 +113,7 @@ def fedtan(options: Options) -> Iterator[Figure]:
         client = int(context.node_config["partition-id"])
         return BNClient(models[client], [batches[client]], steps=1, lr=0.01, context=context)
 
-    grid = LocalGrid(client_app(make_client), clients)
-    strategy = FedTAN(min_available_nodes=clients)
-    arrays = pack(initial_arrays(models[0]))
-    strategy.begin(1, arrays)
+    iteration = rounds_of(FedTAN(min_available_nodes=clients), LocalGrid(client_app(make_client), clients), models[0])
     plain = resnet20(device)
 
     def passes() -> None:
@@ -124,13 +123,36 @@ def fedtan(options: Options) -> Iterator[Figure]:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    def iteration() -> None:
-        train_round(strategy, grid, 1, arrays)
-
     iteration()
     passes()
     ratios = [seconds(iteration) / seconds(passes) for _ in range(options.repeats)]
-    yield figure("FedTAN iteration / plain passes, five clients, batch 128", ratios, "x", most=1.25)
+    yield figure("FedTAN iteration / plain passes, five clients, batch 128", ratios, "x", most=1.1)
+    if device.type != "cpu" or options.workers < 2:
+        return
+    batch, steps = 32, 5
+    few = random_images(batch * steps, device)
+    tensors = [ModelTensors(flatten_storage(model)) for model in models]
+    app = same_clients(few, lambda client: tensors[client], steps, batch=batch)
+    with ExitStack() as stack:
+        grids = [stack.enter_context(LocalGrid(app, clients, workers=options.workers)) for _ in range(2)]
+        tan = rounds_of(FedTAN(min_available_nodes=clients), grids[0], models[0])
+        avg = rounds_of(FedAvg(min_available_nodes=clients), grids[1], models[0])
+        for one_round in (tan, avg):
+            one_round()
+        ratios = [seconds(tan) / seconds(avg) for _ in range(options.repeats)]
+    name = f"round of five steps, five clients, batch {batch}, {options.workers} workers: FedTAN / FedAvg"
+    yield figure(name, ratios, "x", most=1.15)
+
+
+def rounds_of(strategy: FedAvg, grid: LocalGrid, model: nn.Module) -> Callable[[], None]:
+    """A function that trains one round on `grid`, always from the arrays of `model`."""
+    arrays = pack(initial_arrays(model))
+    strategy.begin(1, arrays)
+
+    def one_round() -> None:
+        train_round(strategy, grid, 1, arrays)
+
+    return one_round
 
 
 def gpu(options: Options) -> Iterator[Figure]:

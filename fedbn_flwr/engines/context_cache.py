@@ -17,20 +17,23 @@ from fedbn_flwr.messages.arrays import array_bytes
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, write_store
 
-_KEPT = 256 << 20  # bytes
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_KEPT, _ALL = 256 << 20, -1  # bytes
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next array of that size (glibc only).
+    """Make malloc keep freed memory for the next arrays, except blocks of more than 256 MiB (glibc only).
 
     Otherwise a model's arrays are returned to the system after each message, and allocating them again page by page
-    takes longer than filling them. Only for worker processes, because the setting applies to the whole process.
+    takes longer than filling them. Threads use the same memory as the main thread, because malloc returns that of a
+    thread at once; a layer-wise round runs in a thread. Only for the processes of a run, because the settings apply to
+    the whole process.
     """
     with contextlib.suppress(OSError, AttributeError):
         malloc = ctypes.CDLL(None).mallopt
         malloc(_M_MMAP_THRESHOLD, _KEPT)
-        malloc(_M_TRIM_THRESHOLD, _KEPT)
+        malloc(_M_TRIM_THRESHOLD, _ALL)
+        malloc(_M_ARENA_MAX, 1)
 
 
 class Contexts:

@@ -146,14 +146,16 @@ class LayerwiseStep:
         dims = [d for d in range(y.ndim) if d != 1]
         values = y.detach()
         if self.fused:
-            # Native batch norm's kernel: many times as fast as torch.var_mean over these dimensions.
-            mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
+            if y.device.type == "cpu":
+                mean = values.mean(dims)
+                var = _variance(values, mean, dims)
+            else:
+                mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
             agreed, images = self._swap("moments", {"mean": mean, "var": var})
             mean, var = agreed["mean"], agreed["var"]
         else:
             mean = self._swap("mean", {"mean": values.mean(dims)})[0]["mean"]
-            shape = [1, -1] + [1] * (y.ndim - 2)
-            agreed, images = self._swap("variance", {"var": (values - mean.view(shape)).square().mean(dims)})
+            agreed, images = self._swap("variance", {"var": _variance(values, mean, dims)})
             var = agreed["var"]
         # Running variances are unbiased over the values of all clients, as they would be over the union.
         _update_running(layer, mean, var, count=images * (y.numel() // (y.shape[0] * y.shape[1])))
@@ -233,6 +235,15 @@ class _CohortNorm(torch.autograd.Function):
         scale = moments.gamma * torch.rsqrt(var + eps)
         d_y.addcmul_(d_out, scale.view([1, -1] + [1] * (y.ndim - 2)))
         return d_y, d_gamma, d_beta, None, None
+
+
+def _variance(values: Tensor, mean: Tensor, dims: list[int]) -> Tensor:
+    """The variance per channel around `mean`.
+
+    On a CPU the three operations together take a fifth of the time of native batch norm's kernel, which adds up element
+    by element, and a tenth of that of torch.var_mean.
+    """
+    return (values - mean.view([1, -1] + [1] * (values.ndim - 2))).square_().mean(dims)
 
 
 def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
