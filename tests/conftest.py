@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # warnings of Flower's dependencies about each other's versions
+    gc.disable()  # until all tests are collected: it would take seconds and free nothing
     import flwr.serverapp  # noqa: F401
 
 from flwr.app import ArrayRecord, Context
@@ -60,6 +62,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             names |= {name for name in item.callspec.params.values() if isinstance(name, str)}
         used = [name for name in SHARED if name in names]
         item.add_marker(pytest.mark.xdist_group(used[0] if used else item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

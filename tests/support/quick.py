@@ -9,6 +9,7 @@ apps.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -30,7 +31,7 @@ CONSTANTS = {
     "flwr.supercore.constant": {"PULL_INITIAL_BACKOFF": POLL, "PULL_BACKOFF_CAP": 1},
 }
 # The packages that an app imports besides its own code, which differs between runs.
-PRELOADED = ("torch", "torchvision", "torch.utils.data", "sklearn.datasets", "pydantic", "safetensors.torch", "yaml")
+PRELOADED = ("torch", "torch.utils.data", "numpy.random", "pydantic.main", "safetensors.torch", "yaml")
 SET_DEATH_SIGNAL, SET_NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME of prctl(2)
 
 
@@ -92,10 +93,13 @@ def fork(command: Sequence[str], stdout: int | None = None, stderr: int | None =
 
 
 def preload() -> None:
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
     for name in ("flwr-clientapp", "flwr-serverapp"):
         program(name)
+    gc.freeze()  # apps share the memory of these modules
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the apps
     executor = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
     executor.subprocess = SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]

@@ -72,7 +72,7 @@ class Progress(Listener):
             from IPython.display import display
 
             # Not rich's own display, which needs ipywidgets and is lost when a notebook is saved.
-            self._cell = display(_View(self), display_id=True)  # type: ignore[no-untyped-call]
+            self._cell = display(_View(self), display_id=True)
         elif self._draws:
             self._live = Live(_View(self), console=self.console, refresh_per_second=4, transient=True)
             self._live.start()

@@ -232,14 +232,15 @@ def test_a_limit_of_zero_is_refused() -> None:
         BNClient(network(), [], clip=0)
 
 
-def test_adam_does_not_import_the_compiler() -> None:
+def test_a_step_does_not_import_the_compiler() -> None:
     program = """
 import sys
 import torch
 from fedbn_flwr import BNClient
 batch = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
-client = BNClient(torch.nn.Linear(2, 2), [batch], optimizer="adamw", clip=1.0, norm_weight_decay=0.0)
-client.fit([torch.ones(2, 2).numpy(), torch.ones(2).numpy()], {})
+for options in ({"momentum": 0.9}, {"optimizer": "adamw", "clip": 1.0, "norm_weight_decay": 0.0}):
+    client = BNClient(torch.nn.Linear(2, 2), [batch], **options)
+    client.fit([torch.ones(2, 2).numpy(), torch.ones(2).numpy()], {})
 sys.exit("torch._dynamo" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
