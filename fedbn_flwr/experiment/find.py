@@ -31,6 +31,7 @@ from .expansion import (
     nested,
     values_in_words,
 )
+from .published import condition, figures_by_label, with_set_up
 from .settings import Experiment, Settings
 from .smoke import smoke
 
@@ -91,25 +92,27 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         seeds = seeds and seeds[:1]
     base = {"name": name, **{key: value for key, value in content.items() if key not in KEYS_OF_A_FILE}}
     published = base.pop("published", None)
-    rows = {}
+    rows, lists_in_file = {}, {}
     for label, variant in variants.items():
         where = f"{name}, run {label!r}" if label else name
         resized = merge(of_size, changes_of_size(variant, size, where))
         given = lists_of(where, content, variant, resized, lists).with_given(resized).with_given(changes)
+        lists_in_file[label] = lists_of(where, content, variant)
         own = {key: value for key, value in variant.items() if key not in (*LISTS, "sizes")}
         resized = {key: value for key, value in resized.items() if key not in LISTS}
         rows[label] = _Row(label, own, merge(base, own), resized, given.first() if size == SMOKE else given)
-    figures = _published(published, rows, name)
+    figures = figures_by_label(published, lists_in_file, name)
     chosen = rows if only is None else _select(rows, only, name)
     check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
     compared = {key for row in rows.values() for key in flat_settings(row.variant)}
+    defaults = Settings().model_dump(mode="json")
     runs = []
     for row in chosen.values():
         for cell in row.lists.cells(row.label):
             settings = _settings_of(row, cell, size, changes, compared, name)
-            label = settings["label"] if row.label else ""
-            if (known := figures.get(label, figures.get(row.label))) is not None:
-                settings["published"] = known
+            if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
+                in_file = merge(merge(defaults, row.written), nested({**cell.sweep, **cell.tune}))
+                settings["published"] = with_set_up(known, size, in_file, merge(defaults, settings))
             for seed in seeds or [settings.get("seed", 0)]:
                 runs.append(check_settings({**settings, "seed": seed}, where=_where(name, row, cell)))
     if size != SMOKE and (changes or size != PAPER):  # two rounds are too few for some differences
@@ -156,26 +159,6 @@ def _settings_of(
         flat_settings(row.variant), flat_settings(planned), flat_settings(settings), compared, where
     )
     return {**settings, "label": ", ".join([label, *values_in_words(cell)]) + more}
-
-
-def _published(figures: Any, rows: Mapping[str, _Row], name: str) -> dict[str, Any]:
-    """The published figures by the label of their row, or of one of its cells."""
-    if figures is None:
-        return {}
-    if list(rows) == [""]:
-        return {"": figures}
-    cells = (f"{row.label}, {words}" for row in rows.values() for words in _cells_in_words(row))
-    labels = [*rows, *cells]
-    if not isinstance(figures, Mapping):
-        raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
-    for label in figures:
-        if str(label) not in labels:
-            raise SettingsError(f"{name}: published has {label!r}, which is no run; {did_you_mean(str(label), labels)}")
-    return {str(label): content for label, content in figures.items()}
-
-
-def _cells_in_words(row: _Row) -> list[str]:
-    return [", ".join(values_in_words(cell)) for cell in row.lists.cells(row.label)]
 
 
 def _select(known: Mapping[str, _Row], only: Any, name: str) -> dict[str, _Row]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -31,6 +30,7 @@ from .engine import Engine as Engine
 from .evaluation import Evaluate as Evaluate
 from .evaluation import Few, Names, Positive, Section
 from .expansion import Cell, Size
+from .published import Published
 from .trackers import Track
 
 
@@ -302,25 +302,6 @@ class Train(Section):
         for key in ("label_smoothing", "class_weights"):
             if getattr(self, key):
                 raise ValueError(f"{key} ({getattr(self, key)}) is an option of cross_entropy, but loss is {loss!r}")
-        return self
-
-
-class Published(BaseModel):
-    """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-    __pydantic_extra__: dict[str, float | tuple[float, float]]
-
-    source: Annotated[str, Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _fractions(self) -> Published:
-        figures = self.__pydantic_extra__
-        if not figures:
-            raise ValueError("there is no figure; give one by its key in summary.json, for instance accuracy: 0.7689")
-        for key, value in figures.items():
-            if "accuracy" in key and (value[0] if isinstance(value, tuple) else value) > 1:
-                raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
         return self
 
 

@@ -15,6 +15,7 @@ import html
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -23,10 +24,12 @@ from typing import Any
 import yaml
 
 from fedbn_flwr import __version__
+from fedbn_flwr.errors import MissingPackage
 
-from . import sections
+from . import sections, swept
 from .curves import AXES, POINTS, Curves, Measure, curves, headline, is_number, measures
 from .folder import RunFolder
+from .published import published
 from .report import COLOURS, Cell, Row, by_domain, repetitions, table
 from .text import in_csv, in_html, in_script, printable
 
@@ -43,7 +46,8 @@ def write_page(rows: Sequence[Row], file: Path) -> None:
         "policy": f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(program)}; "
         "base-uri 'none'; form-action 'none'",
         "summary": as_html("Results", table(rows), "results"),
-        "published": as_html("Published figures", sections.published(rows), "published"),
+        "swept": _swept(rows),
+        "published": as_html("Published and measured figures", published(rows), "published"),
         "differing": as_html("Settings that differ", sections.differing_settings(rows), "differing"),
         "no_domains": "" if by_domain(rows) else " hidden",
         "domains": "".join(as_html(kind.title, kind.table(rows), f"domains-{kind.prefix}") for kind in by_domain(rows)),
@@ -55,6 +59,18 @@ def write_page(rows: Sequence[Row], file: Path) -> None:
     # One pass: a value that resembles a placeholder is not replaced again.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
     file.write_text(page, encoding="utf-8")
+
+
+def _swept(rows: Sequence[Row]) -> str:
+    """A table for each sweep, and a picture of all if matplotlib is installed."""
+    found = swept.sweeps(rows)
+    tables = enumerate(swept.tables(found))
+    text = "".join(as_html(title, lines, f"sweep-{number}") for number, (title, lines) in tables)
+    if found:
+        with suppress(MissingPackage):
+            data = base64.b64encode(swept.plot(found)._repr_png_()).decode()
+            text += f'<img class="sweep" alt="these tables as a plot" src="data:image/png;base64,{data}">'
+    return text
 
 
 def _about(rows: Sequence[Row]) -> str:

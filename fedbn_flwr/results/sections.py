@@ -10,7 +10,7 @@ from typing import Any
 from .clients import Values, spread
 from .curves import Measure, is_number, thinned
 from .folder import RunFolder
-from .report import Domains, Row, Run, by_domain, figure
+from .report import Domains, Row, Run, by_domain
 
 _CELLS = 100  # rows and columns of a heat map
 _POINTS = 200  # clients of a row drawn as points; beyond that only outliers are
@@ -194,28 +194,3 @@ def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:
     return str(settings[key]) if key in settings else "-"
-
-
-def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """A table of the published figures of the runs beside the measured ones; empty if there are none."""
-    lines: list[tuple[str, ...]] = [("run", "figure", "published", "measured", "difference", "source")]
-    for row in rows:
-        figures = dict(row.runs[0].config.get("published") or {})
-        source = str(figures.pop("source", "-"))
-        for key, value in figures.items():
-            mean, *deviation = value if isinstance(value, list | tuple) else [value]
-            measure, measured = Measure.of(key.removeprefix("best_test_")), row.figures(key)
-            scale, unit = (100, "%") if measure.is_fraction else (1, "")
-            title = ("best test " if key.startswith("best_test_") else "") + measure.full_title
-            known = figure([mean], scale, 2, unit)
-            lines.append(
-                (
-                    row.label,
-                    title,
-                    f"{known} ± {scale * deviation[0]:.2f}" if deviation else known,
-                    figure(measured, scale, 2, unit),
-                    f"{scale * (statistics.fmean(measured) - mean):+.2f}" if measured else "-",
-                    source,
-                )
-            )
-    return lines if len(lines) > 1 else []

@@ -9,23 +9,25 @@ from typing import Any
 
 from fedbn_flwr.errors import MissingPackage, StorageError, UserError
 
+from . import swept
 from .clients import plot_boxes
-from .report import COLOURS, Row, as_markdown, find_runs, group, tables, tables_as_text
+from .published import TITLE, published
+from .report import COLOURS, Row, as_markdown, as_text, find_runs, group, tables, tables_as_text
 
 
 def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | None]:
     """Write a report on the runs in `folders` into the folder `out`.
 
-    report.md has the tables, report.png and report.svg the plot, clients.png a box plot of the clients if they were
-    evaluated, report.json settings, summary and curve of each run, and report.html everything in one page. Without
-    matplotlib there are no plots; the text names the extra. Returns the tables as text, and the paths of
-    the first two files.
+    report.md has the tables, report.png and report.svg the plot, sweep.png and sweep.svg the values of sweeps,
+    clients.png a box plot of the clients if they were evaluated, report.json settings, summary and curve of each run,
+    and report.html everything in one page. Without matplotlib there are no plots; the text names the extra. Returns the
+    tables as text, and the paths of the first two files.
     """
     from .page import write_page
     from .plot import plot
 
     rows = group(find_runs(folders))
-    text = tables_as_text(rows)
+    text = _as_text(rows)
     picture: Path | None = out / "report.png"
     pictures = ["report.png"]
     try:
@@ -33,11 +35,15 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
         page = out / "report.md"
         try:
             plot(rows).write(out / "report.png", out / "report.svg")
+            if of_sweeps := swept.sweeps(rows):
+                swept.plot(of_sweeps).write(out / "sweep.png", out / "sweep.svg")
+                pictures.append("sweep.png")
             if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
                 pictures.append("clients.png")
         except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
             text, picture, pictures = f"{text}\n\nno plots: {error}", None, []
-        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in tables(rows, every=True)]
+        found = [*tables(rows, every=True), *_beside(rows)]
+        parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found]
         images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
         page.write_text("\n".join([*parts, *images]), encoding="utf-8")
         (out / "report.json").write_text(json.dumps(figures(rows)) + "\n", encoding="utf-8")
@@ -59,7 +65,17 @@ def write_html(folders: Sequence[Path], file: Path) -> str:
         write_page(rows, file)
     except OSError as error:
         raise UserError(f"cannot write the page {str(file)!r}: {error.strerror}") from None
-    return tables_as_text(rows)
+    return _as_text(rows)
+
+
+def _beside(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The tables of sweeps and of published figures."""
+    known = published(rows)
+    return [*swept.tables(swept.sweeps(rows)), *([(TITLE, known)] if known else [])]
+
+
+def _as_text(rows: Sequence[Row]) -> str:
+    return "\n\n".join([tables_as_text(rows), *(f"{title}\n{as_text(lines)}" for title, lines in _beside(rows))])
 
 
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
-from fedbn_flwr.experiment.content import shipped_experiments
+from fedbn_flwr.experiment.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault
@@ -158,7 +157,7 @@ def test_faulty_sizes_are_refused(text: str, overrides: list[str], found: str) -
 
 @pytest.mark.parametrize("name", sorted(shipped_experiments()))
 def test_smoke_is_a_valid_small_experiment_of_each_file(name: str) -> None:
-    content = yaml.safe_load(shipped_experiments()[name].read_text(encoding="utf-8"))
+    content, _ = read_content(name)
     found = read_experiment(content, ["size=smoke"], name=name).runs
     assert [run.cell.row for run in found] == list(content.get("runs", [found[0].label]))
     for run in found:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from fedbn_flwr import cli
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names
 from fedbn_flwr.results.folder import deciding
 from tests.support.command import ROOT
@@ -20,12 +22,55 @@ RUNS = "{runs: {FixBN: {rounds: 2}, FedAvg: {rounds: 1}}, published: {FixBN: {ac
 
 def test_published_figures_belong_to_the_run_of_their_label() -> None:
     fixbn, fedavg = read_experiment(parse_yaml(RUNS), ("seeds=[3]",)).runs
-    assert fixbn.model_dump(mode="json")["published"] == {"source": "Table 1", "accuracy": [0.7, 0.01]}
+    assert fixbn.model_dump(mode="json")["published"] == {"source": "Table 1", "differs": None, "accuracy": [0.7, 0.01]}
     assert fedavg.published is None
     assert "published" not in deciding(fixbn.model_dump(mode="json")), "a run may be resumed with other figures"
     single = read("{published: {accuracy: 0.7, source: Table 1}}").published
     assert single is not None
-    assert single.model_dump() == {"source": "Table 1", "accuracy": 0.7}
+    assert single.model_dump() == {"source": "Table 1", "differs": None, "accuracy": 0.7}
+
+
+CELLS = """{sweep: {train.steps: [1, 5]}, tune: {train.lr: [0.1, 0.2]}, runs: {BN: {}, GN: {model: {norm: gn}}},
+published: {BN: {accuracy: 0.5, source: a}, "GN, steps=5": {accuracy: 0.6, source: b}}, sizes: {small: {rounds: 2}}}"""
+
+
+def published_of(*overrides: str) -> list[tuple[str, Any, Any]]:
+    runs = read_experiment(parse_yaml(CELLS), overrides).runs
+    return [(run.label, *((f.source, f.differs) if (f := run.published) else (None, None))) for run in runs]
+
+
+def test_figures_belong_to_a_row_or_to_one_of_its_conditions() -> None:
+    assert published_of() == [
+        *[(f"BN, steps={steps}, lr={lr}", "a", None) for steps in (1, 5) for lr in (0.1, 0.2)],
+        *[(f"GN, steps=1, lr={lr}", None, None) for lr in (0.1, 0.2)],
+        *[(f"GN, steps=5, lr={lr}", "b", None) for lr in (0.1, 0.2)],
+    ]
+    with pytest.raises(SettingsError, match=r"'GN, steps=50', which is no run; did you mean 'GN, steps=5'"):
+        read_experiment(parse_yaml(CELLS.replace("steps=5", "steps=50")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "differs"),
+    [
+        (["size=small"], "size small, other rounds"),
+        (["rounds=3", "train.momentum=0.5"], "size paper, other rounds, train.momentum"),
+        (["seed=4", "engine.workers=0", "data.root=x", "rounds=10", "evaluate.every=5"], None),
+        (["size=smoke", "only=BN"], "size smoke, other "),
+    ],
+)
+def test_another_set_up_is_named(overrides: list[str], differs: str | None) -> None:
+    label, source, found = published_of(*overrides)[0]
+    assert source == "a", label
+    assert found == differs if differs is None or not differs.endswith(" ") else found.startswith(differs)
+
+
+def test_figures_by_domain_have_the_keys_of_a_summary() -> None:
+    text = "{published: {clients_own_accuracy: {amazon: 0.5, dslr: [0.7, 0.01], average: 0.6}, source: Table 2}}"
+    figures = read(text).model_dump()["published"]
+    assert figures == {
+        "source": "Table 2", "differs": None, "clients_own_accuracy_amazon": 0.5,
+        "clients_own_accuracy_dslr": (0.7, 0.01), "clients_own_accuracy": 0.6,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""The figures of a paper in an experiment file, for its runs or for the conditions of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.text import shorten
+
+from .expansion import Cell, Lists, changed, values_in_words
+
+AVERAGE = "average"  # of the domains of a figure that is given by domain
+
+# Settings that a paper's figure does not depend on, or that it has no word on.
+_FREE = ("name", "label", "cell", "size", "seed", "track", "published", "engine", "evaluate", "mods")
+_FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
+
+
+class Published(BaseModel):
+    """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, float | tuple[float, float]]
+
+    source: Annotated[str, Field(min_length=1)]
+    # Why the figures are not those of this run's set-up: its size, or overrides; a file may give a reason of its own.
+    differs: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_domain(cls, figures: Any) -> Any:
+        """`accuracy: {sea: 0.5, average: 0.6}` as accuracy_sea and accuracy."""
+        if not isinstance(figures, Mapping):
+            return figures
+        flat: dict[Any, Any] = {}
+        for key, value in figures.items():
+            if isinstance(value, Mapping):
+                flat |= {key if domain == AVERAGE else f"{key}_{domain}": each for domain, each in value.items()}
+            else:
+                flat[key] = value
+        return flat
+
+    @model_validator(mode="after")
+    def _fractions(self) -> Published:
+        figures = self.__pydantic_extra__
+        if not figures:
+            raise ValueError("there is no figure; give one by its key in summary.json, for instance accuracy: 0.7689")
+        for key, value in figures.items():
+            if "accuracy" in key and (value[0] if isinstance(value, tuple) else value) > 1:
+                raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
+        return self
+
+
+def condition(cell: Cell) -> str:
+    """The label of a cell without the values that it tries."""
+    return ", ".join([cell.row, *values_in_words(cell)[: len(cell.sweep)]])
+
+
+def figures_by_label(figures: Any, rows: Mapping[str, Lists], name: str) -> dict[str, Any]:
+    """The figures by the label of a row or of one of its conditions, of those that the file has."""
+    if figures is None:
+        return {}
+    if list(rows) == [""]:
+        return {"": figures}
+    if not isinstance(figures, Mapping):
+        raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
+    labels = dict.fromkeys([*rows, *(condition(cell) for row, lists in rows.items() for cell in lists.cells(row))])
+    for label in figures:
+        if str(label) not in labels:
+            raise SettingsError(f"{name}: published has {label!r}, which is no run; {did_you_mean(str(label), labels)}")
+    return {str(label): content for label, content in figures.items()}
+
+
+def with_set_up(figures: Any, size: str, written: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """The figures of a run, with a note if its settings are not those of the file."""
+    keys = [key for key in changed(written, settings) if key.partition(".")[0] not in _FREE and key not in _FREE_KEYS]
+    if not keys or not isinstance(figures, Mapping) or "differs" in figures:
+        return figures
+    return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}

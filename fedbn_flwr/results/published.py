@@ -1,0 +1,65 @@
+"""The published figures of the runs beside the measured ones, as a table of a report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .curves import Measure, is_number
+from .report import Row, figure
+
+TITLE = "published and measured figures"
+_HEADINGS = ("run", "figure", "published", "measured", "seeds", "difference", "within both spreads", "source")
+
+
+def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A line for each published figure; nothing if there are none.
+
+    A difference is within both spreads if the intervals of one standard deviation around the two means overlap. Of a
+    run with another set-up, such as a smaller size, there is no difference, since it would say nothing about either.
+    """
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        found = row.runs[0].config.get("published") or {}
+        source, differs = str(found.get("source", "-")), found.get("differs")
+        for key, (mean, deviation) in published_figures(found).items():
+            measure, measured = Measure.of(key.removeprefix("best_test_")), row.figures(key)
+            scale, unit = (100, "%") if measure.is_fraction else (1, "")
+            title = ("best test " if key.startswith("best_test_") else "") + measure.full_title
+            known = figure([mean], scale, 2, unit)
+            if differs:
+                verdict = ("-", f"other set-up ({differs})")
+            elif not measured:
+                verdict = ("-", "-")
+            else:
+                difference = statistics.fmean(measured) - mean
+                verdict = (f"{scale * difference:+.2f}", _within(difference, measured, deviation))
+            lines.append(
+                (
+                    row.label,
+                    title,
+                    known if deviation is None else f"{known} ± {scale * deviation:.2f}",
+                    figure(measured, scale, 2, unit),
+                    str(len(measured)),
+                    *verdict,
+                    source,
+                )
+            )
+    return [_HEADINGS, *lines] if lines else []
+
+
+def published_figures(found: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """Mean and, if known, standard deviation of each figure."""
+    figures: dict[str, tuple[float, float | None]] = {}
+    for key, value in found.items():
+        mean, *deviation = value if isinstance(value, list | tuple) and value else [value]
+        if is_number(mean) and all(map(is_number, deviation)):
+            figures[key] = (mean, deviation[0] if deviation else None)
+    return figures
+
+
+def _within(difference: float, measured: Sequence[float], deviation: float | None) -> str:
+    if len(measured) < 2 or deviation is None:
+        return "no spread"
+    return "yes" if abs(difference) <= statistics.stdev(measured) + deviation else "no"

@@ -1,0 +1,179 @@
+"""A sweep's results: accuracy against the value that it varies, one line per row, with the published figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .curves import Measure, headline, is_number
+from .published import published_figures
+from .report import COLOURS, Row, figure
+from .text import in_plot, shorten
+
+if TYPE_CHECKING:
+    from .figure import Plot  # imports matplotlib
+
+_MARKERS = "osD^vP*X<>ph"
+
+
+@dataclass
+class Sweep:
+    """The rows of a report that differ in one swept value, under the same other conditions."""
+
+    key: str  # whose values differ
+    conditions: tuple[tuple[str, str], ...]  # the values of other swept keys
+    lines: dict[str, dict[str, Row]] = field(default_factory=dict)  # label -> value in words -> row
+    values: dict[str, Any] = field(default_factory=dict)  # in words, and as given
+
+    @property
+    def title(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in self.conditions)
+
+    @property
+    def is_scale(self) -> bool:
+        return all(is_number(value) for value in self.values.values())
+
+
+def sweeps(rows: Sequence[Row]) -> list[Sweep]:
+    """The sweeps among the rows; the values of `tune` are represented by those with the highest validation accuracy."""
+    placed = [(row, condition) for row in rows if len(condition := _swept(row)) > 0]
+    values: dict[str, dict[str, Any]] = {}
+    for _, condition in placed:
+        for key, value in condition.items():
+            values.setdefault(key, {})[_words(value)] = value
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], Sweep] = {}
+    for row, condition in placed:
+        # Numbers are the better axis, and among several keys the one with most values.
+        key = max(condition, key=lambda key: (all(map(is_number, values[key].values())), len(values[key])))
+        if len(values[key]) < 2:
+            continue
+        rest = tuple((other, _words(value)) for other, value in condition.items() if other != key)
+        sweep = found.setdefault((key, rest), Sweep(key, rest))
+        word = _words(condition[key])
+        sweep.values[word] = condition[key]
+        line = sweep.lines.setdefault(_label(row), {})
+        if word not in line or _validation(row) > _validation(line[word]):
+            line[word] = row
+    for sweep in found.values():
+        if sweep.is_scale:
+            sweep.values = dict(sorted(sweep.values.items(), key=lambda item: float(item[1])))
+    return list(found.values())
+
+
+def _swept(row: Row) -> Mapping[str, Any]:
+    cell = row.runs[0].config.get("cell")
+    swept = cell.get("sweep") if isinstance(cell, Mapping) else None
+    return swept if isinstance(swept, Mapping) else {}
+
+
+def _label(row: Row) -> str:
+    return str(row.runs[0].config["cell"].get("row") or row.runs[0].summary.strategy)
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    first = [str(value[key]) for key in ("name", "kind") if key in value]
+    return ", ".join([*first, *(f"{key}={each}" for key, each in value.items() if key not in ("name", "kind"))])
+
+
+def _validation(row: Row) -> float:
+    return statistics.fmean(row.figures("best_validation_accuracy") or [0.0])
+
+
+def tables(sweeps: Sequence[Sweep]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """For each sweep a table with a column for each value."""
+    found = []
+    for sweep in sweeps:
+        measure = _measure(sweep)
+        lines: list[tuple[str, ...]] = [(sweep.key, *sweep.values)]
+        for label, line in sweep.lines.items():
+            columns = (line[word].figures(measure) if word in line else [] for word in sweep.values)
+            lines.append((label, *(figure(column, 100, 2, "%") for column in columns)))
+        title = f"{Measure.of(measure).full_title} by {sweep.key}"
+        found.append((title + (f", {sweep.title}" if sweep.title else ""), lines))
+    return found
+
+
+def _measure(sweep: Sweep) -> str:
+    """What the published figures are of; without some, what runs are compared by."""
+    runs = [run for line in sweep.lines.values() for row in line.values() for run in row.runs]
+    known = dict.fromkeys(key for run in runs for key in published_figures(run.config.get("published") or {}))
+    first = headline([run.history for run in runs])
+    return next((key for key in known if Measure.of(key).is_fraction), first) if first not in known else first
+
+
+def plot(sweeps: Sequence[Sweep]) -> Plot:
+    """A panel for each sweep; published figures are hollow markers on a dotted line."""
+    from .figure import Plot
+
+    columns = min(3, len(sweeps))
+    lines = -(-len(sweeps) // columns)
+    picture = Plot(figsize=(1 + 5 * columns, 0.6 + 4 * lines), layout="constrained")
+    panels = picture.subplots(lines, columns, squeeze=False).flatten()
+    labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
+    handles: dict[str, Any] = {}
+    for panel, sweep in zip(panels, sweeps, strict=False):
+        measure = _measure(sweep)
+        for number, label in enumerate(labels):
+            if label in sweep.lines:
+                handles |= _draw(panel, sweep, label, measure, number)
+        places = dict(zip(sweep.values, _places(sweep), strict=True))
+        numbers = [float(value) for value in sweep.values.values()] if sweep.is_scale else []
+        if numbers and min(numbers) > 0 and max(numbers) >= 50 * min(numbers):
+            panel.set_xscale("log")
+        panel.set_xticks(list(places.values()), [in_plot(shorten(word, 30)) for word in places])
+        panel.minorticks_off()
+        panel.set_xlabel(in_plot(sweep.key))
+        panel.set_ylabel(f"{Measure.of(measure).full_title}, %")
+        panel.set_title(in_plot(shorten(sweep.title, 60)), fontsize="medium")
+        panel.grid(alpha=0.3)
+    for panel in panels[len(sweeps) :]:
+        panel.set_visible(False)
+    names = [in_plot(shorten(label, 60)) for label in handles]
+    picture.legend(handles.values(), names, loc="outside upper center", ncols=4, fontsize="small")
+    return picture
+
+
+def _places(sweep: Sweep) -> list[float]:
+    """Where the values are on the axis: numbers at their own place, others side by side."""
+    values = sweep.values.values()
+    return [float(value) for value in values] if sweep.is_scale else [float(number) for number in range(len(values))]
+
+
+def _draw(panel: Any, sweep: Sweep, label: str, measure: str, number: int) -> dict[str, Any]:
+    line, colour = sweep.lines[label], COLOURS[number % len(COLOURS)]
+    marker = _MARKERS[number % len(_MARKERS)]
+    places = dict(zip(sweep.values, _places(sweep), strict=True))
+    drawn: dict[str, Any] = {}
+    measured = [
+        (place, values) for word, place in places.items() if word in line and (values := line[word].figures(measure))
+    ]
+    if measured:
+        drawn[label] = panel.errorbar(
+            [place for place, _ in measured],
+            [100 * statistics.fmean(values) for _, values in measured],
+            [100 * statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in measured],
+            color=colour,
+            marker=marker,
+            capsize=3,
+        )
+    known = []
+    for word, place in places.items():
+        figures = published_figures(line[word].runs[0].config.get("published") or {}) if word in line else {}
+        if measure in figures:
+            known.append((place, *figures[measure]))
+    if known:
+        drawn[f"{label}, published"] = panel.errorbar(
+            [place for place, _, _ in known],
+            [100 * mean for _, mean, _ in known],
+            [100 * (deviation or 0.0) for _, _, deviation in known],
+            color=colour,
+            marker=marker,
+            markerfacecolor="none",
+            linestyle=":",
+            capsize=3,
+        )
+    return drawn

@@ -1,0 +1,114 @@
+"""The tables and the plot of sweeps, and published figures beside measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from fedbn_flwr.results import swept
+from fedbn_flwr.results.published import published
+from fedbn_flwr.results.report import Row, find_runs, group
+from fedbn_flwr.results.write import write_html, write_report
+from tests.support.runs import write_run
+
+SOURCE = {"source": "Paper, Table 1"}
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return group(find_runs([folder]))
+
+
+# --- published figures ---
+
+
+@pytest.mark.parametrize(
+    ("measured", "figure", "verdict"),
+    [
+        ([0.70, 0.72], [0.74, 0.02], "yes"),  # 0.71 +- 0.0141 and 0.74 +- 0.02 overlap
+        ([0.70, 0.72], [0.75, 0.02], "no"),
+        ([0.71], [0.74, 0.02], "no spread"),
+        ([0.70, 0.72], 0.74, "no spread"),
+        ([0.74, 0.74], [0.74, 0.0], "yes"),
+    ],
+)
+def test_a_difference_is_within_both_spreads_if_the_intervals_overlap(
+    tmp_path: Path, measured: Sequence[float], figure: Any, verdict: str
+) -> None:
+    for seed, accuracy in enumerate(measured):
+        write_run(
+            tmp_path / str(seed), "A", seed, config={"published": {"accuracy": figure, **SOURCE}}, accuracy=accuracy
+        )
+    (head, line) = published(rows_of(tmp_path))
+    assert dict(zip(head, line, strict=True))["within both spreads"] == verdict
+    assert dict(zip(head, line, strict=True))["seeds"] == str(len(measured))
+
+
+def test_figures_of_another_set_up_are_not_compared(tmp_path: Path) -> None:
+    known = {"accuracy": [0.9, 0.01], **SOURCE, "differs": "size small, other rounds"}
+    write_run(tmp_path / "a", "A", config={"published": known}, accuracy=0.2)
+    text, page, _ = write_report([tmp_path], tmp_path / "out")
+    for written in (text, page.read_text(), (tmp_path / "out" / "report.html").read_text()):
+        assert "other set-up (size small, other rounds)" in written
+        assert "90.00% ± 1.00" in written
+        assert "70.00" not in written, "there is no difference"
+
+
+# --- sweeps ---
+
+
+def write_cell(folder: Path, row: str, sweep: dict[str, Any], accuracy: float, seed: int = 0, **more: Any) -> None:
+    config = {"cell": {"row": row, "sweep": sweep, "tune": more.pop("tune", {})}, **more.pop("config", {})}
+    label = ", ".join([row, *(f"{key}={value}" for key, value in sweep.items())])
+    write_run(folder / f"{label}-{len(list(folder.glob('*')))}", label, seed, config=config, accuracy=accuracy, **more)
+
+
+def test_a_sweep_is_a_table_with_a_column_for_each_value(tmp_path: Path) -> None:
+    for alpha in (1.0, 0.1):
+        for seed in (0, 1):
+            write_cell(tmp_path, "BN", {"alpha": alpha}, 0.5 + 0.2 * (alpha == 1) + 0.1 * seed, seed)
+    write_cell(tmp_path, "GN", {"alpha": 0.1}, 0.4)
+    write_cell(tmp_path, "Centralised", {}, 0.9)
+    ((title, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path)))
+    assert title == "accuracy (global model) by alpha"
+    assert lines == [("alpha", "0.1", "1.0"), ("BN", "55.00% ± 7.07", "75.00% ± 7.07"), ("GN", "40.00%", "-")]
+
+
+def test_the_axis_is_the_number_with_most_values_and_other_keys_are_panels(tmp_path: Path) -> None:
+    for kind in ("iid", {"kind": "classes", "classes_per_client": 2}):
+        for steps in (100, 1, 20):
+            write_cell(tmp_path, "BN", {"partition": kind, "steps": steps}, 0.5)
+    found = swept.sweeps(rows_of(tmp_path))
+    assert [sweep.title for sweep in found] == ["partition=iid", "partition=classes, classes_per_client=2"]
+    assert [list(sweep.values) for sweep in found] == [["1", "20", "100"]] * 2
+
+
+def test_of_tuned_values_a_sweep_shows_the_best_by_validation(tmp_path: Path) -> None:
+    for alpha in (0.1, 1.0):
+        for lr, validation, test in ((0.1, 0.8, 0.5), (0.3, 0.7, 0.9)):
+            figures = {"validation_accuracy": validation}
+            write_cell(tmp_path, "BN", {"alpha": alpha}, test, tune={"lr": lr}, config={"train": {"lr": lr}}, **figures)
+    ((_, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path)))
+    assert lines[1] == ("BN", "50.00%", "50.00%"), "the higher test accuracy has the lower validation accuracy"
+
+
+def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> None:
+    for steps in (1, 100):
+        known = {"accuracy": [0.6, 0.02], **SOURCE}
+        write_cell(tmp_path, "BN", {"train.steps": steps}, 0.5, config={"published": known})
+    _, page, _ = write_report([tmp_path], tmp_path / "out")
+    assert "![sweep](sweep.png)" in page.read_text()
+    with Image.open(tmp_path / "out" / "sweep.png") as picture:
+        assert picture.width > 500
+    text = (tmp_path / "out" / "sweep.svg").read_text()
+    assert "BN, published" in text.replace("<!-- ", "").replace(" -->", "")
+    write_html([tmp_path], tmp_path / "page.html")
+    assert 'src="data:image/png;base64,' in (tmp_path / "page.html").read_text()
+    plain = tmp_path / "plain"
+    write_run(plain / "run", "FedAvg")
+    write_report([plain], plain)
+    assert not (plain / "sweep.png").exists()
+    assert "data:image/png" not in (plain / "report.html").read_text()
