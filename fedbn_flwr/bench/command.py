@@ -13,10 +13,11 @@ from fedbn_flwr.engines.context_cache import keep_freed_memory
 from fedbn_flwr.results.folder import environment
 
 from .common import Figure, Options
+from .gpu import gpu
 from .messages import empty_round, exchange, scale
 from .sharing import sharing
 from .startup import start
-from .training import compiled, fedtan, gpu, overhead
+from .training import compiled, fedtan, overhead
 
 BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "overhead": overhead,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +24,6 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.images import Images
-from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg
 
@@ -73,11 +73,11 @@ def seconds(action: Callable[[], Any]) -> float:
 class BareLoop:
     """Plain PyTorch: SGD with momentum on images that are gathered and normalised batch by batch."""
 
-    def __init__(self, data: Images, batch: int = BATCH) -> None:
+    def __init__(self, data: Images, batch: int = BATCH, model: nn.Module | None = None) -> None:
         self.images, self.labels = data.images, data.labels
         self.batch = batch
         device = self.images.device
-        self.model = resnet20(device)
+        self.model = resnet20(device) if model is None else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.mean = torch.tensor(MOMENTS[0], device=device).view(1, 3, 1, 1)
         self.deviation = torch.tensor(MOMENTS[1], device=device).view(1, 3, 1, 1)
@@ -119,7 +119,7 @@ def same_clients(
     return client_app(make_client)
 
 
-def train_round(strategy: FedAvg, grid: LocalGrid, number: int, arrays: ArrayRecord) -> ArrayRecord:
+def train_round(strategy: FedAvg, grid: Grid, number: int, arrays: ArrayRecord) -> ArrayRecord:
     messages = list(strategy.configure_train(number, arrays, ConfigRecord(), grid))
     mean, _ = strategy.aggregate_train(number, grid.send_and_receive(messages))
     assert mean is not None

@@ -155,14 +155,8 @@ def rounds_of(strategy: FedAvg, grid: LocalGrid, model: nn.Module) -> Callable[[
     return one_round
 
 
-def gpu(options: Options) -> Iterator[Figure]:
-    """On a GPU: steps per second relative to the bare loop, and the time of FedTAN's round relative to FedAvg's."""
-    if options.device.type == "cuda":
-        yield from five_clients(options)
-
-
 def five_clients(options: Options) -> Iterator[Figure]:
-    """The figures of `gpu`, on any device."""
+    """Steps per second relative to the bare loop, and FedTAN's round relative to FedAvg's, on any device."""
     steps, clients, device = options.steps, 5, options.device
     data = random_images(BATCH * steps, device)
     bare = BareLoop(data)

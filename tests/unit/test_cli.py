@@ -16,6 +16,7 @@ import torch
 
 from fedbn_flwr import cli
 from fedbn_flwr.bench.common import Options, random_images
+from fedbn_flwr.bench.gpu import Case, processes
 from fedbn_flwr.bench.sharing import Rounds
 from fedbn_flwr.bench.training import five_clients
 from fedbn_flwr.results.folder import RunFolder, mark_interrupted
@@ -345,6 +346,7 @@ def test_a_round_is_never_shorter_than_the_bound_that_it_is_measured_by() -> Non
 
 
 def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:
-    figures = list(five_clients(Options(repeats=1, steps=2, device=torch.device("cpu"), workers=1)))
-    assert len(figures) == 3
+    options = Options(repeats=1, steps=1, device=torch.device("cpu"), workers=2)
+    figures = [*five_clients(options), *processes(options, [Case("cnn", 4, False)], clients=1, counts=(1, 2, 4))]
+    assert len(figures) == 3 + 2 * 2
     assert all(figure.value > 0 for figure in figures)
