@@ -10,7 +10,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.command import ROOT, fedbn
-from tests.support.network import Deployment
+from tests.support.network import Deployment, copy_app
 from tests.support.sessions import BASE, Elsewhere, outcome, overrides, session
 
 pytestmark = pytest.mark.deployment
@@ -33,6 +33,14 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("local") / "out"
     run_here(EXPERIMENT, "--engine", "local", "--device", "cpu", "--out", out)
     return out
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The app without the environment that may be beside it in the checkout: Flower looks at all of its files."""
+    folder = tmp_path_factory.mktemp("app")
+    copy_app(folder)
+    return folder
 
 
 def test_one_process_and_several_give_the_same_arrays(local: Path, tmp_path: Path) -> None:
@@ -92,10 +100,10 @@ def test_a_failed_flower_run_says_why_and_has_an_exit_code(tmp_path: Path) -> No
     assert json.loads(file.read_text())["status"] == "failed"
 
 
-def test_too_few_nodes_are_named_with_the_flag_that_helps(tmp_path: Path) -> None:
+def test_too_few_nodes_are_named_with_the_flag_that_helps(app: Path, tmp_path: Path) -> None:
     run_config = f"experiment='quick' set='engine.node_timeout=2' out='{tmp_path / 'out'}'"
     flags = ["--federation-config", "num-supernodes=2 client-resources-num-cpus=1", "--run-config", run_config]
-    done = fedbn("flwr", "run", ROOT, *flags, cwd=tmp_path)
+    done = fedbn("flwr", "run", app, *flags, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 of 3 nodes" in done.stderr
     assert "num-supernodes=3" in done.stderr
@@ -124,7 +132,7 @@ def test_a_wrong_setting_is_one_line_of_flower_s_log(deployment: Deployment, cha
     assert "Exit Code" not in log
 
 
-def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(app: Path, tmp_path: Path) -> None:
     """The server cannot read its nodes' states, and the run resumes on Ray: FedBN needs them, FedAvg does not."""
     out = tmp_path / "out"
     for rule in ("FedAvg", "FedBN"):
@@ -132,7 +140,7 @@ def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(tmp_path: Pat
     experiment = tmp_path / "experiment.yaml"
     experiment.write_text(BASE + "runs:\n  FedAvg: {strategy: {name: FedAvg}}\n  FedBN: {strategy: {name: FedBN}}")
     run_config = f"experiment='{experiment}' out='{out}' resume=true"
-    done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
+    done = fedbn("flwr", "run", app, "--run-config", run_config, cwd=tmp_path)
     assert done.returncode == 1
     refused = json.loads((out / "FedBN" / "summary.json").read_text())  # the log's last lines may not be streamed
     assert refused["status"] == "failed"
