@@ -15,7 +15,7 @@ from .data import partition_of
 from .origins import Setting, settings_of
 from .partition import count_partitions
 from .prepare import Prepared, prepare
-from .run import workers_of
+from .run import gpus_of, workers_of
 from .settings import Experiment, Settings
 from .training import check_partition
 from .trial import Measured, try_out
@@ -100,7 +100,8 @@ def _parts_of(prepared: Prepared) -> dict[str, Part]:
 def _estimate(prepared: Prepared, measured: Measured) -> Estimate:
     run, dataset = prepared.run, prepared.dataset
     assert dataset is not None
-    workers = min(max(workers_of(run), 1), measured.clients)
+    # Workers that share a GPU take its time from each other; how much they gain is not known.
+    workers = min(gpus_of(run) or workers_of(run) or 1, measured.clients)
     parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
     held_out = run.evaluate.validation
     sizes = [len(part) - round(held_out * len(part)) for part in parts[: run.clients - run.evaluate.unseen]]

@@ -18,14 +18,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.spawned import Spawned
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.experiment.data import loaded_data
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.node import Clients
-from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
@@ -104,14 +100,7 @@ def test_workers_share_the_gpus_that_are_visible_here(monkeypatch: pytest.Monkey
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5, GPU-8932f937,8"
 
 
-# --- the data of an experiment ------------------------------------------------
-
-EXPERIMENT = """
-clients: 2
-data: {name: "tests.federation.test_spawned:images", partition: {kind: iid}}
-train: {steps: 2, batch_size: 8}
-engine: {device: cpu}
-"""
+# --- an experiment --------------------------------------------------------------
 
 
 def images() -> dict[str, Any]:
@@ -121,16 +110,26 @@ def images() -> dict[str, Any]:
     return {part: (pixels, torch.arange(60) % 3) for part in ("train", "test")}
 
 
-def test_workers_use_the_images_of_the_main_process() -> None:
-    """As on a GPU, whose memory has them once."""
-    (prepared,) = prepare(experiment := load_experiment(EXPERIMENT))
-    data = loaded_data(prepared.run.data, "cpu")
-    trained = []
-    for options in ({}, {"workers": 1, "start": "spawn"}):
-        with LocalGrid(client_app(Clients(experiment, data)), 2, threads=1, **options) as grid:  # type: ignore[arg-type]
-            result = FedAvg().start(grid, pack(initial_arrays(prepared.model)), num_rounds=1)
-            trained.append({key: value.tobytes() for key, value in unpack(result.arrays).items()})
-    assert trained[0] == trained[1] != {}
+def test_workers_for_gpus_train_on_the_images_of_the_main_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU: only the number of GPUs is not the real one."""
+    results = []
+    for gpus in (0, 1):
+        monkeypatch.setattr("fedbn_flwr.experiment.run.gpus_of", lambda run, gpus=gpus: gpus)
+        results.append(
+            run(
+                {"rounds": 2, "clients": 2, "train": {"steps": 2, "batch_size": 8}, "strategy": {"name": "FedBN"}},
+                data={"name": "tests.federation.test_spawned:images"},
+                engine={"device": "cpu", "workers": gpus},
+                mods=["message_size_mod"],
+                out=tmp_path / str(gpus),
+                progress=False,
+            )
+        )
+    one, other = (result.model(client=0).state_dict() for result in results)
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+    assert results[0].summary.accuracy == results[1].summary.accuracy is not None
 
 
 # --- what cannot be sent or imported ------------------------------------------
