@@ -1,4 +1,4 @@
-"""A ClientApp without PyTorch, which tells in which process a message is handled; for workers that start quickly."""
+"""A ClientApp without PyTorch, for workers that start quickly: it reports the GPU that its process sees."""
 
 import os
 import signal
