@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         epilog="Example: fedbn run demo rounds=10 train.lr=0.05 --out runs/try",
     )
     add_experiment(parser, "rounds=10 train.lr=0.05")
-    parser.add_argument("--engine", choices=("local", "ray"), help="local: this library's; ray: Flower's simulation")
+    parser.add_argument("--engine", choices=("local", "ray"), help="local: this machine; ray: a Ray cluster")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="device for training (auto: a GPU if there is one)"
     )
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("loading PyTorch and Flower ...", flush=True)  # takes seconds
     with loading():
         from fedbn_flwr.experiment.find import load_experiment
-        from fedbn_flwr.experiment.run import run_in_simulation, run_locally
+        from fedbn_flwr.experiment.run import carry_out
         from fedbn_flwr.results.folder import default_out
 
     if arguments.resume and arguments.out is None:
@@ -46,9 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         overrides.append(f"engine.device={arguments.device}")
     experiment = load_experiment(arguments.experiment, overrides)
     out = arguments.out or default_out(experiment.name)
-    if experiment.runs[0].engine.name == "ray":
-        run_in_simulation(experiment, out, resume=arguments.resume)
-        return 0
     import logging
 
     from fedbn_flwr.engines.context_cache import keep_freed_memory
@@ -57,5 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
     keep_freed_memory()
-    run_locally(experiment, out, resume=arguments.resume).announce()
+    carry_out(experiment, out, resume=arguments.resume).announce()
     return 0

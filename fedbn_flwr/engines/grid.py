@@ -192,13 +192,9 @@ class WorkersGrid(Capabilities, Grid, ABC):
 
     # --- workers ---
 
+    @abstractmethod
     def start(self) -> int:
-        """Start the workers now; processes are forked before this one has threads that a fork would lose."""
-        for worker in self._workers:
-            worker.begin()
-        for worker in self._workers:
-            worker.start()
-        return len(self._workers) or 1
+        """Start the workers now. Returns their number, or 1 if this process serves."""
 
     def _serve_workers(self, timeout: float | None) -> None:
         """Send queued messages and collect replies; waits up to `timeout` seconds for the first reply."""

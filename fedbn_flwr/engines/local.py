@@ -97,6 +97,14 @@ class LocalGrid(WorkersGrid):
         self._processes.append(Worker(number, self._served))
         return self._processes[-1]
 
+    def start(self) -> int:
+        """Start the workers now; processes are forked before this one has threads that a fork would lose."""
+        for worker in self._processes:
+            worker.begin()
+        for worker in self._processes:
+            worker.start()
+        return len(self._processes) or 1
+
     def _wait(self, timeout: float | None) -> list[int]:
         busy = {worker.connection: i for i, worker in enumerate(self._processes) if worker.current is not None}
         return [busy[connection] for connection in wait(list(busy), timeout)] if busy else []  # type: ignore[index]

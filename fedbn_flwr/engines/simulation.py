@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr import __version__, named
+from fedbn_flwr import named
 from fedbn_flwr.errors import RunFailed, SettingsError
 
 from .temporary import temporary_folder
@@ -59,14 +59,6 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, op
     return 0
 
 
-def run_installed(clients: int, run_config: Mapping[str, Any]) -> int:
-    """Carry out an experiment with the code of this installation, which needs no checkout."""
-    with temporary_folder("app") as folder:
-        app = folder / "app"
-        write_app(app, run_config)
-        return run_app(app, {}, federation_config(clients))
-
-
 def federation_config(clients: int) -> str:
     """One node per client, one core each, and as many at a time as there are cores, here or on the Ray cluster."""
     nodes = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-log-to-driver=false"
@@ -75,35 +67,6 @@ def federation_config(clients: int) -> str:
     ):  # Ray refuses a number of cores for a cluster that is running already
         return nodes
     return f"{nodes} init-args-num-cpus={min(clients, os.cpu_count() or 1)}"
-
-
-def write_app(folder: Path, run_config: Mapping[str, Any]) -> None:
-    """A Flower app that consists of this installation's ServerApp and ClientApp."""
-    (folder / "apps").mkdir(parents=True)
-    package = Path(__file__).parent.parent
-    source = package / "apps" if (package / "apps").is_dir() else package.parent / "apps"
-    for name in ("__init__.py", "server_app.py", "client_app.py"):
-        shutil.copy(source / name, folder / "apps" / name)
-    (folder / "pyproject.toml").write_text(
-        f"""[project]
-name = "fedbn-app"
-version = "{__version__}"
-description = "An experiment of fedbn-flwr"
-license = "Apache-2.0"
-dependencies = ["fedbn-flwr=={__version__}"]
-
-[tool.flwr.app]
-publisher = "fedbn"
-fab-include = ["apps/*.py"]
-
-[tool.flwr.app.components]
-serverapp = "apps.server_app:app"
-clientapp = "apps.client_app:app"
-
-[tool.flwr.app.config]
-{_toml_lines(run_config)}""",
-        encoding="utf-8",
-    )
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,6 @@ class NodeWorker(Protocol):
     def begin(self) -> None:
         """Start it if it is not started, without waiting until it is ready."""
 
-    def start(self) -> None:
-        """Start it if it is not started, and wait until it is ready."""
-
     def send(self, task: Task) -> None: ...
 
     def receive(self) -> tuple[Message, Done]:

@@ -20,7 +20,7 @@ from fedbn_flwr.results.result import Result, Results
 
 from .content import extended, read_content
 from .find import read_experiment, run_names
-from .run import run_in_simulation, run_locally
+from .run import carry_out
 from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
 
 Source = str | Path | Mapping[str, Any] | Settings
@@ -202,10 +202,7 @@ def _carry_out(
     resume = resume and any(RunFolder(each).config() for each in run_folders)
     with _settings_of_the_process():
         try:
-            if first.engine.name == "ray":
-                run_in_simulation(planned, folder, resume=resume)
-            else:
-                run_locally(planned, folder, resume=resume, quiet=not progress, node_config=node_config)
+            carry_out(planned, folder, resume=resume, quiet=not progress, node_config=node_config)
         except KeyboardInterrupt:
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise

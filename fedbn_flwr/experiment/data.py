@@ -65,7 +65,7 @@ class LoadedData:
     dataset: DataSet
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, (self.data, self.device, self.dataset)
+        return receive, (self.data, self.device, self.dataset)
 
 
 def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
@@ -77,7 +77,7 @@ def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
 _received: dict[tuple[settings.Data, str], DataSet] = {}
 
 
-def _receive(data: settings.Data, device: str, dataset: DataSet) -> LoadedData:
+def receive(data: settings.Data, device: str, dataset: DataSet) -> LoadedData:
     _received[data, device] = dataset
     return LoadedData(data, device, dataset)
 

@@ -24,14 +24,13 @@ from fedbn_flwr.engines.grid import UserConfig
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import poll_often
-from fedbn_flwr.engines.simulation import run_installed
 from fedbn_flwr.engines.spawned import leave_if_unguarded
 from fedbn_flwr.engines.watched import WatchedGrid
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError
+from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
-from fedbn_flwr.results.folder import RunFolder, default_out, stopped_by_hand
+from fedbn_flwr.results.folder import RunFolder, default_out
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.write import write_report
 
@@ -56,7 +55,7 @@ from .partition import counts_of
 from .prepare import Prepared, prepare
 from .resume import read_snapshot, restore_clients
 from .settings import Experiment, Settings
-from .training import check_partition
+from .training import check_partition, work_of
 
 
 def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progress, done: int) -> None:
@@ -224,20 +223,6 @@ def run_experiment(
     return Outcome(out, table, page, picture, tuple(failures))
 
 
-def run_in_simulation(experiment: Experiment, out: Path, *, resume: bool) -> None:
-    """Carry out all runs in Flower's simulation, which has the same nodes for all."""
-    if len(counts := {run.clients: run.label for run in experiment.runs}) > 1:
-        found = ", ".join(f"{count} ({label})" for count, label in sorted(counts.items()))
-        raise SettingsError(
-            f"in Flower's simulation all runs need the same number of clients, found {found}; select runs with "
-            "only=LABEL, or use the local engine"
-        )
-    open_folders(prepare(experiment), out, resume=resume)
-    with stopped_by_hand(out):
-        run_config = {**experiment.run_config, "out": str(out.resolve()), "resume": resume}
-        run_installed(experiment.runs[0].clients, run_config)
-
-
 def workers_of(run: Settings) -> int:
     """The number of worker processes on this machine."""
     if run.engine.threads > 1:
@@ -253,14 +238,6 @@ def gpus_of(run: Settings) -> int:
     """The number of GPUs on which worker processes train; 0 if they train on the CPU, or if there are none."""
     on_gpu = choose_device(run.engine.device).type == "cuda"
     return run.engine.gpus if on_gpu and workers_of(run) else 0
-
-
-def _work(run: Settings) -> list[int] | None:
-    """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
-    if run.train.steps is not None or not run.evaluate.server:  # the same steps for all, or no data in this process
-        return None
-    device = str(choose_device(run.engine.device))
-    return [len(part) for part in partition_of(run.data, run.clients, run.seed, device)]
 
 
 def run_locally(
@@ -288,7 +265,7 @@ def run_locally(
             run.clients,
             workers=workers_of(run),
             gpus=gpus,
-            work=_work(run),
+            work=work_of(run),
             threads=run.engine.threads,
             node_config=node_config,
             state_memory=run.engine.state_memory,
@@ -296,6 +273,24 @@ def run_locally(
             yield grid
 
     return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
+
+
+def carry_out(
+    experiment: Experiment,
+    out: Path,
+    *,
+    resume: bool,
+    quiet: bool = False,
+    node_config: UserConfig | Sequence[UserConfig] | None = None,
+) -> Outcome:
+    """Carry out all runs on the engine of the first one; `node_config` is for the local engine."""
+    if experiment.runs[0].engine.name == "local":
+        return run_locally(experiment, out, resume=resume, quiet=quiet, node_config=node_config)
+    with needs("run", "engine.name='ray'"):
+        from .cluster import ray_grids
+    experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
+    with ray_grids(experiment) as make_grid:
+        return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:

@@ -21,7 +21,8 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.protocol import METRICS
 from fedbn_flwr.strategies import Rule
 
-from .data import Shape
+from .data import Shape, partition_of
+from .model import choose_device
 from .settings import Settings, name_in, strategy_name
 
 
@@ -208,3 +209,11 @@ def _check_metrics(run: Settings, logits: Tensor, labels: Tensor) -> None:
             f"evaluate.metrics: a metric of {', '.join(names)} failed for logits {list(logits.shape)} and labels "
             f"{list(labels.shape)}: {type(error).__name__}: {error}"
         ) from error
+
+
+def work_of(run: Settings) -> list[int] | None:
+    """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
+    if run.train.steps is not None or not run.evaluate.server:  # the same steps for all, or no data in this process
+        return None
+    device = str(choose_device(run.engine.device))
+    return [len(part) for part in partition_of(run.data, run.clients, run.seed, device)]

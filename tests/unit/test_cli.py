@@ -111,16 +111,6 @@ def test_resuming_where_there_is_no_run_is_an_error(
     assert not out.exists()
 
 
-def test_flowers_simulation_refuses_runs_with_other_numbers_of_clients(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["run", "demo", "--engine", "ray", "--out", str(tmp_path / "out")]) == 2
-    assert "need the same number of clients, found 1 (Centralised), 5 (FedTAN); select runs with only=LABEL" in (
-        capsys.readouterr().err
-    )
-    assert not (tmp_path / "out").exists()
-
-
 def test_resuming_begins_the_runs_that_had_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "e.yaml", tmp_path / "out"
     file.write_text("{rounds: 1, clients: 2, train: {steps: 1}, engine: {workers: 0}, runs: {first: {}}}")

@@ -152,7 +152,7 @@ def test_a_deployment_is_rehearsed_with_the_data_of_each_site(tmp_path: Path) ->
     with pytest.raises(SettingsError, match="node_config has 2 entries, but there are 3 clients"):
         run(TINY, clients=3, node_config=sites, progress=False)
     with pytest.raises(SettingsError, match="node_config is for the local engine"):
-        run(TINY, engine="ray", node_config=sites, progress=False)
+        run(TINY, engine={"name": "ray", "workers": "auto"}, node_config=sites, progress=False)
 
 
 def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:

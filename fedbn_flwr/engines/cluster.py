@@ -1,0 +1,117 @@
+"""Connects to a Ray cluster, or starts one on this machine, and sends it the code that the actors import.
+
+The code consists of this package and of the modules that the caller names, with the loaded modules beside them. Ray
+sends it to each machine once, and puts its folder first on the actors' path. So the machines need Python and the
+dependencies only, and every actor has the code of this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ray
+
+from fedbn_flwr import __version__
+from fedbn_flwr.errors import RunFailed, SettingsError
+
+from .temporary import temporary_folder
+
+_PACKAGE = __name__.partition(".")[0]
+_NOT_CODE = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
+
+
+@contextmanager
+def connected(address: str | None = None, modules: Iterable[str] = (), cores: int | None = None) -> Iterator[None]:
+    """A connection of this process to a Ray cluster, with the code for its actors.
+
+    Parameters
+    ----------
+    address
+        The address of a running cluster; None: that in $RAY_ADDRESS, else a cluster of this machine that ends with the
+        connection.
+    modules
+        Names of modules that the actors need.
+    cores
+        The cores that a cluster of this machine offers; None: all.
+    """
+    if ray.is_initialized():  # the caller's own connection, with its runtime environment
+        yield
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns
+    own: dict[str, Any] = {}
+    if address == "local":
+        own = {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    with temporary_folder("code") as folder:
+        stage(folder, modules)
+        try:
+            ray.init(
+                address,
+                runtime_env={"working_dir": str(folder)},
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **own,
+            )
+        except (ConnectionError, ValueError) as error:
+            raise SettingsError(
+                f"no Ray cluster answers at engine.address={address!r} ({_in_a_line(error)}); start one with "
+                "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
+            ) from None
+        except RuntimeError as error:
+            raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {_in_a_line(error)}") from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def stage(folder: Path, modules: Iterable[str]) -> None:
+    """Copy this package, and `modules` that are not installed with the loaded modules beside them, into `folder`."""
+    wanted = {_PACKAGE, *(name.partition(".")[0] for name in modules)}
+    roots = {root for name in wanted if (root := _root(name)) is not None and not _is_installed(root)}
+    beside = {name for name in list(sys.modules) if "." not in name and name != "__main__" and _root(name) in roots}
+    for name in sorted(wanted | beside):
+        root = _root(name)
+        if root is None or (_is_installed(root) and name != _PACKAGE):
+            continue  # a part of Python, or a dependency
+        source = root / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=_NOT_CODE)
+        else:
+            shutil.copy(root / f"{name}.py", folder)
+    # As in a wheel; in a checkout this folder is beside the package.
+    strategies = Path(__file__).parents[2] / "strategies"
+    if strategies.is_dir() and not _is_installed(strategies.parent):
+        shutil.copytree(strategies, folder / _PACKAGE / "strategies", ignore=_NOT_CODE)
+    # Otherwise the version is that of an installation.
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "fedbn-flwr"\nversion = "{__version__}"\n')
+
+
+def _root(name: str) -> Path | None:
+    """The folder of a loaded module or package; None for a part of the interpreter."""
+    module = sys.modules.get(name)
+    if not isinstance(module, ModuleType):
+        return None
+    if paths := list(getattr(module, "__path__", [])):
+        return Path(paths[0]).resolve().parent
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve().parent if file and file.endswith(".py") else None
+
+
+def _is_installed(root: Path) -> bool:
+    paths = sysconfig.get_paths()
+    return any(root.is_relative_to(Path(paths[key]).resolve()) for key in ("stdlib", "purelib", "platlib"))
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

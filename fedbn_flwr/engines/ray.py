@@ -1,0 +1,330 @@
+"""The Ray engine: a grid whose nodes are served by actors on the machines of a Ray cluster.
+
+An actor serves any node, as a worker process of the local engine does: the node's state travels with the message. So an
+actor or a machine that is lost loses no state, and the order of the messages is the local engine's. Arrays that several
+messages share are sent to each machine once, through Ray's object store.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import math
+import pickle
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from logging import WARNING
+from typing import Any
+
+import ray
+from flwr.app import Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import log
+from flwr.common.constant import ErrorCode
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages.arrays import FlatArrays
+
+from .context_cache import keep_freed_memory
+from .grid import Nodes, UserConfig, WorkersGrid, identify
+from .worker import Done, Task
+
+_SHARED = 100_000  # bytes from which an array goes through the object store; Ray sends smaller values directly
+_KEPT = 4  # arrays whose place in the object store is remembered
+_STARTS = 3  # attempts to start an actor
+_FETCH_TIMEOUT = 120  # seconds to fetch a result from another machine
+
+
+@dataclass(frozen=True)
+class Place:
+    """What Ray reserves for one actor, which serves one client at a time."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def fits(self) -> int:
+        """The number of actors for which the machines of the cluster have room."""
+        return sum(self._fits_in(node["Resources"]) for node in machines())
+
+    def _fits_in(self, resources: dict[str, float]) -> int:
+        needed = [(self.cpus, resources.get("CPU", 0.0)), (self.gpus, resources.get("GPU", 0.0))]
+        # Ray counts in ten-thousandths.
+        return min(math.floor(round(has * 1e4) / round(each * 1e4)) for each, has in needed if each)
+
+    def __str__(self) -> str:
+        return f"{self.cpus:g} CPUs" + (f" and {self.gpus:g} GPUs" if self.gpus else "")
+
+
+def machines() -> list[dict[str, Any]]:
+    """The machines of the cluster that are alive, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def cluster_text() -> str:
+    """The machines of the cluster and their resources, for messages."""
+    each = [
+        f"{node['NodeManagerAddress']} (CPU {node['Resources'].get('CPU', 0):g}, "
+        f"GPU {node['Resources'].get('GPU', 0):g})"
+        for node in machines()
+    ]
+    return ", ".join(each[:8]) + (f" and {len(each) - 8} more" if len(each) > 8 else "") or "none"
+
+
+class RayGrid(WorkersGrid):
+    """A grid of `num_nodes` nodes that actors of the connected Ray cluster serve.
+
+    Parameters
+    ----------
+    workers
+        Number of actors; None: as many as fit.
+    place
+        What Ray reserves for each.
+    start_timeout
+        Seconds after which the run fails if no actor can be started.
+
+    The others are those of `LocalGrid`.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        *,
+        workers: int | None = None,
+        place: Place = Place(),
+        start_timeout: float = 120,
+        work: Sequence[float] | None = None,
+        threads: int = 1,
+        run_config: UserConfig | None = None,
+        node_config: UserConfig | Sequence[UserConfig] | None = None,
+        node_ids: Sequence[int] | None = None,
+        state_memory: float = math.inf,
+    ) -> None:
+        if workers is None and not (workers := place.fits()):
+            raise RunFailed(f"no machine of the Ray cluster has {place} for a client; it has {cluster_text()}")
+        if workers < 1:
+            raise ValueError(f"workers is {workers}; give a number of actors, or None")
+        self._place = place
+        self._start_timeout = start_timeout
+        self._served_at: float | None = None  # when some actor was last ready or busy
+        self._arrays = _SharedArrays()
+        self._actors: list[ActorWorker] = []
+        super().__init__(
+            client_app,
+            num_nodes,
+            workers=workers,
+            work=work,
+            threads=threads,
+            run_config=run_config,
+            node_config=node_config,
+            node_ids=node_ids,
+            state_memory=state_memory,
+        )
+
+    def _make_worker(self, served: Nodes) -> ActorWorker:
+        start = self._actors[0].create if self._actors else functools.partial(_create, ray.put(served), self._place)
+        self._actors.append(ActorWorker(start, self._arrays))
+        return self._actors[-1]
+
+    def start(self) -> int:
+        """Start the actors, and wait until one is ready."""
+        self._begin()
+        while not any(actor.is_free or actor.current is not None for actor in self._actors):
+            self._serve_workers(1.0)
+        return len(self._actors)
+
+    def _begin(self) -> None:
+        for actor in self._actors:
+            actor.begin()
+
+    def _wait(self, timeout: float | None) -> list[int]:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            self._begin()
+            now = time.monotonic()
+            if self._served_at is None or any(actor.is_free or actor.current is not None for actor in self._actors):
+                self._served_at = now
+            self._check_start(now - self._served_at)
+            waited = {actor.waited: number for number, actor in enumerate(self._actors) if actor.waited is not None}
+            if not waited:
+                return []
+            patience = max(0.0, min(deadline - now, self._served_at + self._start_timeout - now, 10.0))
+            found, _ = ray.wait(list(waited), num_returns=1, timeout=patience)
+            arrived = [waited[ref] for ref in found if self._actors[waited[ref]].current is not None]
+            if arrived:
+                return arrived
+            for ref in found:
+                self._actors[waited[ref]].started()
+            if found:
+                self._send_next()
+            if time.monotonic() >= deadline:
+                return []
+
+    def _check_start(self, seconds: float) -> None:
+        """Raise RunFailed if no actor serves nodes and none can be expected to."""
+        problems = [actor.problem for actor in self._actors if actor.problem]
+        if len(problems) == len(self._actors):
+            raise RunFailed(f"no actor can start on the Ray cluster: {problems[0]}")
+        if seconds > self._start_timeout:
+            raise RunFailed(
+                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs {self._place}, and "
+                f"the machines are {cluster_text()}, which other programs may use"
+            )
+
+
+class _SharedArrays:
+    """Puts large arrays into the object store, once for all messages of a round that contain them."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, tuple[FlatArrays, Any]] = OrderedDict()  # by identity, which the array keeps
+
+    def put(self, arrays: FlatArrays) -> Any:
+        if id(arrays) not in self._kept:
+            self._kept[id(arrays)] = arrays, ray.put(arrays)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(id(arrays))
+        return self._kept[id(arrays)][1]
+
+
+class _Packer(pickle.Pickler):
+    """Pickles a task without its large arrays; `references` are theirs in the object store."""
+
+    def __init__(self, file: io.BytesIO, arrays: _SharedArrays) -> None:
+        super().__init__(file, protocol=5)
+        self._arrays = arrays
+        self.references: list[Any] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, FlatArrays) or value.flat.nbytes < _SHARED:
+            return None
+        self.references.append(self._arrays.put(value))
+        return len(self.references) - 1
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, data: bytes, arrays: Sequence[FlatArrays]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._arrays = arrays
+
+    def persistent_load(self, number: int) -> FlatArrays:
+        return self._arrays[number]
+
+
+class _Actor:
+    """In an actor's process: answers messages to any node."""
+
+    def __init__(self, served: Nodes) -> None:
+        identify()
+        keep_freed_memory()
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
+        self._served = served
+
+    def ready(self) -> str:
+        """The address of the machine."""
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    def handle(self, data: bytes, *arrays: FlatArrays) -> bytes:
+        task = _Unpacker(data, arrays).load()
+        # As bytes: arrays would stay in the object store as long as the server refers to them.
+        return pickle.dumps(self._served.handle(task), protocol=5)
+
+    def give_state(self, node: int) -> bytes:
+        return pickle.dumps(self._served.give_state(node), protocol=5)
+
+
+def _create(served: Any, place: Place) -> Any:
+    """An actor, which Ray starts as soon as some machine has room."""
+    actor = ray.remote(_Actor).options(
+        num_cpus=place.cpus, num_gpus=place.gpus, max_restarts=0, scheduling_strategy="SPREAD"
+    )
+    return actor.remote(served)
+
+
+@dataclass
+class ActorWorker:
+    """An actor that handles one message at a time; one that is lost is replaced, wherever a machine has room."""
+
+    create: Callable[[], Any]
+    arrays: _SharedArrays
+    current: Message | None = None
+    waited: Any = None  # the reference of what is expected next: that the actor is ready, or its result
+    problem: str = ""  # why it is not started again
+    machine: str = ""
+    _actor: Any = None
+    _failures: int = field(default=0)
+
+    @property
+    def is_free(self) -> bool:
+        return self._actor is not None and self.waited is None
+
+    def begin(self) -> None:
+        if self._actor is None and not self.problem:
+            self._actor = self.create()
+            self.waited = self._actor.ready.remote()
+
+    def started(self) -> None:
+        """Note that the actor is ready, or could not be started."""
+        ref, self.waited = self.waited, None
+        try:
+            self.machine = ray.get(ref, timeout=_FETCH_TIMEOUT)
+            self._failures = 0
+        except RayError as error:
+            self._failures += 1
+            problem = _in_a_line(error)
+            log(WARNING, "an actor could not be started on the Ray cluster: %s", problem)
+            self.close()
+            if self._failures == _STARTS:
+                self.problem = problem
+
+    def send(self, task: Task) -> None:
+        assert self.is_free
+        self.current = task.message
+        file = io.BytesIO()
+        packer = _Packer(file, self.arrays)
+        packer.dump(task)
+        self.waited = self._actor.handle.remote(file.getvalue(), *packer.references)
+
+    def receive(self) -> tuple[Message, Done]:
+        message, self.current = self.current, None
+        assert message is not None
+        ref, self.waited = self.waited, None
+        try:
+            done = pickle.loads(ray.get(ref, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
+            assert isinstance(done, Done)
+            return message, done
+        except RayError as error:
+            if isinstance(error, RayTaskError):
+                how = f"the client's actor on {self.machine} failed: {_in_a_line(error)}"
+            elif isinstance(error, ActorDiedError | ActorUnavailableError):
+                how = f"the client's actor on {self.machine} was lost"
+            else:
+                how = f"the reply of the client's actor on {self.machine} was lost ({type(error).__name__})"
+            self.close()  # a state that it keeps is lost: any actor may begin that node's round again
+            reason = f"{how}; its node has the state from before this message"
+            return message, Done(Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message), None)
+
+    def take_state(self, node: int) -> RecordDict | None:
+        try:
+            state = pickle.loads(ray.get(self._actor.give_state.remote(node), timeout=_FETCH_TIMEOUT))  # noqa: S301
+        except RayError:
+            self.close()
+            return None
+        assert isinstance(state, RecordDict)
+        return state
+
+    def close(self) -> None:
+        """End the actor; begin() creates another."""
+        if self._actor is not None:
+            ray.kill(self._actor)
+        self._actor, self.waited, self.current = None, None, None
+
+
+def _in_a_line(error: Exception) -> str:
+    """The last line of an error of Ray, which contains a traceback of the other process."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

@@ -1,0 +1,169 @@
+"""Carries out an experiment on a Ray cluster: what the actors need is sent to its machines.
+
+The data set is loaded once, here, and put into Ray's object store, from which all actors of a machine read it without a
+copy of their own. Data sets that are streamed from files are not sent: each machine opens its own files.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedbn_flwr import named
+from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.engines.cluster import connected
+from fedbn_flwr.engines.ray import Place, RayGrid, machines
+
+from .data import loaded_data, receive, resolve
+from .model import choose_device
+from .mods import experiment_mods
+from .node import client_of, run_of
+from .settings import Data, Engine, Experiment, Settings
+from .training import work_of
+
+MakeGrid = Callable[[Settings], AbstractContextManager[Grid]]
+
+
+@contextmanager
+def ray_grids(experiment: Experiment) -> Iterator[MakeGrid]:
+    """Grids on the Ray cluster of the first run, one for each run; the connection begins with the first grid."""
+    parts = Parts(experiment)
+    mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
+    first = experiment.runs[0].engine
+    with ExitStack() as stack:
+
+        @functools.cache
+        def connect() -> None:  # now, when all parts are loaded
+            stack.enter_context(connected(first.address, parts.modules(), _cores(first)))
+
+        @contextmanager
+        def make_grid(run: Settings) -> Iterator[Grid]:
+            connect()
+            parts.send_data(run)
+            engine = run.engine
+            with RayGrid(
+                client_app(parts.make_client, mods=mods),
+                run.clients,
+                workers=None if engine.workers == "auto" else engine.workers,
+                place=_place(engine),
+                start_timeout=engine.node_timeout,
+                work=work_of(run),
+                threads=engine.threads,
+                state_memory=engine.state_memory,
+            ) as grid:
+                yield grid
+
+        yield make_grid
+
+
+def _cores(engine: Engine) -> int | None:
+    """The cores that a cluster of this machine must offer, if that is more than it has."""
+    if engine.workers == "auto":
+        return None
+    return max(os.cpu_count() or 1, math.ceil(engine.workers * _cpus(engine)))
+
+
+def _cpus(engine: Engine) -> float:
+    return engine.threads if engine.cpus_per_client is None else engine.cpus_per_client
+
+
+def _place(engine: Engine) -> Place:
+    gpus = engine.gpus_per_client
+    if gpus is None:
+        gpus = 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
+    return Place(_cpus(engine), gpus)
+
+
+@dataclass
+class Parts:
+    """An experiment with the data and the code that its clients need, in the form in which it is sent to actors."""
+
+    experiment: Experiment
+    sent: list[tuple[Data, Any]] = field(default_factory=list)  # data sets, with their place in the object store
+    main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
+    _received: set[tuple[Data, str]] = field(default_factory=set)  # in an actor: the data sets on its devices
+
+    def modules(self) -> list[str]:
+        """The modules that the experiment names, which are loaded; parts of this program itself are kept in `main`."""
+        found = []
+        for name in sorted(_names([run.model_dump(mode="json") for run in self.experiment.runs])):
+            module, _, path = name.partition(":")
+            top = path.partition(".")[0]
+            if module == "__main__" and hasattr(sys.modules[module], top):
+                self.main[top] = getattr(sys.modules[module], top)
+            elif module in sys.modules:
+                found.append(module)
+        return found
+
+    def send_data(self, run: Settings) -> None:
+        if not run.evaluate.server:  # there is no data here
+            return
+        loaded = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
+        if loaded is not None and all(loaded.data != other for other, _ in self.sent):
+            self.sent.append((loaded.data, ray.put(_flat(loaded.dataset.to(torch.device("cpu"))))))
+
+    def make_client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+        """The client of a node, in an actor."""
+        for name, part in self.main.items():
+            setattr(sys.modules["__main__"], name, part)
+        device = str(choose_device(run_of(self.experiment, config).engine.device))
+        for data, place in self.sent:
+            if (data, device) not in self._received:
+                receive(data, device, _dataset(ray.get(place)).to(torch.device(device)))
+                self._received.add((data, device))
+        return client_of(self.experiment, context, config)
+
+
+def _names(value: Any) -> set[str]:
+    """The names `module:callable` in settings."""
+    if isinstance(value, str):
+        return {value} if named.is_name(value) else set()
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return {name for item in items for name in _names(item)}
+
+
+# --- data sets in the object store -------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as NumPy arrays, whose memory need not be copied."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (_tensor, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing writes to it
+        return torch.from_numpy(values)
+
+
+def _flat(dataset: DataSet) -> list[Any]:
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(dataset)
+    return [file.getvalue(), *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
+
+
+def _dataset(flat: list[Any]) -> DataSet:
+    dataset = pickle.loads(flat[0], buffers=flat[1:])  # noqa: S301  # of our own server
+    assert isinstance(dataset, DataSet)
+    return dataset
