@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import io
 import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import WARNING
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import DupFd, ForkingPickler
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from flwr.clientapp import ClientApp
 from flwr.common import log
@@ -45,14 +45,15 @@ class Spawned:
     gpus: int = 0
     _copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by tensor and GPU
 
-    def pack(self, number: int) -> bytes:
-        """The data from which `unpack` makes `served` in process `number`."""
-        file = io.BytesIO()
+    def pack(self, number: int) -> Packed:
+        """The data from which process `number` makes `served`."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process has started)
         try:
             _Pickler(file, number % self.gpus if self.gpus else None, self._copies).dump(self.served)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise RunFailed(f"worker processes cannot get the ClientApp: {error}; {_AT_THE_TOP}") from error
-        return file.getvalue()
+        file.seek(0)
+        return Packed(file)
 
     @contextmanager
     def environment(self, number: int) -> Iterator[None]:
@@ -75,10 +76,25 @@ class Spawned:
                 os.environ[_VISIBLE] = before
 
 
-def unpack(data: bytes) -> Any:
-    """What `pack` was given; RunFailed if this process cannot import it."""
+class Packed:
+    """A file that a new process reads when it has started. (A full pipe would make this process wait for it.)"""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (DupFd(self.file.fileno()),)
+
+
+def _opened(descriptor: Any) -> Packed:
+    return Packed(os.fdopen(descriptor.detach(), "rb"))
+
+
+def unpack(packed: Packed) -> Any:
+    """What was packed; RunFailed if this process cannot import it."""
     try:
-        return pickle.loads(data)  # noqa: S301 (from the process that started this one)
+        with packed.file as file:
+            return pickle.load(file)  # noqa: S301 (from the process that started this one)
     except Exception as error:  # of any module that is imported
         raise RunFailed(
             f"a worker process cannot load the ClientApp ({type(error).__name__}: {error}); {_AT_THE_TOP}"
@@ -106,7 +122,7 @@ def why_ended(code: int | None) -> str:
 
 
 class _Pickler(ForkingPickler):
-    def __init__(self, file: io.BytesIO, gpu: int | None, copies: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, file: IO[bytes], gpu: int | None, copies: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
         super().__init__(file)
         self._gpu = gpu
         self._copies = copies

@@ -28,7 +28,7 @@ from fedbn_flwr.errors import RunFailed
 
 from .context_cache import keep_freed_memory
 from .logs import use_json
-from .spawned import Spawned, unpack, why_ended
+from .spawned import Packed, Spawned, unpack, why_ended
 
 _FORKS = 3  # attempts to start a worker
 _START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
@@ -142,10 +142,10 @@ class Worker:
             spawn = multiprocessing.get_context("spawn")
             self.connection, other = spawn.Pipe()
             level = logging.getLogger("flwr").getEffectiveLevel()
-            arguments = (self.served.pack(self.number), level, other)
-            self.process = spawn.Process(target=_serve_spawned, args=arguments, daemon=True)
+            packed = self.served.pack(self.number)
+            self.process = spawn.Process(target=_serve_spawned, args=(packed, level, other), daemon=True)
             resource_tracker.ensure_running()  # the start of the first process would start it, and unblock Ctrl-C
-            with self.served.environment(self.number), _without_interrupts():
+            with packed.file, self.served.environment(self.number), _without_interrupts():
                 self.process.start()
         else:
             fork = multiprocessing.get_context("fork")
@@ -227,11 +227,11 @@ def _serve_forked(served: Served, parent: Connection, connection: Connection) ->
     _serve(served, connection)
 
 
-def _serve_spawned(data: bytes, level: int, connection: Connection) -> None:
+def _serve_spawned(packed: Packed, level: int, connection: Connection) -> None:
     logging.getLogger("flwr").setLevel(level)
     use_json()
     try:
-        served = unpack(data)
+        served = unpack(packed)
     except RunFailed as error:
         with contextlib.suppress(OSError):  # the parent has ended
             connection.send(str(error))

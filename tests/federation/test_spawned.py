@@ -172,7 +172,8 @@ def train(message, context):
     return Message(RecordDict(), reply_to=message)
 
 {guard}
-    with LocalGrid(app, 2, workers=2, start="spawn") as grid:
+    config = {{"text": "more than the buffer of a pipe" * 10_000}}
+    with LocalGrid(app, 2, workers=2, start="spawn", node_config=config) as grid:
         replies = list(grid.send_and_receive([Message(RecordDict(), node, "train") for node in (1, 2)]))
         print(len(replies), "replies", all(reply.has_content() for reply in replies))
 """
@@ -194,6 +195,27 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith(" arrays of 2 rounds\n")
+
+
+TOGETHER = """
+import multiprocessing, pathlib, sys, time
+
+if multiprocessing.parent_process() is not None:
+    here = pathlib.Path(__file__).parent
+    (here / f"worker-{multiprocessing.current_process().name}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(here.glob("worker-*"))) < 2:
+        if time.monotonic() > deadline:
+            sys.exit("the other worker does not start")
+        time.sleep(0.01)
+"""
+
+
+def test_workers_start_at_the_same_time(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TOGETHER + SCRIPT.format(guard='if __name__ == "__main__":'))
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "2 replies True\n"), ended.stderr
 
 
 def test_ctrl_c_while_workers_start_ends_them_without_tracebacks(tmp_path: Path) -> None:
