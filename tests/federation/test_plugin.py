@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -158,15 +157,18 @@ def test_fedtan_draws_the_same_in_any_process(
     with imported(changed(tmp_path / "project", "FedTAN")) as project:
         project.serve()
         expected = scores(capsys.readouterr().out)
-        for seed in range(3):
-            random, caches = Random(seed), (ParkedRounds(), ParkedRounds())
+        random, caches, drawn = Random(0), (ParkedRounds(), ParkedRounds()), set()
 
-            def work(message: Message, context: Context, random: Random = random, caches: Any = caches) -> Message:
-                monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", random.choice(caches))
-                return project.client_app(message, context)
+        def work(message: Message, context: Context) -> Message:
+            cache = random.choice(caches)
+            drawn.add((context.node_id, message.metadata.message_type, id(cache)))
+            monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", cache)
+            return project.client_app(message, context)
 
-            replace(project, client_app=work).serve()
-            assert scores(capsys.readouterr().out) == expected
+        replace(project, client_app=work).serve()
+        assert scores(capsys.readouterr().out) == expected
+        exchanges = {(node, cache) for node, kind, cache in drawn if kind == "query.cohort"}
+        assert len(exchanges) == 2 * CLIENTS, "both caches served exchanges of each client"
 
 
 def test_the_readme_s_lines_work() -> None:
