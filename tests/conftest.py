@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 # Flower and datasets read these when they are imported.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -27,12 +27,14 @@ os.environ["FEDBN_CACHE"] = os.environ["FLWR_HOME"] + "/cache"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # Tests start many processes: without compiled files each would compile torch again.
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "fedbn-pycache"))
+    sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # warnings of Flower's dependencies about each other's versions
     gc.disable()  # until all tests are collected: it would take seconds and free nothing
     import flwr.serverapp  # noqa: F401
 
+import torch
 from flwr.app import ArrayRecord, Context
 from flwr.clientapp import ClientApp
 from hypothesis import settings
