@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import ROOT, fedbn
+from fedbn_flwr import cli
+from tests.support.command import ROOT
 
 BLOCK = re.compile(r"^```(bash|yaml|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDBN_OUT", raising=False)
     ran = 0
     for kind, text in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")):
         if kind == "yaml":
@@ -25,8 +27,7 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for line in text.splitlines():
                 command, *words = shlex.split(line)
                 assert command == "fedbn"
-                done = fedbn(*words, cwd=tmp_path)
-                assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+                assert cli.main(words) == 0, line
                 ran += 1
     assert ran == 9
     assert (tmp_path / "runs" / "python").is_dir()
