@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,6 +67,9 @@ class ModelTensors:
             for name, tensor in table.items()
             if tensor is not None
         ]
+
+    def __reduce__(self) -> tuple[Callable[[nn.Module], ModelTensors], tuple[nn.Module]]:
+        return ModelTensors, (self.model,)
 
     @functools.cached_property
     def compiled(self) -> CompiledModel:

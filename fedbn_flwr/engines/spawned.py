@@ -1,13 +1,14 @@
 """What a worker process gets that is started as a new interpreter: its ClientApp, and one GPU.
 
 The process imports what the app refers to by name. Tensors in a GPU's memory that the app holds are not copied: all
-processes of that GPU read the same memory (CUDA IPC).
+processes of that GPU read the same memory (CUDA IPC). Models are copied, because each process trains its own.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import multiprocessing
 import os
 import pickle
@@ -85,20 +86,19 @@ class Packed:
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (DupFd(self.file.fileno()),)
 
+    def load(self) -> Any:
+        """What was packed; RunFailed if this process cannot import it."""
+        try:
+            with self.file as file:
+                return pickle.load(file)  # noqa: S301 (from the process that started this one)
+        except Exception as error:  # of any module that is imported
+            raise RunFailed(
+                f"a worker process cannot load the ClientApp ({type(error).__name__}: {error}); {_AT_THE_TOP}"
+            ) from error
+
 
 def _opened(descriptor: Any) -> Packed:
     return Packed(os.fdopen(descriptor.detach(), "rb"))
-
-
-def unpack(packed: Packed) -> Any:
-    """What was packed; RunFailed if this process cannot import it."""
-    try:
-        with packed.file as file:
-            return pickle.load(file)  # noqa: S301 (from the process that started this one)
-    except Exception as error:  # of any module that is imported
-        raise RunFailed(
-            f"a worker process cannot load the ClientApp ({type(error).__name__}: {error}); {_AT_THE_TOP}"
-        ) from error
 
 
 def leave_if_unguarded() -> None:
@@ -130,8 +130,13 @@ class _Pickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, ClientApp):
             return _app(value)
-        torch = sys.modules.get("torch")
-        if self._gpu is not None and torch is not None and isinstance(value, torch.Tensor) and value.is_cuda:
+        if (torch := sys.modules.get("torch")) is None:
+            return NotImplemented
+        if isinstance(value, torch.nn.Module) or (isinstance(value, torch.Tensor) and value.requires_grad):
+            content = io.BytesIO()
+            torch.save(value, content)
+            return _loaded, (content.getvalue(),)
+        if self._gpu is not None and isinstance(value, torch.Tensor) and value.is_cuda:
             return self._shared(value, self._gpu)
         return NotImplemented
 
@@ -153,6 +158,15 @@ class _Pickler(ForkingPickler):
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.cuda()
+
+
+def _loaded(content: bytes) -> Any:
+    import torch
+
+    def here(storage: Any, location: str) -> Any:
+        return storage.cuda() if location.startswith("cuda") else storage  # not on the GPU of that number
+
+    return torch.load(io.BytesIO(content), map_location=here, weights_only=False)
 
 
 def _app(app: ClientApp) -> Any:

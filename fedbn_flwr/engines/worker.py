@@ -28,7 +28,7 @@ from fedbn_flwr.errors import RunFailed
 
 from .context_cache import keep_freed_memory
 from .logs import use_json
-from .spawned import Packed, Spawned, unpack, why_ended
+from .spawned import Packed, Spawned, why_ended
 
 _FORKS = 3  # attempts to start a worker
 _START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
@@ -231,7 +231,7 @@ def _serve_spawned(packed: Packed, level: int, connection: Connection) -> None:
     logging.getLogger("flwr").setLevel(level)
     use_json()
     try:
-        served = unpack(packed)
+        served = packed.load()
     except RunFailed as error:
         with contextlib.suppress(OSError):  # the parent has ended
             connection.send(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
@@ -17,9 +18,10 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
-from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
 from fedbn_flwr.engines.spawned import Spawned
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -130,6 +132,24 @@ def test_workers_for_gpus_train_on_the_images_of_the_main_process(
     one, other = (result.model(client=0).state_dict() for result in results)
     assert all(torch.equal(value, other[key]) for key, value in one.items())
     assert results[0].summary.accuracy == results[1].summary.accuracy is not None
+
+
+def test_a_model_that_the_app_holds_is_copied() -> None:
+    """Each worker trains its own; tensors that belong together stay together."""
+    held = ModelTensors(flatten_storage(model()))
+    first = {key: value.clone() for key, value in held.tensors.items()}
+    copy = Spawned(held).pack(0).load()
+    assert isinstance(copy, ModelTensors)
+    for key, value in copy.tensors.items():
+        assert torch.equal(value, first[key])
+        value += 1
+    assert copy.are_current()
+    assert all(torch.equal(held.tensors[key], value) for key, value in first.items())
+    assert torch.equal(next(copy.model.parameters()), next(model().parameters()) + 1)
+
+
+def test_pytorch_has_the_argument_by_which_a_worker_finds_shared_memory_on_its_gpu() -> None:
+    assert "storage_device" in inspect.signature(reductions.rebuild_cuda_tensor).parameters
 
 
 # --- what cannot be sent or imported ------------------------------------------
