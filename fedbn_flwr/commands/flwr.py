@@ -48,7 +48,8 @@ def flwr(arguments: argparse.Namespace) -> int:
         if run_config.get("resume") and not run_config.get("out"):
             raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
         out = Path(run_config.get("out") or default_out(experiment.name)).expanduser().resolve()
-        open_folders(prepare(experiment), out, resume=bool(run_config.get("resume")))
+        prepare(experiment)
+        open_folders(experiment, out, resume=bool(run_config.get("resume")))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)
     from fedbn_flwr.results.folder import stopped_by_hand

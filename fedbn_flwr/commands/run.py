@@ -26,6 +26,9 @@ def add(commands: Commands) -> None:
         "--device", choices=("auto", "cpu", "cuda"), help="device for training (auto: a GPU if there is one)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the run folders (runs/NAME-TIME)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="runs at the same time (one per core, if there are as many runs)"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the interrupted runs in --out")
 
 
@@ -54,5 +57,5 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
     keep_freed_memory()
-    carry_out(experiment, out, resume=arguments.resume).announce()
+    carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
     return 0

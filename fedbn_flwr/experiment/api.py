@@ -15,12 +15,12 @@ import numpy as np
 from pydantic import BaseModel
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.results.folder import RunFolder, default_out
+from fedbn_flwr.results.folder import default_out
 from fedbn_flwr.results.result import Result, Results
 
 from .content import extended, read_content
-from .find import read_experiment, run_names
-from .run import carry_out
+from .find import read_experiment
+from .run import carry_out, run_folders
 from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
 
 Source = str | Path | Mapping[str, Any] | Settings
@@ -114,10 +114,11 @@ def run_all(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    jobs: int | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Unpack[Changes],
 ) -> Results:
-    """Carry out all runs of an experiment, one after the other; the arguments are those of `run`.
+    """Carry out all runs of an experiment; the arguments are those of `run`.
 
     If one of several runs fails, the others are still carried out; the failed one has `summary.status` "failed".
 
@@ -125,13 +126,16 @@ def run_all(
     ----------
     only
         A label, or several, to carry out only these of the experiment's `runs`.
+    jobs
+        Runs at the same time, each in a process of its own; 1: they follow one another. By default one per core if
+        there are as many runs, else the cores share the clients of one run at a time.
 
     Returns
     -------
     Results
         All runs, in the order of the experiment.
     """
-    return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config)
+    return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config, jobs)
 
 
 def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes) -> Experiment:
@@ -188,6 +192,7 @@ def _carry_out(
     resume: bool,
     progress: bool,
     node_config: NodeConfig | Sequence[NodeConfig] | None,
+    jobs: int | None = None,
 ) -> Results:
     first = planned.runs[0]
     if resume and out is None:
@@ -198,15 +203,14 @@ def _carry_out(
         raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
     folder = default_out(planned.name) if out is None else Path(out).expanduser()
     folder = folder.resolve()  # the caller may change the working directory
-    run_folders = [folder / name for name in run_names(planned)]
-    resume = resume and any(RunFolder(each).config() for each in run_folders)
+    resume = resume and any(each.config() for each in run_folders(planned, folder))
     with _settings_of_the_process():
         try:
-            carry_out(planned, folder, resume=resume, quiet=not progress, node_config=node_config)
+            carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
         except KeyboardInterrupt:
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise
-    return Results([Result.read(each) for each in run_folders])
+    return Results([Result.read(each.path) for each in run_folders(planned, folder)])
 
 
 @contextmanager

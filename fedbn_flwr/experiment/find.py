@@ -96,9 +96,10 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     for label, variant in variants.items():
         where = f"{name}, run {label!r}" if label else name
         resized = merge(of_size, changes_of_size(variant, size, where))
-        given = lists_of(where, content, variant, resized, lists).with_given(resized).with_given(changes)
-        lists_in_file[label] = lists_of(where, content, variant)
         own = {key: value for key, value in variant.items() if key not in (*LISTS, "sizes")}
+        in_file = _without(content, own)
+        lists_in_file[label] = lists_of(where, in_file, variant)
+        given = lists_of(where, in_file, variant, resized, lists).with_given(resized).with_given(changes)
         resized = {key: value for key, value in resized.items() if key not in LISTS}
         rows[label] = _Row(label, own, merge(base, own), resized, given.first() if size == SMOKE else given)
     figures = figures_by_label(published, lists_in_file, name)
@@ -120,7 +121,22 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     # Nodes on other machines cannot read the file: they receive its content.
     run_config = {"experiment": json.dumps({"name": name, **content}), "set": shlex.join(overrides)}
     description = str(content.get("description", ""))
-    return Experiment(name=runs[0].name, description=description, runs=tuple(runs), run_config=run_config)
+    seeded = seeds is not None or "seeds" in content
+    return Experiment(
+        name=runs[0].name, description=description, runs=tuple(runs), seeded=seeded, run_config=run_config
+    )
+
+
+def _without(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists of the whole file without the keys that a run gives itself."""
+    keys = flat_settings(own)
+    lists = {kind: content[kind] for kind in LISTS if kind in content}
+    return {
+        kind: {key: values for key, values in flat_settings(each).items() if key not in keys}
+        if isinstance(each, Mapping)
+        else each
+        for kind, each in lists.items()
+    }
 
 
 def _where(name: str, row: _Row, cell: Cell) -> str:
@@ -211,11 +227,11 @@ def _strategy_name(settings: Mapping[str, Any]) -> str:
 
 
 def run_names(experiment: Experiment) -> list[str]:
-    """The folder name of each run: its label, with the seed if labels repeat."""
+    """The folder name of each run: its label, with the seed if the experiment has seeds."""
     labels = [file_name(run.label) for run in experiment.runs]
-    repeated = len(set(labels)) < len(labels)
+    with_seed = experiment.seeded or len(set(labels)) < len(labels)
     names = [
-        f"{label}-seed{run.seed}" if repeated else label for label, run in zip(labels, experiment.runs, strict=True)
+        f"{label}-seed{run.seed}" if with_seed else label for label, run in zip(labels, experiment.runs, strict=True)
     ]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

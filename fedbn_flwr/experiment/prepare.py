@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,21 +45,35 @@ class Prepared:
     run: Settings
     name: str
     dataset: DataSet | None  # None: the server has no data
-    model: nn.Module
     rule: Rule
     device: torch.device
     model_description: Mapping[str, Any]  # the content of model.json
 
+    @cached_property
+    def model(self) -> nn.Module:
+        return make_model(self.run, self.dataset or shape_without_data(self.run)).to(self.device)
 
-def prepare(experiment: Experiment) -> list[Prepared]:
-    """Prepare and check all runs. The strategies are checked first, because that is quick."""
-    names = run_names(experiment)
-    for run in experiment.runs:
+    def release(self) -> None:
+        """Free the model; it is built again when it is used."""
+        self.__dict__.pop("model", None)
+
+
+def prepare(experiment: Experiment, places: Sequence[int] | None = None) -> list[Prepared]:
+    """Prepare and check all runs, or those at these places of the experiment; first the strategies, which is quick."""
+    named = list(zip(experiment.runs, run_names(experiment), strict=True))
+    chosen = named if places is None else [named[place] for place in places]
+    runs = [run for run, _ in chosen]
+    for run in runs:
         check_mods(run)
-    for tracker in dict.fromkeys(tracker for run in experiment.runs for tracker in run.track):
+    for tracker in dict.fromkeys(tracker for run in runs for tracker in run.track):
         tracker.check()
-    rules = [make_rule(run) for run in experiment.runs]
-    return list(map(prepare_run, experiment.runs, names, rules))
+    rules = [make_rule(run) for run in runs]
+    prepared = []
+    for (run, name), rule in zip(chosen, rules, strict=True):
+        prepared.append(prepare_run(run, name, rule))
+        if len(chosen) > 1:
+            prepared[-1].release()  # a sweep has many models
+    return prepared
 
 
 def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
@@ -92,7 +107,9 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
         "classes": None if dataset is None else dataset.class_names,
         "global": rule.traits.has_global_model,
     }
-    return Prepared(run, name, dataset, model, rule, device, description)
+    prepared = Prepared(run, name, dataset, rule, device, description)
+    prepared.__dict__["model"] = model
+    return prepared
 
 
 @contextmanager

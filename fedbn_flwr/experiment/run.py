@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,17 @@ from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError,
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
-from fedbn_flwr.results.folder import RunFolder, default_out
+from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
 from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.write import write_report
 
 from .compiling import decided, fill_cache
 from .data import loaded_data, partition_of, resolve
-from .find import from_run_config
+from .find import from_run_config, run_names
 from .listeners.base import Listener, RunState
 from .listeners.best import Best
+from .listeners.board import Board, Reporter
 from .listeners.checkpoint import Checkpoint
 from .listeners.clients import values_of
 from .listeners.dynamics import Dynamics
@@ -55,10 +57,11 @@ from .partition import counts_of
 from .prepare import Prepared, prepare
 from .resume import read_snapshot, restore_clients
 from .settings import Experiment, Settings
+from .side_by_side import jobs_of, side_by_side
 from .training import check_partition, work_of
 
 
-def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progress, done: int) -> None:
+def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progress | Reporter, done: int) -> None:
     """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
     snapshot = read_snapshot(folder) if done else None
@@ -165,62 +168,112 @@ class Outcome:
             raise RunFailed(f"{len(self.failures)} of the runs failed:\n" + "\n".join(self.failures))
 
 
-def open_folders(prepared: Sequence[Prepared], out: Path, *, resume: bool) -> list[RunFolder]:
+def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
+    named = zip(experiment.runs, run_names(experiment), strict=True)
+    return [RunFolder(_folder(out / name, resolve(run))) for run, name in named]
+
+
+def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[RunFolder]:
     """The folder of each run. All are checked before the first run trains."""
-    folders = [RunFolder(out / item.name) for item in prepared]
+    folders = run_folders(experiment, out)
     if resume and not any(folder.config() for folder in folders):  # some runs may not have begun
-        names = ", ".join(item.name for item in prepared)
+        names = shorten(", ".join(folder.path.name for folder in folders), 500)
         raise SettingsError(
             f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the runs "
             "(out under flwr run), or start them without resuming"
         )
-    for item, folder in zip(prepared, folders, strict=True):
-        folder.check(item.run.model_dump(mode="json"), resume=resume)
+    for run, folder in zip(experiment.runs, folders, strict=True):
+        folder.check(resolve(run).model_dump(mode="json"), resume=resume)
     return folders
+
+
+def _folder(path: Path, run: Settings) -> Path:
+    """The folder of a run: without the seed in its name, if it was begun before the experiment had `seeds`."""
+    before = path.with_name(path.name.removesuffix(f"-seed{run.seed}"))
+    if path.exists() or not (found := RunFolder(before).config()):
+        return path
+    return before if deciding(found) == deciding(run.model_dump(mode="json")) else path
 
 
 def run_experiment(
     experiment: Experiment,
-    make_grid: Any,
+    make_grid: Callable[[Settings], AbstractContextManager[Grid]],
     out: Path,
     *,
     resume: bool = False,
+    jobs: int | None = 1,
     plain: bool | None = None,
     quiet: bool = False,
 ) -> Outcome:
-    """Carry out all runs one after the other, each on the grid of the context manager `make_grid(run)`."""
-    failures: list[str] = []
-    with Progress([run.rounds for run in experiment.runs], plain=plain, quiet=quiet) as progress:
+    """Carry out all runs, each on the grid of the context manager `make_grid(run)`.
+
+    They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
+    """
+    folders = open_folders(experiment, out, resume=resume)
+    done = [resume and folder.is_finished() for folder in folders]
+    jobs = jobs_of(experiment.runs, done.count(False), jobs)
+    labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
+    titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
+    progress = (
+        Board(titles, rounds, plain=plain, quiet=quiet) if jobs > 1 else Progress(rounds, plain=plain, quiet=quiet)
+    )
+    with progress:
         progress.status("loading data")
-        prepared = prepare(experiment)
-        folders = open_folders(prepared, out, resume=resume)
+        todo = [place for place, is_done in enumerate(done) if not is_done]
+        prepared = dict(zip(todo, prepare(experiment, todo), strict=True))
         progress.message(f"run folders: {out.resolve()}")
-        for item, folder in zip(prepared, folders, strict=True):
-            progress.next_run(item.run.label)
-            if resume and folder.is_finished():
-                progress.skip_run()
-                continue
-            try:
-                with folder.locked():
-                    commit = None if item.dataset is None else item.dataset.commit
-                    done = folder.begin(item.run.model_dump(mode="json"), {"data_commit": commit} if commit else {})
-                    try:
-                        with make_grid(item.run) as grid:
-                            run_one(item, grid, folder, progress, done)
-                    except StorageError as error:
-                        raise StorageError(f"{error}; correct this, then continue with --resume") from None
-            except RunFailed as error:
-                if len(prepared) == 1:
-                    raise
-                # Divergence is a result too: the remaining runs are still carried out.
-                failures.append(f"{item.name}: {error}")
-                progress.message(f"{progress.label}: failed: {str(error).splitlines()[0]}")
+
+        def run_at(place: int, listener: Progress | Reporter) -> None:
+            folder = folders[place]
+            item = prepared[place]
+            with folder.locked():
+                if resume and folder.is_finished():  # by another process, since this one began
+                    return
+                commit = None if item.dataset is None else item.dataset.commit
+                more: dict[str, Any] = {"data_commit": commit} if commit else {}
+                first = folder.begin(item.run.model_dump(mode="json"), {**more, "runs_at_the_same_time": jobs})
+                if jobs > 1:
+                    item = _without_workers(item)
+                try:
+                    with make_grid(item.run) as grid:
+                        run_one(item, grid, folder, listener, first)
+                except StorageError as error:
+                    raise StorageError(f"{error}; correct this, then continue with --resume") from None
+                finally:
+                    item.release()
+
+        failed: dict[int, str] = {}
+        if isinstance(progress, Board):
+            progress.skip([place for place, is_done in enumerate(done) if is_done])
+            failed = side_by_side(todo, run_at, jobs, progress)
+            for place in failed:  # its process may have died
+                mark_interrupted(folders[place].path)
+        else:
+            for place, is_done in enumerate(done):
+                progress.next_run(titles[place])
+                if is_done:
+                    progress.skip_run()
+                    continue
+                try:
+                    run_at(place, progress)
+                except (RunFailed, SettingsError) as error:  # another process may be writing the folder
+                    if len(folders) == 1:
+                        raise
+                    # Divergence is a result too: the remaining runs are still carried out.
+                    failed[place] = str(error)
+                    progress.message(f"{progress.label}: failed: {str(error).splitlines()[0]}")
         progress.status("writing the report")
         try:
             table, page, picture = write_report([out], out)
         except UserError as error:
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    return Outcome(out, table, page, picture, tuple(failures))
+    failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
+    return Outcome(out, table, page, picture, failures)
+
+
+def _without_workers(item: Prepared) -> Prepared:
+    engine = item.run.engine.model_copy(update={"workers": 0})
+    return replace(item, run=item.run.model_copy(update={"engine": engine}))
 
 
 def workers_of(run: Settings) -> int:
@@ -245,10 +298,11 @@ def run_locally(
     out: Path,
     *,
     resume: bool,
+    jobs: int | None = None,
     quiet: bool = False,
     node_config: UserConfig | Sequence[UserConfig] | None = None,
 ) -> Outcome:
-    """Carry out all runs on the local engine; `node_config` is that of `LocalGrid`."""
+    """Carry out all runs on the local engine; `node_config` is that of `LocalGrid`, `jobs` that of `run_experiment`."""
     experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
     mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
     leave_if_unguarded()
@@ -272,7 +326,7 @@ def run_locally(
         ) as grid:
             yield grid
 
-    return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
+    return run_experiment(experiment, make_grid, out, resume=resume, jobs=jobs, quiet=quiet)
 
 
 def carry_out(
@@ -280,12 +334,15 @@ def carry_out(
     out: Path,
     *,
     resume: bool,
+    jobs: int | None = None,
     quiet: bool = False,
     node_config: UserConfig | Sequence[UserConfig] | None = None,
 ) -> Outcome:
-    """Carry out all runs on the engine of the first one; `node_config` is for the local engine."""
+    """Carry out all runs on the engine of the first one; `jobs` and `node_config` are for the local engine."""
     if experiment.runs[0].engine.name == "local":
-        return run_locally(experiment, out, resume=resume, quiet=quiet, node_config=node_config)
+        return run_locally(experiment, out, resume=resume, jobs=jobs, quiet=quiet, node_config=node_config)
+    if jobs not in (None, 1):
+        raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     with needs("run", "engine.name='ray'"):
         from .cluster import ray_grids
     experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})

@@ -364,6 +364,7 @@ class Experiment(Section):
     name: str
     description: str = ""
     runs: tuple[Settings, ...]
+    seeded: bool = False  # whether it has `seeds`, also if only one of them is run
     run_config: Mapping[str, str]  # `experiment` and `set` of a Flower run that carries it out
 
 

@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import functools
 import json
@@ -143,7 +142,7 @@ def train(
     """
     experiment, prepared = prepared_for(rule)
     run, strategy = prepared.run, make_rule(prepared.run)
-    prepared = dataclasses.replace(prepared, rule=strategy, model=copy.deepcopy(prepared.model))
+    prepared = dataclasses.replace(prepared, rule=strategy)  # with a model of its own
     if kind != "evaluate" and not whole:
         _innermost(strategy).fraction_evaluate = 0.0  # half of the time
     if rounds is None:

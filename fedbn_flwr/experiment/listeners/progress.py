@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -143,7 +143,7 @@ class Progress(Listener):
         self._printed = now
         self._show()
         if not self._draws and self._total:
-            passed = _duration(now - self._last_round)
+            passed = duration(now - self._last_round)
             self._say(f"{self.label}: round {self._round + 1}/{self._total}  {self._within} after {passed}")
 
     def on_round(self, state: RunState) -> None:
@@ -152,14 +152,10 @@ class Progress(Listener):
         self._counted += 1
         self._round, self._within = state.round, ""
         self._last_round = now = time.monotonic()
-        self._figures = "  ".join(
-            f"{name} {state.line[key]:.4f}"
-            for key, name in (("accuracy", "accuracy"), ("loss", "loss"), ("train_loss", "train loss"))
-            if isinstance(state.line.get(key), float)
-        )
+        self._figures = figures_of(state.line)
         last = state.is_last
         if self._draws and last:
-            self.message(f"{self.label}: {state.round} rounds in {_duration(now - self._run_began)}  {self._figures}")
+            self.message(f"{self.label}: {state.round} rounds in {duration(now - self._run_began)}  {self._figures}")
         if last and (privacy := state.prepared.rule.notes().get("privacy")):
             from fedbn_flwr.messages.privacy import in_words
 
@@ -169,7 +165,7 @@ class Progress(Listener):
         self._printed = now
         self._show()
         if not self._draws:
-            ending = "" if last else f"  about {_duration(self._left(now))} left"
+            ending = "" if last else f"  about {duration(self._left(now))} left"
             self._say(f"{self.label}: round {state.round}/{state.run.rounds}  {self._figures}{ending}")
 
     def message(self, text: str) -> None:
@@ -189,11 +185,11 @@ class Progress(Listener):
     def render(self, width: int) -> Group:
         """The bar of the current run, and how far the current round is."""
         now = time.monotonic()
-        clock = _clock(now - self._began)
+        passed = clock(now - self._began)
         if not self._total:
-            return Group(Text(f"{self._within}  {clock}"))
-        left = f"  about {_duration(self._left(now))} left" if self._counted else ""
-        counts = f" {self._round}/{self._total}  {clock}{left}"
+            return Group(Text(f"{self._within}  {passed}"))
+        left = f"  about {duration(self._left(now))} left" if self._counted else ""
+        counts = f" {self._round}/{self._total}  {passed}{left}"
         bar = min(_BAR, max(4, width - len(self.label) - len(counts) - 2))
         first = Table.grid(padding=(0, 1, 0, 0))
         first.add_row(
@@ -232,12 +228,18 @@ class _View(JupyterMixin):
         yield self._progress.render(options.max_width)
 
 
-def _clock(seconds: float) -> str:
+def figures_of(line: Mapping[str, Any]) -> str:
+    """Accuracy and losses of a round, from its line in the history."""
+    names = (("accuracy", "accuracy"), ("loss", "loss"), ("train_loss", "train loss"))
+    return "  ".join(f"{name} {line[key]:.4f}" for key, name in names if isinstance(line.get(key), float))
+
+
+def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 90:
         return f"{whole} s"

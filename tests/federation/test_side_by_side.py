@@ -1,0 +1,136 @@
+"""Runs of an experiment side by side: the same results as one after the other, stopped and continued at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.experiment.api import run_all
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.side_by_side import jobs_of
+from fedbn_flwr.results.folder import RunFolder
+from tests.support.command import ROOT, environment
+from tests.support.sessions import outcome
+
+EXPERIMENT = """
+rounds: 3
+clients: 2
+model: {name: mlp}
+train: {batch_size: 16, steps: 1}
+engine: {device: cpu}
+sweep: {train.lr: [0.05, 0.1]}
+runs:
+  FedBN: {strategy: {name: FedBN}}
+  FedTAN: {strategy: {name: FedTAN, min_batch: 16}}
+"""
+NAMES = ("FedBN-lr=0.05", "FedBN-lr=0.1", "FedTAN-lr=0.05", "FedTAN-lr=0.1")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("straight")
+    run_all(EXPERIMENT, out=out, jobs=1, progress=False)
+    return out
+
+
+def test_runs_side_by_side_are_bit_for_bit_those_that_follow_one_another(straight: Path, tmp_path: Path) -> None:
+    results = run_all(EXPERIMENT, out=tmp_path, jobs=3, progress=False)
+    assert [result.folder.name for result in results] == list(NAMES)
+    assert [outcome(tmp_path / name) for name in NAMES] == [outcome(straight / name) for name in NAMES]
+    assert all(RunFolder(tmp_path / name).is_finished() for name in NAMES)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_finished_cell_is_never_computed_again_and_new_ones_are_added(tmp_path: Path) -> None:
+    begun = EXPERIMENT.replace("[0.05, 0.1]", "[0.05]")
+    run_all(begun, out=tmp_path, jobs=2, progress=False)
+    before = {name: (tmp_path / name / "history.jsonl").stat() for name in (NAMES[0], NAMES[2])}
+    results = run_all(EXPERIMENT, out=tmp_path, jobs=2, resume=True, progress=False)
+    assert [result.summary.status for result in results] == ["finished"] * 4
+    assert {name: (tmp_path / name / "history.jsonl").stat() for name in before} == before
+
+
+def test_a_run_without_seeds_is_one_of_the_seeds_given_later(tmp_path: Path) -> None:
+    text = "{rounds: 1, clients: 2, model: {name: mlp}, train: {steps: 1}, engine: {device: cpu}}"
+    run_all(text, out=tmp_path, progress=False, seed=1)
+    before = (tmp_path / "FedAvg" / "history.jsonl").stat()
+    results = run_all(text, out=tmp_path, resume=True, progress=False, seeds=[0, 1], jobs=2)
+    assert [result.folder.name for result in results] == ["FedAvg-seed0", "FedAvg"]
+    assert (tmp_path / "FedAvg" / "history.jsonl").stat() == before
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "e.yaml"
+    file.write_text(EXPERIMENT.replace("[0.05, 0.1]", "[1.0e+38, 0.05]").replace("steps: 1", "steps: 3"))
+    assert cli.main(["run", str(file), "only=FedBN", "--jobs", "2", "--out", str(tmp_path / "out")]) == 1
+    error = capfd.readouterr().err
+    assert "1 of the runs failed" in error
+    assert "FedBN-lr=1e+38: " in error
+    statuses = [json.loads((tmp_path / "out" / name / "summary.json").read_text())["status"] for name in NAMES[:1]]
+    assert statuses == ["finished"]
+
+
+def test_a_folder_that_another_process_writes_is_left_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "e.yaml"
+    file.write_text(EXPERIMENT)
+    with RunFolder(tmp_path / "out" / NAMES[0]).locked():
+        words = ["run", str(file), "only=FedBN", "--jobs", "2", "--out", str(tmp_path / "out")]
+        assert cli.main(words) == 1
+    assert "another process is writing" in capfd.readouterr().err
+    assert RunFolder(tmp_path / "out" / NAMES[1]).is_finished()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tmp_path: Path) -> None:
+    """The moment of the signal is arbitrary."""
+    (tmp_path / "e.yaml").write_text(EXPERIMENT)
+    words = ["run", str(tmp_path / "e.yaml"), "--jobs", "2", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "fedbn_flwr.cli", *words],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # These tests may run as a shell's background job, which ignores Ctrl-C and would pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 120
+        while not RunFolder(tmp_path / "out" / NAMES[0]).checkpoint.round():
+            assert time.monotonic() < deadline, "a round took two minutes"
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.005)
+        process.send_signal(sent)
+        _, error = process.communicate(timeout=60)  # also the processes of the runs have ended then
+    assert process.returncode in ((-signal.SIGKILL,) if sent == signal.SIGKILL else (130, 0)), error
+    assert "Traceback" not in error
+    assert cli.main([*words, "--resume"]) == 0
+    assert [outcome(tmp_path / "out" / name) for name in NAMES] == [outcome(straight / name) for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("changes", "unfinished", "given", "expected"),
+    [
+        ([], 1_000, None, os.cpu_count()),
+        ([], 0, None, 1),
+        ([], 3, 8, 3),
+        (["engine.workers=0"], 1_000, None, 1),
+        (["engine.threads=2"], 1_000, None, 1),
+    ],
+)
+def test_as_many_runs_as_cores_run_side_by_side(
+    changes: list[str], unfinished: int, given: int | None, expected: int
+) -> None:
+    runs = read_experiment(parse_yaml(EXPERIMENT), changes).runs
+    assert jobs_of(runs, unfinished, given) == expected
+
+
+def test_impossible_jobs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "quick", "--jobs", "0"]) == 2
+    assert "--jobs is 0; expected a number of runs" in capsys.readouterr().err
+    assert cli.main(["run", "quick", "engine.threads=2", "--jobs", "2"]) == 2
+    assert "--jobs is 2, but the run 'FixBN' has engine.threads=2" in capsys.readouterr().err
