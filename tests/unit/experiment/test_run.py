@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fedbn_flwr
-import fedbn_flwr.experiment.find as experiment_find
+import fedbn_flwr.experiment.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
 from fedbn_flwr import cli
 
@@ -30,7 +30,7 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
     file = tmp_path / "experiment.yaml"
     file.write_text(EXPERIMENT)
     count: Counter[str] = Counter()
-    read, parse, build = Path.read_text, experiment_find.parse_yaml, experiment_prepare.build_strategy
+    read, parse, build = Path.read_text, experiment_content.parse_yaml, experiment_prepare.build_strategy
 
     def counted_read(path: Path, *args: Any, **kwargs: Any) -> str:
         count["read"] += path == file
@@ -46,7 +46,7 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
         return build(spec, **arguments)
 
     monkeypatch.setattr(Path, "read_text", counted_read)
-    monkeypatch.setattr(experiment_find, "parse_yaml", counted_parse)
+    monkeypatch.setattr(experiment_content, "parse_yaml", counted_parse)
     monkeypatch.setattr(experiment_prepare, "build_strategy", counted_build)
     assert cli.main(["run", str(file), "train.lr=0.05", "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "FixBN" / "model.safetensors").exists()
