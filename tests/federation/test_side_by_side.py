@@ -21,6 +21,7 @@ from tests.support.command import ROOT, environment
 from tests.support.sessions import outcome
 
 EXPERIMENT = """
+name: experiment
 rounds: 3
 clients: 2
 model: {name: mlp}
