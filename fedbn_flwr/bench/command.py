@@ -14,6 +14,7 @@ from fedbn_flwr.results.folder import environment
 
 from .common import Figure, Options
 from .gpu import gpu
+from .memory import memory
 from .messages import empty_round, exchange, scale
 from .sharing import sharing
 from .startup import start
@@ -27,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "round": empty_round,
     "scale": scale,
     "sharing": sharing,
+    "memory": memory,
     "start": start,
     "gpu": gpu,
 }

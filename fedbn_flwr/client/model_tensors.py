@@ -25,12 +25,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """Buffers through which arrays of one layout are copied to the model in one piece."""
+    """Buffers through which arrays of one layout are copied to a GPU, or to tensors of another dtype, in one piece."""
 
     host: Tensor  # in the host's memory
     here: Tensor  # on the model's device; `host` itself on a CPU
     pieces: list[Tensor]  # of `here`
     into: list[Tensor]  # the model's tensors, in the order of `pieces`
+
+    def load(self, block: np.ndarray) -> None:
+        np.copyto(self.host.numpy(), block)
+        if self.here is not self.host:
+            self.here.copy_(self.host)
+        torch._foreach_copy_(self.into, self.pieces)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The memory of a model on a CPU, in the order of a layout."""
+
+    into: list[np.ndarray]
+
+    def load(self, block: np.ndarray) -> None:
+        begin = 0
+        for piece in self.into:
+            np.copyto(piece, block[begin : begin + len(piece)])
+            begin += len(piece)
 
 
 Plan = tuple[list[Tensor], Layout] | None
@@ -56,7 +75,7 @@ class ModelTensors:
             for key, tensor in self.tensors.items()
             if tensor.device.type == "cpu" and sent_dtype(tensor.dtype) is tensor.dtype
         }
-        self._stages: dict[Layout, Stage | None] = {}
+        self._stages: dict[Layout, Stage | Pieces | None] = {}
         self._fits: dict[tuple[Layout, ...], bool] = {}
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._modules = list(model.modules())
@@ -125,10 +144,7 @@ class ModelTensors:
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
         if isinstance(arrays, FlatArrays) and (stage := self._stage(arrays.layout)) is not None:
-            np.copyto(stage.host.numpy(), arrays.flat)
-            if stage.here is not stage.host:
-                stage.here.copy_(stage.host)
-            torch._foreach_copy_(stage.into, stage.pieces)
+            stage.load(arrays.flat)
             return
         for key, value in arrays.items():
             tensor = self.tensors[key]
@@ -140,17 +156,20 @@ class ModelTensors:
             else:
                 tensor.copy_(torch.from_numpy(np.array(value)))
 
-    def _stage(self, where: Layout) -> Stage | None:
-        """The buffers for arrays of this layout; None if they must be copied one by one."""
+    def _stage(self, where: Layout) -> Stage | Pieces | None:
+        """Copies arrays of this layout; None if they must be copied one by one."""
         if where not in self._stages:
             keys = list(where.places)
             dtype = self._sent_dtype(keys)
-            stage = None
+            stage: Stage | Pieces | None = None
             if dtype is not None and torch.empty(0, dtype=dtype).numpy().dtype == where.dtype:
-                host = torch.empty(where.size, dtype=dtype)
-                here = host if self.device.type == "cpu" else torch.empty_like(host, device=self.device)
                 into = joined([self._flat[key] for key in keys])
-                stage = Stage(host, here, list(here.split([len(piece) for piece in into])), into)
+                if all(key in self._views for key in keys):
+                    stage = Pieces([piece.numpy() for piece in into])
+                else:
+                    host = torch.empty(where.size, dtype=dtype)
+                    here = host if self.device.type == "cpu" else torch.empty_like(host, device=self.device)
+                    stage = Stage(host, here, list(here.split([len(piece) for piece in into])), into)
             self._stages[where] = stage
         return self._stages[where]
 

@@ -209,6 +209,7 @@ def train(
         examples += len(targets)
         count += 1
         first = first or examples
+    optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
     return float(step.loss) / max(examples, 1), count, first
 
 

@@ -10,7 +10,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from .common import Commands, add_command
 
 # The names in fedbn_flwr/bench/command.py, which imports torch.
-BENCHMARKS = ("overhead", "compiled", "exchange", "fedtan", "round", "scale", "sharing", "start", "gpu")
+BENCHMARKS = ("overhead", "compiled", "exchange", "fedtan", "round", "scale", "sharing", "memory", "start", "gpu")
 
 
 def add(commands: Commands) -> None:

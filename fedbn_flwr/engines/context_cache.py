@@ -36,6 +36,12 @@ def keep_freed_memory() -> None:
         malloc(_M_ARENA_MAX, 1)
 
 
+def return_freed_memory() -> None:
+    """Return freed memory to the system (glibc only), before other work than that which will need it again."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class Contexts:
     """The contexts of one process, by node. The states used last stay in memory, up to `budget` bytes in all; the
     others are spilled to `folder`."""

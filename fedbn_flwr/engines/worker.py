@@ -26,12 +26,14 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed
 
-from .context_cache import keep_freed_memory
+from .context_cache import keep_freed_memory, return_freed_memory
 from .logs import use_json
 from .spawned import Packed, Spawned, why_ended
+from .transport import receive, send
 
 _FORKS = 3  # attempts to start a worker
 _START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
+_IDLE = 1  # seconds without a message, after which a worker returns freed memory to the system
 _SPAWN_TIMEOUT = 300  # seconds until a spawned worker has imported PyTorch and the app
 
 
@@ -104,14 +106,14 @@ class Worker:
         self.start()
         self.current = task.message
         with contextlib.suppress(OSError):  # it died while idle: receive() reports it
-            self.connection.send(task)
+            send(self.connection, task)
 
     def receive(self) -> tuple[Message, Done]:
         """The current message and its result, as soon as there is one."""
         message, self.current = self.current, None
         assert message is not None
         try:
-            done = self.connection.recv()
+            done = receive(self.connection)
             assert isinstance(done, Done)
             return message, done
         except (EOFError, OSError):
@@ -126,8 +128,8 @@ class Worker:
     def take_state(self, node: int) -> RecordDict | None:
         """The state of a node that the idle worker keeps; None if the process has died."""
         try:
-            self.connection.send(node)
-            state = self.connection.recv()
+            send(self.connection, node)
+            state = receive(self.connection)
         except (EOFError, OSError):
             self.close()
             return None
@@ -199,7 +201,7 @@ class Worker:
     def close(self) -> None:
         if self.process is not None:
             with contextlib.suppress(OSError):
-                self.connection.send(None)
+                send(self.connection, None)
             self.connection.close()
             self.process.join(0.5)  # it ends at once, unless a client is still training
             if self.process.is_alive():
@@ -247,5 +249,15 @@ def _serve(served: Served, connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         connection.send(None)
-        while (task := connection.recv()) is not None:
-            connection.send(served.handle(task) if isinstance(task, Task) else served.give_state(task))
+        while _serve_next(served, connection):
+            pass
+
+
+def _serve_next(served: Served, connection: Connection) -> bool:
+    """Answer a message. A function, so that no message or reply stays in memory while the worker waits."""
+    if not connection.poll(_IDLE):
+        return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
+    task = receive(connection)
+    if task is not None:
+        send(connection, served.handle(task) if isinstance(task, Task) else served.give_state(task))
+    return task is not None

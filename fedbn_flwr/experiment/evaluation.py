@@ -26,7 +26,7 @@ class Evaluate(Section):
     clients: bool | None = None
     server: bool = True  # false: the server has no data
     statistics: Literal["model", "reestimated"] = "model"  # of the global model's batch norms, on the test images
-    batch_size: Positive = 500  # the server has as many batches in memory as there are workers
+    batch_size: Positive = 100  # the server has as many batches in memory as there are workers
     dynamics: bool = False  # record how batch norm's statistics change, in every evaluated round
     metrics: Names = ()  # beside loss and accuracy: names, or module:function
     validation: float = Field(default=0.0, ge=0, le=0.5)  # share of the training images, to choose the best round by

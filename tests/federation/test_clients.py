@@ -67,7 +67,7 @@ def clients_of(folder: Path, server_round: int = -1) -> dict[str, dict[str, floa
 def own_accuracy(model: nn.Module, folder: Path, client: int) -> float:
     run, data = settings(folder), load("digits")
     rows = own_test(run.data, run.clients, run.seed, "cpu")[client]
-    return float(evaluate(model, TestBatches(data.test, data.moments, 500, rows), F.cross_entropy, CPU)["accuracy"])
+    return float(evaluate(model, TestBatches(data.test, data.moments, 100, rows), F.cross_entropy, CPU)["accuracy"])
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_the_best_round_is_that_of_the_validation_images(page: dict[str, Path]) 
     (result,) = Results.read(page["early"])
     data = load("digits")
     for file, line in (("model-best.safetensors", lines[best]), ("model.safetensors", lines[-1])):
-        test = TestBatches(data.test, data.moments, 500)
+        test = TestBatches(data.test, data.moments, 100)
         assert evaluate(result.model(file=file), test, F.cross_entropy, CPU)["accuracy"] == line["accuracy"]
 
 

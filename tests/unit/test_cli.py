@@ -17,6 +17,7 @@ import torch
 from fedbn_flwr import cli
 from fedbn_flwr.bench.common import Options, random_images
 from fedbn_flwr.bench.gpu import Case, processes
+from fedbn_flwr.bench.memory import peak
 from fedbn_flwr.bench.sharing import Rounds
 from fedbn_flwr.bench.training import five_clients
 from fedbn_flwr.results.folder import RunFolder, mark_interrupted
@@ -333,6 +334,26 @@ def test_a_round_is_never_shorter_than_the_bound_that_it_is_measured_by() -> Non
     with rounds.grid:
         ratios = [rounds.train(1), rounds.train(2), rounds.evaluate(2)]
     assert min(ratios) >= 1
+
+
+def test_memory_that_processes_share_counts_once() -> None:
+    """A process with 100 MiB forks two that write to 20 MiB of them."""
+    program = """if True:
+        import os, time
+        held = bytearray(100 << 20)
+        held[::4096] = b"x" * (len(held) // 4096)
+        for _ in range(2):
+            if os.fork() == 0:
+                held[:20 << 20] = b"y" * (20 << 20)
+                break
+        time.sleep(1)
+    """
+    found = peak([sys.executable, "-c", program]) / 2**20
+    assert 140 <= found <= 220, (
+        "100 and twice 20 MiB, and those for new values; 300 if shared pages counted three times"
+    )
+    with pytest.raises(RuntimeError, match="ValueError: no"):
+        peak([sys.executable, "-c", "raise ValueError('no')"])
 
 
 def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:

@@ -13,6 +13,7 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.metrics import key_of
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.engines.context_cache import return_freed_memory
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
@@ -73,6 +74,8 @@ class Evaluate(Listener):
                 self._load(state.model, self.validation, queried)
                 measured = self._measure(self.validation)
                 state.line |= {f"validation_{key}": measured[key] for key in ("loss", "accuracy")}
+            if self.threads > 1:
+                return_freed_memory()  # the workers need it now
         else:
             means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy", *self.names)}
             state.line |= {key: value for key, value in means.items() if value is not None}

@@ -64,7 +64,7 @@ def test_batches_of_some_indices_hold_these_images() -> None:
     data = load("digits")
     rows = torch.tensor([3, 5, 8, 13, 21])
     some = TestBatches(data.test, data.moments, 2, rows)
-    images = torch.cat([images for images, _ in TestBatches(data.test, data.moments, 500)])
+    images = torch.cat([images for images, _ in TestBatches(data.test, data.moments, 100)])
     assert some.num_examples == 5
     assert [len(labels) for _, labels in some] == [2, 2, 1]
     assert torch.cat([x for x, _ in some]).equal(images[rows])
@@ -187,7 +187,7 @@ def test_a_summary_says_which_statistics_the_evaluation_used(runs: dict[str, Pat
 
 def test_the_accuracy_of_a_run_is_that_of_its_model_file(runs: dict[str, Path]) -> None:
     data = load("digits")
-    test = TestBatches(data.test, data.moments, 500)
+    test = TestBatches(data.test, data.moments, 100)
     for name, norm in (("FedAvg", "bn"), ("Reestimated", "bn"), ("Static", "sbn"), ("Queried", "sbn")):
         state = load_file(runs[name] / "model.safetensors")
         model = build_model("cnn", 10, norm, in_channels=1)

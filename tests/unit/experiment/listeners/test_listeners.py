@@ -75,7 +75,7 @@ def test_models_are_evaluated_every_other_round_and_after_the_last(state: RunSta
     assert data is not None
     # The model on which the figures were measured is that of the last round.
     twin = evaluate(
-        state.prepared.model, TestBatches(data.test, data.moments, 500), F.cross_entropy, state.prepared.device
+        state.prepared.model, TestBatches(data.test, data.moments, 100), F.cross_entropy, state.prepared.device
     )
     assert (state.line["accuracy"], state.line["loss"]) == (twin["accuracy"], twin["loss"])
     assert state.line["evaluated_with"] == "model"
