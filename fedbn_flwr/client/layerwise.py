@@ -20,7 +20,7 @@ from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, unpack
+from fedbn_flwr.messages.arrays import arrays_in, filled, unpack
 from fedbn_flwr.messages.gate import arrays_of
 
 from .client import BNClient
@@ -28,6 +28,8 @@ from .node_state import NodeState, run_of
 from .rules import Update
 
 MakeClient = Callable[[], BNClient]
+
+_EXCHANGES = "exchanges"  # the round's model and agreements, in the client's state
 
 
 @dataclass
@@ -72,13 +74,14 @@ def train_by_messages(
     step, run = int(config[protocol.COHORT_STEP]), run_of(config)
     token = (run, int(config.get(protocol.ROUND, 1)))
     state = NodeState(context.state, run)
-    state.save_records(_name(step), _exchanged(content, config))
+    exchanged = _exchanged(content, config)
+    state.save_records(_name(step), exchanged)
     parked = parked_rounds.take(context, token, step)
     outcome: Contribution | Update
     if parked is not None:
         parked.client.records = context.state
         parked.extras.update(extras)
-        outcome = parked.session.advance(agreement_from_records(state.load_records(_name(step))))
+        outcome = parked.session.advance(agreement_from_records(exchanged))
     else:
         parked = _replay(make, state, config, extras, token, step)
         outcome = parked.session.advance()
@@ -86,8 +89,7 @@ def train_by_messages(
         parked.step = step
         parked_rounds.park(context, parked)
     else:
-        for number in range(step + 1):
-            state.forget(_name(number))
+        state.forget(_EXCHANGES)
     return outcome
 
 
@@ -146,8 +148,9 @@ def _exchanged(content: RecordDict, config: Mapping[str, Any]) -> RecordDict:
     if "arrays" not in arrays:
         raise MessageError(f"expected an ArrayRecord 'arrays', found {len(arrays)} ArrayRecords: {list(arrays)}")
     images = int(config.get(protocol.COHORT_BATCH, 0))
-    return RecordDict({"arrays": arrays["arrays"], "config": ConfigRecord({protocol.COHORT_BATCH: images})})
+    batch = filled(ConfigRecord(), {protocol.COHORT_BATCH: images})
+    return filled(RecordDict(), {"arrays": arrays["arrays"], "config": batch})
 
 
 def _name(step: int) -> str:
-    return f"exchange.{step}"
+    return f"{_EXCHANGES}/{step}"

@@ -74,7 +74,7 @@ class NodeState:
             self.records[f"{_ARRAYS}{name}/{key}"] = record
 
     def forget(self, name: str) -> None:
-        """Delete the arrays or records stored as `name`."""
+        """Delete the arrays or records stored as `name`, or as names that begin with it and a slash."""
         for key in [key for key in self.records if key == _ARRAYS + name or key.startswith(f"{_ARRAYS}{name}/")]:
             del self.records[key]
 

@@ -27,6 +27,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage
+from fedbn_flwr.messages.arrays import filled
 
 from .base import Capabilities, NodeStates, ReplyObserver
 from .context_cache import Contexts
@@ -304,7 +305,7 @@ class Nodes:
         try:
             # The messages of a round share their content; a change by one client must not reach the next.
             content = message.content
-            own = RecordDict({key: record.copy() for key, record in content.items()})
+            own = filled(RecordDict(), {key: record.copy() for key, record in content.items()})
             message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
             reply = self.client_app(message, context)
         except (Exception, SystemExit) as error:

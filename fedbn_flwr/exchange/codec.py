@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, filled, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import checked, shown
 from fedbn_flwr.messages.serialization import dump, parse
 
@@ -55,12 +55,13 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
     }
     if contribution.partition is not None:
         numbers[protocol.PARTITION] = contribution.partition
-    return RecordDict(
+    return filled(
+        RecordDict(),
         {
             "arrays": pack(contribution.tensors),
             "metrics": MetricRecord(numbers),  # type: ignore[arg-type]
-            "config": ConfigRecord({KIND: contribution.kind}),
-        }
+            "config": filled(ConfigRecord(), {KIND: contribution.kind}),
+        },
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import build_model
+from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, count_calls
+from fedbn_flwr.messages.aggregate import Array
 from tests.support.cohort import run_cohort
 
 
@@ -210,6 +213,23 @@ def test_the_model_is_as_it_was_afterwards(walk: bool) -> None:
     for m in copies:
         assert "forward" not in m.norm.__dict__
         assert list(m.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
+def test_statistics_in_float32_are_accurate_if_the_mean_is_much_larger_than_the_deviation(fused: bool) -> None:
+    """The variance is a mean of squared deviations: the difference of two means of squares would lose all digits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 8 * 8, 5)).train()
+    inputs = torch.randn(16, 3, 8, 8) + 5000
+    sent: dict[str, Array] = {}
+
+    def alone(contribution: Contribution) -> Agreement:
+        sent.update({} if contribution.kind == "gradients" else contribution.tensors)
+        return Agreement(contribution.tensors, contribution.images)
+
+    LayerwiseStep(alone, fused=fused)(model, inputs, torch.zeros(16, dtype=torch.int64), F.cross_entropy)
+    np.testing.assert_allclose(sent["mean"], inputs.double().mean((0, 2, 3)).numpy(), rtol=1e-6)
+    np.testing.assert_allclose(sent["var"], inputs.double().var((0, 2, 3), correction=0).numpy(), rtol=1e-4)
 
 
 def test_frozen_batch_norms_exchange_nothing() -> None:
