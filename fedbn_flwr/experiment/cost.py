@@ -52,8 +52,9 @@ def images_of(run: Settings) -> int | None:
     clients = max(int(run.trained * float(strategy.get("fraction_train", 1))), least)
     if run.train.steps is not None:
         return run.rounds * clients * run.train.steps * run.train.batch_size
-    entry = CATALOGUE.get(run.data.name)
-    held = _DIGITS if run.data.name == "digits" else entry.images if entry and not run.data.domains else None
+    entry, held = CATALOGUE.get(run.data.name), run.data.images
+    if held is None:
+        held = _DIGITS if run.data.name == "digits" else entry.images if entry and not run.data.domains else None
     if held is None:
         return None
     trained = held * (1 - run.evaluate.validation) * clients / run.clients
