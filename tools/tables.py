@@ -24,6 +24,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.check import KEYS_OF_A_FILE
+from fedbn_flwr.experiment.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.trackers import TRACKERS
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
@@ -203,6 +204,16 @@ def datasets() -> Table:
     return columns, rows
 
 
+def experiments() -> Table:
+    """The shipped experiments of papers, without those to start with."""
+    rows: list[Row] = []
+    for name in shipped_experiments():
+        if "/" in name:
+            content, _ = read_content(name)
+            rows.append((f"`{name}`", content["description"], "yes" if "published" in content else ""))
+    return ("experiment", "content", "with published figures"), rows
+
+
 def keys() -> Table:
     rules = [rule for rule in rules_by_key().values() if rule.__module__.startswith("fedbn_flwr.")]
     known = protocol.RUN_KEYS | protocol.EVALUATION_KEYS | protocol.SECURE_KEYS
@@ -238,6 +249,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "norms": norms,
     "trackers": trackers,
     "datasets": datasets,
+    "experiments": experiments,
     "keys": keys,
     **{
         f"command {name}": command(name)

@@ -52,14 +52,15 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--time", action="store_true", help="experiments with the minutes of their training steps, from timed steps"
     )
+    parser.add_argument("--size", metavar="NAME", help="experiments with the cost of this size (paper)")
     parser.add_argument("--json", action="store_true", help="as JSON; strategies with all details")
 
 
 def list_names(arguments: argparse.Namespace) -> None:
-    if arguments.time and arguments.what != "experiments":
-        raise SettingsError(f"--time is for experiments, but WHAT is {arguments.what}; leave it out")
+    if arguments.what != "experiments" and (option := "--time" * arguments.time or "--size" * bool(arguments.size)):
+        raise SettingsError(f"{option} is for experiments, but WHAT is {arguments.what}; leave it out")
     if arguments.what == "experiments":
-        list_experiments(arguments.names, timed=arguments.time, as_json=arguments.json)
+        list_experiments(arguments.names, arguments.size, timed=arguments.time, as_json=arguments.json)
         return
     lines = _lines(arguments.what)
     for name in arguments.names:
@@ -107,11 +108,11 @@ def _lines(what: str) -> Mapping[str, str]:
             return describe_partitions()
 
 
-def list_experiments(names: Sequence[str], *, timed: bool, as_json: bool) -> None:
+def list_experiments(names: Sequence[str], size: str | None, *, timed: bool, as_json: bool) -> None:
     """The shipped experiments by paper, each with its cost."""
-    from fedbn_flwr.experiment.content import shipped_experiments
+    from fedbn_flwr.experiment.content import read_content, shipped_experiments
     from fedbn_flwr.experiment.cost import cost_of
-    from fedbn_flwr.experiment.find import load_experiment
+    from fedbn_flwr.experiment.find import read_experiment
 
     shipped = list(shipped_experiments())
     papers = {name: name.rpartition("/")[0] for name in shipped}
@@ -119,7 +120,11 @@ def list_experiments(names: Sequence[str], *, timed: bool, as_json: bool) -> Non
         if name not in shipped and name not in papers.values():
             known = [*shipped, *filter(None, dict.fromkeys(papers.values()))]
             raise SettingsError(f"experiments: there is no {name!r}; {did_you_mean(name, known)}")
-    chosen = {name: load_experiment(name) for name in shipped if not names or {name, papers[name]} & set(names)}
+    chosen = {}
+    for name in (name for name in shipped if not names or {name, papers[name]} & set(names)):
+        content, title = read_content(name)  # those to start with have one size, which is small
+        sized = [f"size={size}"] if size and papers[name] else []
+        chosen[name] = read_experiment(content, sized, name=title)
     costs = {name: cost_of(experiment, timed=timed) for name, experiment in chosen.items()}
     if as_json:
         found = {

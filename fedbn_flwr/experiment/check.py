@@ -19,7 +19,7 @@ from fedbn_flwr.results.text import shorten
 from .settings import DERIVED, OWN, Settings
 
 _TYPE = re.compile(r"(int|float|str|bool|none)$|(literal|tuple|list|function-[a-z]+)\[")
-KEYS_OF_A_FILE = ("description", "seeds", "runs", "sweep", "tune", "sizes")  # beside those of a run
+KEYS_OF_A_FILE = ("description", "extends", "seeds", "runs", "sweep", "tune", "sizes")  # beside those of a run
 _FAULTS = 10  # explained; each may list the known keys
 
 

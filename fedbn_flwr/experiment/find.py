@@ -73,7 +73,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
     variants = {str(label): variant or {} for label, variant in variants.items()}
     changes = parse_overrides(overrides)
-    for key in ("runs", "sizes"):
+    for key in ("runs", "sizes", "extends"):
         if key in changes:
             raise SettingsError(
                 f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "

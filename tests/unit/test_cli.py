@@ -244,10 +244,15 @@ def test_experiments_are_listed_by_paper_with_their_cost(capsys: pytest.CaptureF
     table4 = listed["fixbn/table4"]
     assert (table4["paper"], table4["runs"]) == ("fixbn", 7 * 3)
     assert table4["images"] == 7 * 3 * 128 * 50_000, "128 epochs in each run"
-    assert cli.main(["list", "experiments", "fixbn"]) == 0
+    assert cli.main(["list", "experiments", "demo", "fixbn/table4", "--size", "small", "--json"]) == 0
+    small = json.loads(capsys.readouterr().out)
+    assert (small["fixbn/table4"]["images"], small["demo"]) == (table4["images"] // 4, listed["demo"])
+    assert cli.main(["list", "experiments", "fixbn/table4", "--size", "tiny"]) == 2
+    assert "fixbn-table4 has no size 'tiny'" in capsys.readouterr().err
+    assert cli.main(["list", "experiments", "fedbs"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("FixBN: Zhong, Chen, Chao")
-    assert "fixbn/tableH" in printed
+    assert printed.startswith("FedBS: Idrissi")
+    assert "fedbs/cifar10-unbalanced" in printed
     assert "demo" not in printed
     assert cli.main(["list", "experiments", "fixbn/tabel4"]) == 2
     assert "did you mean 'fixbn/table4'" in capsys.readouterr().err

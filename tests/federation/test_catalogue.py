@@ -1,0 +1,44 @@
+"""The shipped experiments run at size smoke: two rounds on random images of the form of their data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.experiment.content import shipped_experiments
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.settings import Experiment, Settings
+
+SMOKE = ["size=smoke", "engine.workers=0", "engine.device=cpu"]
+
+LARGE = ("alexnet_bn", "mobilenet_v2", "deeplabv3plus_resnet50")
+
+
+def carry_out(experiment: Experiment, run: Settings, out: Path) -> None:
+    run_locally(experiment.model_copy(update={"runs": (run,)}), out, resume=False, quiet=True)
+    (file,) = out.rglob("summary.json")
+    summary = json.loads(file.read_text())
+    assert (summary["status"], summary["rounds"]) == ("finished", run.rounds), run.label
+    if run.published is not None:
+        assert "other set-up (size smoke" in (out / "report.md").read_text(), run.label
+
+
+@pytest.mark.parametrize("name", shipped_experiments())
+def test_the_last_run_of_each_experiment_finishes(name: str, tmp_path: Path) -> None:
+    """The last one is the rule of the paper in most files."""
+    experiment = load_experiment(name, SMOKE)
+    last = experiment.runs[-1]
+    if last.model.name in LARGE:
+        pytest.skip(f"{last.model.name} takes five to twenty seconds a run; all runs are nightly")
+    carry_out(experiment, last, tmp_path / "out")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", shipped_experiments())
+def test_every_run_of_each_experiment_finishes(name: str, tmp_path: Path) -> None:
+    experiment = load_experiment(name, SMOKE)
+    for number, run in enumerate(experiment.runs):
+        carry_out(experiment, run, tmp_path / str(number))
