@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from torch import nn
 
@@ -36,16 +38,26 @@ def exchange(options: Options) -> Iterator[Figure]:
         return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 
     content = RecordDict({"arrays": pack({"values": np.ones(1376, dtype=np.float32)})})
+
+    def measured(grid: Grid, where: str, most: float) -> Figure:
+        def once() -> None:
+            replies = grid.send_and_receive([Message(content, node, "query.echo") for node in range(1, 6)])
+            assert all(len(unpack(reply.content.array_records["arrays"])["values"]) == 1376 for reply in replies)
+
+        once()
+        values = [1000 * seconds(once) for _ in range(50 * options.repeats)]
+        return figure(f"exchange with five nodes, {where}", values, "ms", most=most)
+
     for workers, most, where in ((0, 1.0, "in one process"), (options.workers, 3.0, f"{options.workers} workers")):
         with LocalGrid(app, 5, workers=workers) as grid:
+            yield measured(grid, where, most)
+    if importlib.util.find_spec("ray") is None:
+        return
+    from fedbn_flwr.engines.cluster import connected
+    from fedbn_flwr.engines.ray import RayGrid
 
-            def once(grid: LocalGrid = grid) -> None:
-                replies = grid.send_and_receive([Message(content, node, "query.echo") for node in range(1, 6)])
-                assert all(len(unpack(reply.content.array_records["arrays"])["values"]) == 1376 for reply in replies)
-
-            once()
-            values = [1000 * seconds(once) for _ in range(50 * options.repeats)]
-        yield figure(f"exchange with five nodes, {where}", values, "ms", most=most)
+    with connected(cores=options.workers), RayGrid(app, 5, workers=options.workers) as actors:
+        yield measured(actors, f"{options.workers} Ray actors", 10.0)
 
 
 def empty_round(options: Options) -> Iterator[Figure]:

@@ -51,7 +51,7 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns
     own: dict[str, Any] = {}
     if address == "local":
-        own = {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        own = {"num_cpus": cores, "include_dashboard": False}
     with temporary_folder("code") as folder:
         stage(folder, modules)
         try:

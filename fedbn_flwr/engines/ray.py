@@ -7,14 +7,13 @@ messages share are sent to each machine once, through Ray's object store.
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import math
 import pickle
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any
@@ -74,6 +73,29 @@ def cluster_text() -> str:
     return ", ".join(each[:8]) + (f" and {len(each) - 8} more" if len(each) > 8 else "") or "none"
 
 
+@dataclass(frozen=True)
+class Actors:
+    """Actors that are idle between two grids of this process: the next grid need not wait until its actors start."""
+
+    idle: dict[Place, list[Any]] = field(default_factory=dict)
+
+    def take(self, place: Place) -> Any:
+        """An idle actor that has this place, or None. Those that have another end, because they need room."""
+        if any(other != place for other in self.idle):
+            self.close()
+        free = self.idle.get(place)
+        return free.pop() if free else None
+
+    def give(self, place: Place, actor: Any) -> None:
+        self.idle.setdefault(place, []).append(actor)
+
+    def close(self) -> None:
+        for actors in self.idle.values():
+            for actor in actors:
+                ray.kill(actor)
+        self.idle.clear()
+
+
 class RayGrid(WorkersGrid):
     """A grid of `num_nodes` nodes that actors of the connected Ray cluster serve.
 
@@ -85,6 +107,8 @@ class RayGrid(WorkersGrid):
         What Ray reserves for each.
     start_timeout
         Seconds after which the run fails if no actor can be started.
+    idle
+        Idle actors of earlier grids, to which those of this grid are added when it closes; None: they end with it.
 
     The others are those of `LocalGrid`.
     """
@@ -97,6 +121,7 @@ class RayGrid(WorkersGrid):
         workers: int | None = None,
         place: Place = Place(),
         start_timeout: float = 120,
+        idle: Actors | None = None,
         work: Sequence[float] | None = None,
         threads: int = 1,
         run_config: UserConfig | None = None,
@@ -112,6 +137,8 @@ class RayGrid(WorkersGrid):
         self._start_timeout = start_timeout
         self._served_at: float | None = None  # when some actor was last ready or busy
         self._arrays = _SharedArrays()
+        self._idle = idle or Actors()
+        self._ends_actors = idle is None
         self._actors: list[ActorWorker] = []
         super().__init__(
             client_app,
@@ -126,8 +153,9 @@ class RayGrid(WorkersGrid):
         )
 
     def _make_worker(self, served: Nodes) -> ActorWorker:
-        start = self._actors[0].create if self._actors else functools.partial(_create, ray.put(served), self._place)
-        self._actors.append(ActorWorker(start, self._arrays))
+        if not self._actors:
+            self._served = ray.put(served)
+        self._actors.append(ActorWorker(self._served, self._place, self._idle, self._arrays))
         return self._actors[-1]
 
     def start(self) -> int:
@@ -136,6 +164,14 @@ class RayGrid(WorkersGrid):
         while not any(actor.is_free or actor.current is not None for actor in self._actors):
             self._serve_workers(1.0)
         return len(self._actors)
+
+    def close(self) -> None:
+        for actor in self._actors:
+            if actor.is_free:
+                actor.release()
+        super().close()
+        if self._ends_actors:
+            self._idle.close()
 
     def _begin(self) -> None:
         for actor in self._actors:
@@ -154,6 +190,8 @@ class RayGrid(WorkersGrid):
                 return []
             patience = max(0.0, min(deadline - now, self._served_at + self._start_timeout - now, 10.0))
             found, _ = ray.wait(list(waited), num_returns=1, timeout=patience)
+            if not found and patience:
+                found = self._unreachable(waited)
             arrived = [waited[ref] for ref in found if self._actors[waited[ref]].current is not None]
             if arrived:
                 return arrived
@@ -163,6 +201,14 @@ class RayGrid(WorkersGrid):
                 self._send_next()
             if time.monotonic() >= deadline:
                 return []
+
+    def _unreachable(self, waited: dict[Any, int]) -> list[Any]:
+        """Those of the awaited results whose machine is lost; Ray can take minutes to report it for each of them."""
+        alive = {str(node["NodeID"]) for node in machines()}
+        lost = [ref for ref, number in waited.items() if self._actors[number].node not in {"", *alive}]
+        for ref in lost:
+            self._actors[waited[ref]].is_lost = True
+        return lost
 
     def _check_start(self, seconds: float) -> None:
         """Raise RunFailed if no actor serves nodes and none can be expected to."""
@@ -218,15 +264,15 @@ class _Unpacker(pickle.Unpickler):
 class _Actor:
     """In an actor's process: answers messages to any node."""
 
-    def __init__(self, served: Nodes) -> None:
+    def __init__(self) -> None:
         identify()
         keep_freed_memory()
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
-        self._served = served
 
-    def ready(self) -> str:
-        """The address of the machine."""
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    def serve(self, served: Nodes) -> tuple[str, str]:
+        """Serve these nodes from now on. Returns the address of the machine, and Ray's name of it."""
+        self._served = served
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
 
     def handle(self, data: bytes, *arrays: FlatArrays) -> bytes:
         task = _Unpacker(data, arrays).load()
@@ -237,26 +283,30 @@ class _Actor:
         return pickle.dumps(self._served.give_state(node), protocol=5)
 
 
-def _create(served: Any, place: Place) -> Any:
+def _create(place: Place) -> Any:
     """An actor, which Ray starts as soon as some machine has room."""
     actor = ray.remote(_Actor).options(
         num_cpus=place.cpus, num_gpus=place.gpus, max_restarts=0, scheduling_strategy="SPREAD"
     )
-    return actor.remote(served)
+    return actor.remote()
 
 
 @dataclass
 class ActorWorker:
     """An actor that handles one message at a time; one that is lost is replaced, wherever a machine has room."""
 
-    create: Callable[[], Any]
+    served: Any  # the nodes, in the object store
+    place: Place
+    idle: Actors
     arrays: _SharedArrays
     current: Message | None = None
     waited: Any = None  # the reference of what is expected next: that the actor is ready, or its result
     problem: str = ""  # why it is not started again
-    machine: str = ""
+    machine: str = ""  # its address
+    node: str = ""  # Ray's name of the machine; empty until the actor is ready
+    is_lost: bool = False  # its machine is
     _actor: Any = None
-    _failures: int = field(default=0)
+    _failures: int = 0  # to start an actor, one after the other
 
     @property
     def is_free(self) -> bool:
@@ -264,14 +314,14 @@ class ActorWorker:
 
     def begin(self) -> None:
         if self._actor is None and not self.problem:
-            self._actor = self.create()
-            self.waited = self._actor.ready.remote()
+            self._actor = self.idle.take(self.place) or _create(self.place)
+            self.waited = self._actor.serve.remote(self.served)
 
     def started(self) -> None:
         """Note that the actor is ready, or could not be started."""
         ref, self.waited = self.waited, None
         try:
-            self.machine = ray.get(ref, timeout=_FETCH_TIMEOUT)
+            self.machine, self.node = ray.get(ref, timeout=_FETCH_TIMEOUT)
             self._failures = 0
         except RayError as error:
             self._failures += 1
@@ -294,6 +344,8 @@ class ActorWorker:
         assert message is not None
         ref, self.waited = self.waited, None
         try:
+            if self.is_lost:
+                raise ActorUnavailableError("its machine is lost", None)
             done = pickle.loads(ray.get(ref, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
             assert isinstance(done, Done)
             return message, done
@@ -317,11 +369,16 @@ class ActorWorker:
         assert isinstance(state, RecordDict)
         return state
 
+    def release(self) -> None:
+        """Leave the actor, which is free, to the next grid."""
+        self.idle.give(self.place, self._actor)
+        self._actor = None
+
     def close(self) -> None:
         """End the actor; begin() creates another."""
         if self._actor is not None:
             ray.kill(self._actor)
-        self._actor, self.waited, self.current = None, None, None
+        self._actor, self.waited, self.current, self.node, self.is_lost = None, None, None, "", False
 
 
 def _in_a_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.cluster import connected
-from fedbn_flwr.engines.ray import Place, RayGrid, machines
+from fedbn_flwr.engines.ray import Actors, Place, RayGrid, machines
 
 from .data import loaded_data, receive, resolve
 from .model import choose_device
@@ -48,11 +48,13 @@ def ray_grids(experiment: Experiment) -> Iterator[MakeGrid]:
     parts = Parts(experiment)
     mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
     first = experiment.runs[0].engine
+    idle = Actors()
     with ExitStack() as stack:
 
         @functools.cache
         def connect() -> None:  # now, when all parts are loaded
             stack.enter_context(connected(first.address, parts.modules(), _cores(first)))
+            stack.callback(idle.close)
 
         @contextmanager
         def make_grid(run: Settings) -> Iterator[Grid]:
@@ -65,6 +67,7 @@ def ray_grids(experiment: Experiment) -> Iterator[MakeGrid]:
                 workers=None if engine.workers == "auto" else engine.workers,
                 place=_place(engine),
                 start_timeout=engine.node_timeout,
+                idle=idle,
                 work=work_of(run),
                 threads=engine.threads,
                 state_memory=engine.state_memory,

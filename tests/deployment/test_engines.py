@@ -90,8 +90,8 @@ def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: 
 
 
 def test_a_failed_flower_run_says_why_and_has_an_exit_code(tmp_path: Path) -> None:
-    words = ["train.lr=1e30", "--engine", "ray", "--device", "cpu", "--out", tmp_path / "out"]
-    done = fedbn("run", EXPERIMENT, *words, cwd=tmp_path)
+    run_config = f"experiment='{EXPERIMENT}' set='train.lr=1e30 engine.device=cpu' out='{tmp_path / 'out'}'"
+    done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     for client in range(3):
         assert f"client {client}" in done.stderr

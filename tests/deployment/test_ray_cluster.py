@@ -1,4 +1,4 @@
-"""An experiment on a Ray cluster that is running already."""
+"""The Ray engine on a cluster of Ray nodes on this machine: one that lasts, and one that is killed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,35 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
+import fedbn_flwr
+from fedbn_flwr import client_app
+from fedbn_flwr.engines.cluster import connected
+from fedbn_flwr.engines.ray import Actors, Place, RayGrid
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.messages.arrays import pack, unpack
+from tests.support import sessions
 from tests.support.command import environment, fedbn
 
-pytestmark = pytest.mark.deployment
+pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("ray")]
 
 START = 120  # seconds
+ROOT = Path(fedbn_flwr.__file__).parents[1]
+CACHE = str(Path(tempfile.gettempdir()) / "fedbn-pycache")
+RAY = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": CACHE}  # or every actor compiles PyTorch again
 
 
 def free_port() -> int:
@@ -28,49 +46,224 @@ def free_port() -> int:
         return int(unbound.getsockname()[1])
 
 
-def is_open(port: int) -> bool:
-    with socket.socket() as attempt:
-        return attempt.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.fixture
-def head(tmp_path: Path) -> Iterator[str]:
-    """The address of a Ray cluster of one node on this machine, with two cores."""
-    port = free_port()
-    # Short, for the paths of sockets. Ray also notes the address there, where other runs do not look for it.
+@contextmanager
+def ray_node(*options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A node of a Ray cluster. Its processes are a group."""
+    # Short, for the paths of sockets. Ray also notes its address there, where other runs do not look for it.
     folder = tempfile.mkdtemp(prefix="ray-")
-    options = [
-        "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--include-dashboard=false",
-        "--disable-usage-stats",
-    ]  # fmt: skip
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", *options]
-    log = tmp_path / "ray.log"
+    words = ["start", "--block", "--disable-usage-stats", *options]
+    log = Path(folder) / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=environment(RAY_TMPDIR=folder), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [str(Path(sys.executable).with_name("ray")), *words],
+            env=environment(RAY_TMPDIR=folder, **RAY),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + START
         while b"Ray runtime started" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, f"not started after {START} s\n{log.read_text()}"
-            time.sleep(0.2)
-        assert is_open(port)
-        yield f"127.0.0.1:{port}"
+            time.sleep(0.1)
+        yield process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        kill(process, signal.SIGTERM)
         try:
             process.wait(20)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process, signal.SIGKILL)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_an_experiment_runs_on_an_existing_ray_cluster(head: str, tmp_path: Path) -> None:
-    """Ray refuses a number of cores there: the cluster's count."""
-    words = ["--engine", "ray", "--device", "cpu", "--out", tmp_path / "out"]
-    done = fedbn("run", "quick", *words, cwd=tmp_path, RAY_ADDRESS=head)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "communication rounds" in done.stdout
-    assert is_open(int(head.rpartition(":")[2])), "the cluster outlives the run"
+def kill(process: subprocess.Popen[bytes], sent: int) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, sent)
+
+
+def lose(process: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a node at once, as when its machine fails."""
+    found = [process.pid]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, children.read_text().split())
+    for each in found:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The address of a cluster of one node, which declares two cores and a GPU."""
+    address = f"127.0.0.1:{free_port()}"
+    options = [f"--port={address.rpartition(':')[2]}", "--num-cpus=2", "--num-gpus=1", "--include-dashboard=false"]
+    with ray_node("--head", *options):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def idle(address: str) -> Iterator[Actors]:
+    """A connection of this process to the cluster, and the actors that its tests leave to the next."""
+    with connected(address, [__name__]):
+        yield Actors()
+
+
+def app() -> ClientApp:
+    made = ClientApp()
+
+    @made.train()
+    def train(message: Message, context: Context) -> Message:
+        return count(message, context)
+
+    @made.query("echo")
+    def echo(message: Message, context: Context) -> Message:
+        return Message(message.content, reply_to=message)
+
+    return made
+
+
+def count(message: Message, context: Context) -> Message:
+    """Count this node's messages; where the config asks for it, end the process or sleep instead."""
+    import ray
+
+    machine = ray.get_runtime_context().get_node_id()
+    do = message.content.config_records["config"]["do"]
+    if do == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if do in ("sleep", f"sleep on {machine}"):
+        time.sleep(600)
+    had = context.state.metric_records.get("had", MetricRecord({"count": 0}))["count"]
+    assert isinstance(had, int)
+    context.state["had"] = MetricRecord({"count": had + 1})
+    where = {
+        "machine": machine,
+        "process": os.getpid(),
+        "file": fedbn_flwr.__file__,
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "none"),
+    }
+    content = RecordDict({"metrics": MetricRecord({"count": had + 1}), "where": ConfigRecord(where)})
+    return Message(content, reply_to=message)
+
+
+def to(node: int, do: str = "") -> Message:
+    return Message(RecordDict({"config": ConfigRecord({"do": do})}), node, "train")
+
+
+def counts(replies: Any) -> list[Any]:
+    return [reply.content["metrics"]["count"] if reply.has_content() else "error" for reply in replies]
+
+
+def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: Actors) -> None:
+    place = Place(cpus=1, gpus=0.5)
+    with RayGrid(app(), 4, place=place) as grid:
+        assert grid.start() == 2, "half of the GPU each"
+        replies = list(grid.send_and_receive(map(to, (1, 2, 3, 4)), timeout=START))
+    for reply in replies:
+        where = reply.content["where"]
+        assert where["gpus"] == "0"
+        assert not Path(where["file"]).is_relative_to(ROOT)
+    assert Place(cpus=0.5, gpus=0.25).fits() == 4
+    with pytest.raises(
+        RunFailed, match=r"no machine of the Ray cluster has 64 CPUs for a client; it has .*\(CPU 2, GPU 1\)"
+    ):
+        RayGrid(app(), 1, place=Place(cpus=64))
+    with RayGrid(app(), 1, workers=1, place=Place(cpus=64), start_timeout=1) as grid:
+        with pytest.raises(RunFailed, match="no actor has started on the Ray cluster for 1 s; each needs 64 CPUs"):
+            grid.start()
+
+
+def test_arrays_arrive_as_they_were_sent(idle: Actors) -> None:
+    """Those of a large model go through the object store."""
+    sent = [np.arange(size, dtype=np.float32) for size in (3, 200_000)]
+    content = RecordDict({str(i): pack({"values": values}) for i, values in enumerate(sent)})
+    with RayGrid(app(), 3, idle=idle) as grid:
+        for reply in grid.send_and_receive([Message(content, node, "query.echo") for node in (1, 2, 3)]):
+            assert reply.metadata.message_type == "query.echo"
+            for i, values in enumerate(sent):
+                assert np.array_equal(unpack(reply.content.array_records[str(i)])["values"], values)
+
+
+def test_a_client_that_ends_its_process_loses_no_state(idle: Actors) -> None:
+    with RayGrid(app(), 4, idle=idle) as grid:
+        assert counts(grid.send_and_receive(map(to, (1, 2, 3, 4)))) == [1, 1, 1, 1]
+        replies = list(grid.send_and_receive([to(1), to(2, "die"), to(3), to(4)]))
+        assert counts(replies) == [2, "error", 2, 2]
+        assert replies[1].error.code == ErrorCode.CLIENT_APP_CRASHED
+        assert "was lost; its node has the state from before this message" in replies[1].error.reason
+        assert counts(grid.send_and_receive(map(to, (1, 2, 3, 4)))) == [3, 2, 3, 3]
+        assert grid.read_state(2)["had"]["count"] == 2
+
+
+def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: Actors) -> None:
+    with RayGrid(app(), 2, workers=2, idle=idle) as grid:
+        list(grid.send_and_receive(map(to, (1, 2))))
+        began = time.monotonic()
+        assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=1)) == [2]
+        assert grid.read_state(2)["had"]["count"] == 1
+    assert time.monotonic() - began < START
+
+
+@pytest.mark.parametrize("case", ["FedAvg", "FedBN", "FedTAN"])
+def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: Actors, tmp_path: Path) -> None:
+    """On one actor, so that it keeps several parked rounds of FedTAN."""
+    run_config = {"experiment": sessions.BASE, "set": " ".join(f"'{word}'" for word in sessions.overrides(case))}
+    sessions.session(case, tmp_path / "local")
+    for stop in (2, 0):
+        with RayGrid(client_app(make_client), 3, workers=1, run_config=run_config, idle=idle) as grid:
+            sessions.session(case, tmp_path / "ray", stop, grid=grid)
+    assert sessions.outcome(tmp_path / "ray") == sessions.outcome(tmp_path / "local")
+
+
+def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(idle: Actors, address: str) -> None:
+    idle.close()
+    with ray_node(f"--address={address}", "--num-cpus=1") as machine, RayGrid(app(), 3, workers=3) as grid:
+        deadline = time.monotonic() + START
+        processes: set[int] = set()
+        while len(processes) < 3:  # until all actors are ready
+            assert time.monotonic() < deadline
+            replies = list(grid.send_and_receive(map(to, (1, 2, 3)), timeout=START))
+            processes = {reply.content["where"]["process"] for reply in replies}
+        before = counts(replies)[0]
+        machines = [str(reply.content["where"]["machine"]) for reply in replies]
+        (second,) = (each for each in machines if machines.count(each) == 1)
+        killer = threading.Timer(1, lose, (machine,))
+        killer.start()
+        replies = list(grid.send_and_receive([to(node, f"sleep on {second}") for node in (1, 2, 3)], timeout=START))
+        killer.join()
+        assert sorted(map(str, counts(replies))) == [str(before + 1)] * 2 + ["error"]
+        (lost,) = (node for node, reply in enumerate(replies, 1) if reply.has_error())
+        expected = [before + 1 if node == lost else before + 2 for node in (1, 2, 3)]
+        assert counts(grid.send_and_receive(map(to, (1, 2, 3)), timeout=START)) == expected
+
+
+PARTS = """
+from my_layers import layer
+from torch import nn
+
+def net(num_classes, in_channels, image_size):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), layer(num_classes))
+"""
+EXPERIMENT = """
+rounds: 2
+model: {name: "my_parts:net"}
+train: {lr: 0.05, batch_size: 32, steps: 3}
+engine: {device: cpu}
+runs: {three: {clients: 3}, two: {clients: 2}}
+"""
+
+
+def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine(address: str, tmp_path: Path) -> None:
+    """The runs have different numbers of clients, and the second machine would have to import the user's files."""
+    (tmp_path / "my_parts.py").write_text(PARTS)
+    (tmp_path / "my_layers.py").write_text("from torch import nn\n\ndef layer(n):\n    return nn.Linear(8, n)\n")
+    (tmp_path / "mine.yaml").write_text(EXPERIMENT)
+    for words in (["--out", "local"], [f"engine.address={address}", "--engine", "ray", "--out", "ray"]):
+        done = fedbn("run", "mine.yaml", *words, cwd=tmp_path, **RAY)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for run in ("three", "two"):
+        local, ray = ((tmp_path / engine / run / "model.safetensors").read_bytes() for engine in ("local", "ray"))
+        assert local == ray
+    with socket.socket() as attempt:
+        host, _, port = address.rpartition(":")
+        assert attempt.connect_ex((host, int(port))) == 0, "the cluster outlives the run"
