@@ -42,6 +42,8 @@ class Engine(Section):
         for key in ("address", "cpus_per_client", "gpus_per_client"):
             if self.name != "ray" and getattr(self, key) is not None:
                 raise ValueError(f"{key} is {getattr(self, key)!r}, which is for name ray, but name is {self.name!r}")
+        if self.name == "ray" and self.gpus > 1:
+            raise ValueError(f"gpus is {self.gpus}, which is for name local; on Ray give gpus_per_client")
         if self.device == "cuda" and self.gpus_per_client == 0:
             raise ValueError("device is 'cuda', but gpus_per_client is 0; give a number, such as 1 or 0.25, or 'cpu'")
         if self.device == "cpu" and self.gpus_per_client:
