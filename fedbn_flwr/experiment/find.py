@@ -105,12 +105,13 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     figures = figures_by_label(published, lists_in_file, name)
     chosen = rows if only is None else _select(rows, only, name)
     check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
+    tuned = any(row.lists.tune for row in rows.values())
     compared = {key for row in rows.values() for key in flat_settings(row.variant)}
     defaults = Settings().model_dump(mode="json")
     runs = []
     for row in chosen.values():
         for cell in row.lists.cells(row.label):
-            settings = _settings_of(row, cell, size, changes, compared, name)
+            settings = _settings_of(row, cell, size, changes, compared, name, tuned=tuned)
             if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
                 in_file = merge(merge(defaults, row.written), nested({**cell.sweep, **cell.tune}))
                 settings["published"] = with_set_up(known, size, in_file, merge(defaults, settings))
@@ -145,7 +146,7 @@ def _where(name: str, row: _Row, cell: Cell) -> str:
 
 
 def _settings_of(
-    row: _Row, cell: Cell, size: str, changes: Mapping[str, Any], compared: Collection[str], name: str
+    row: _Row, cell: Cell, size: str, changes: Mapping[str, Any], compared: Collection[str], name: str, *, tuned: bool
 ) -> dict[str, Any]:
     """The settings of a cell: those of its row, its values, the changes of the size, and the overrides."""
     where = _where(name, row, cell)
@@ -155,9 +156,10 @@ def _settings_of(
         of_size = merge(smoke(check_settings(merge(written, changes), where)), of_size)
     planned = merge(written, of_size)
     settings = merge(planned, changes)
-    if cell.tune:
+    if tuned:
+        # All rows train on the same images, also those without a choice.
         share = merge({"evaluate": {"validation": VALIDATION}}, settings)["evaluate"].get("validation")
-        if share == 0:
+        if share == 0 and cell.tune:
             raise SettingsError(
                 f"{where}: evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by "
                 f"held-out training images; leave it out for {VALIDATION}"

@@ -27,6 +27,8 @@ from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 
 from . import sections, swept
+from .choice import TITLE as CANDIDATES
+from .choice import Choice
 from .curves import AXES, POINTS, Curves, Measure, curves, headline, is_number, measures
 from .folder import RunFolder
 from .published import published
@@ -34,19 +36,20 @@ from .report import COLOURS, Cell, Row, by_domain, repetitions, table
 from .text import in_csv, in_html, in_script, printable
 
 
-def write_page(rows: Sequence[Row], file: Path) -> None:
+def write_page(rows: Sequence[Row], file: Path, choice: Choice | None = None) -> None:
     assets = files("fedbn_flwr.results") / "html"
     style, program = ((assets / name).read_text(encoding="utf-8") for name in ("page.css.md", "page.js.md"))
     names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
     data = page_data(rows)
     parts = {
         "title": in_html(", ".join(names)),
-        "about": in_html(_about(rows)),
+        "about": in_html(" ".join([_about(rows), *(choice.notes if choice is not None else ())])),
         "style": style,
         "policy": f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(program)}; "
         "base-uri 'none'; form-action 'none'",
         "summary": as_html("Results", table(rows), "results"),
         "swept": _swept(rows),
+        "candidates": as_html(CANDIDATES, choice.candidates if choice is not None else [], "candidates"),
         "published": as_html("Published and measured figures", published(rows), "published"),
         "differing": as_html("Settings that differ", sections.differing_settings(rows), "differing"),
         "no_domains": "" if by_domain(rows) else " hidden",

@@ -55,6 +55,9 @@ class Summary:
 
     stopped_early: str | None = None  # the reason why a finished run has fewer rounds than it might have had
 
+    size: str | None = None  # of the experiment, if not that of the file
+    images: str | None = None  # of random ones
+
     # Options in use that make training faster and change results.
     memory_format: str | None = None
     precision: str | None = None

@@ -10,6 +10,8 @@ from typing import Any
 from fedbn_flwr.errors import MissingPackage, StorageError, UserError
 
 from . import swept
+from .choice import TITLE as CANDIDATES
+from .choice import Choice, choose
 from .clients import plot_boxes
 from .published import TITLE, published
 from .report import COLOURS, Row, as_markdown, as_text, find_runs, group, tables, tables_as_text
@@ -26,8 +28,9 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
     from .page import write_page
     from .plot import plot
 
-    rows = group(find_runs(folders))
-    text = _as_text(rows)
+    choice = choose(group(find_runs(folders)))
+    rows = choice.rows
+    text = _as_text(choice)
     picture: Path | None = out / "report.png"
     pictures = ["report.png"]
     try:
@@ -42,12 +45,12 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
                 pictures.append("clients.png")
         except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
             text, picture, pictures = f"{text}\n\nno plots: {error}", None, []
-        found = [*tables(rows, every=True), *_beside(rows)]
+        found = [*tables(rows, every=True), *_beside(choice)]
         parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found]
         images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
-        page.write_text("\n".join([*parts, *images]), encoding="utf-8")
+        page.write_text("\n".join([*(f"{note}\n" for note in choice.notes), *parts, *images]), encoding="utf-8")
         (out / "report.json").write_text(json.dumps(figures(rows)) + "\n", encoding="utf-8")
-        write_page(rows, out / "report.html")
+        write_page(rows, out / "report.html", choice)
     except StorageError as error:
         raise UserError(f"the report cannot be written: {error}") from None
     except OSError as error:
@@ -59,23 +62,24 @@ def write_html(folders: Sequence[Path], file: Path) -> str:
     """Write only the page of a report; returns the tables as text."""
     from .page import write_page
 
-    rows = group(find_runs(folders))
+    choice = choose(group(find_runs(folders)))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_page(rows, file)
+        write_page(choice.rows, file, choice)
     except OSError as error:
         raise UserError(f"cannot write the page {str(file)!r}: {error.strerror}") from None
-    return _as_text(rows)
+    return _as_text(choice)
 
 
-def _beside(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The tables of sweeps and of published figures."""
-    known = published(rows)
-    return [*swept.tables(swept.sweeps(rows)), *([(TITLE, known)] if known else [])]
+def _beside(choice: Choice) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The tables of sweeps, of candidates and of published figures."""
+    others = [(CANDIDATES, choice.candidates), (TITLE, published(choice.rows))]
+    return [*swept.tables(swept.sweeps(choice.rows)), *(each for each in others if each[1])]
 
 
-def _as_text(rows: Sequence[Row]) -> str:
-    return "\n\n".join([tables_as_text(rows), *(f"{title}\n{as_text(lines)}" for title, lines in _beside(rows))])
+def _as_text(choice: Choice) -> str:
+    parts = [tables_as_text(choice.rows), *(f"{title}\n{as_text(lines)}" for title, lines in _beside(choice))]
+    return "\n\n".join([*choice.notes, *parts])
 
 
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import Summary
 
+from ..expansion import PAPER
 from ..prepare import Prepared
 from ..settings import strategy_name
 from ..training import metrics_of
@@ -69,6 +70,8 @@ def begin_summary(prepared: Prepared) -> Summary:
         began=datetime.now(UTC).isoformat(timespec="seconds"),
         accuracy_of=accuracy_of,
         metrics=tuple(name_of(metric) for metric in metrics_of(run)),
+        size=run.size.name if run.size.name != PAPER else None,
+        images="random images; figures mean nothing" if run.data.random else None,
         memory_format="channels_last" if run.train.channels_last else None,
         precision=run.train.precision if run.train.precision != "float32" else None,
         compiled=True if run.train.compile is True else None,

@@ -53,8 +53,16 @@ def test_a_cell_has_its_values_and_its_place() -> None:
 
 
 def test_candidates_are_compared_by_held_out_images() -> None:
-    assert [run.evaluate.validation for run in runs(SWEPT)] == [0, 0, 0.1, 0.1, 0.1, 0.1, 0]
+    """All rows train on the same images, also those without candidates."""
+    assert {run.evaluate.validation for run in runs(SWEPT)} == {0.1}
+    assert {run.evaluate.validation for run in runs(SWEPT, "evaluate.validation=0.2")} == {0.2}
     assert "evaluate.validation is 0" in fault(SWEPT, "evaluate.validation=0")
+    assert {run.evaluate.validation for run in runs(SWEPT, "only=BN")} == {0.1}
+
+
+def test_a_run_that_gives_a_listed_key_keeps_its_value() -> None:
+    text = "sweep: {train.lr: [0.1, 0.2]}\nruns: {A: {}, B: {train: {lr: 0.5}}}"
+    assert [(run.label, run.train.lr) for run in runs(text)] == [("A, lr=0.1", 0.1), ("A, lr=0.2", 0.2), ("B", 0.5)]
 
 
 def test_seeds_repeat_each_cell() -> None:

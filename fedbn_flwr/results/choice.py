@@ -1,0 +1,97 @@
+"""Chooses among the candidates of `tune`, and words for the size of an experiment.
+
+The best candidate of each run and condition has the highest accuracy on held-out training images in the last evaluated
+round, mean over seeds. The test images have no part in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .report import Row, Run, figure
+
+TITLE = "candidates: the best is chosen by the accuracy on held-out training images, mean over seeds"
+
+Lines = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    rows: list[Row]  # without the candidates that were not chosen
+    candidates: Lines  # a table of all of them; empty if there are none
+    notes: tuple[str, ...]  # sentences on the size of the experiment
+
+
+def choose(rows: Sequence[Row]) -> Choice:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        cell = _mapping(row.runs[0].config.get("cell"))
+        if cell.get("tune"):
+            key = json.dumps([row.runs[0].summary.name, cell.get("row"), cell.get("sweep")], sort_keys=True)
+            groups.setdefault(key, []).append(row)
+    best = [max(group, key=_mean) for group in groups.values() if any(_validation(row) for row in group)]
+    dropped = {id(row) for group in groups.values() for row in group if any(each in group for each in best)}
+    dropped -= {id(row) for row in best}
+    lines: Lines = [("run", "validation accuracy", "test accuracy", "runs", "chosen")]
+    for group in groups.values():
+        for row in group:
+            ended = sum(run.summary.status == "finished" for run in row.runs)
+            lines.append(
+                (
+                    row.label,
+                    figure(_validation(row), 100, 2, "%"),
+                    figure(row.figures("accuracy"), 100, 2, "%"),
+                    str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished",
+                    "chosen" if any(row is each for each in best) else "",
+                )
+            )
+    kept = [row for row in rows if id(row) not in dropped]
+    return Choice(kept, lines if groups else [], tuple(_notes(rows)))
+
+
+def _validation(row: Row) -> list[float]:
+    return [value for run in row.runs if (value := _last(run)) is not None]
+
+
+def _last(run: Run) -> float | None:
+    found = [line["validation_accuracy"] for line in run.history if line.get("validation_accuracy") is not None]
+    return float(found[-1]) if found and math.isfinite(found[-1]) else None
+
+
+def _mean(row: Row) -> float:
+    values = _validation(row)
+    # A run that diverged has no figure: its row is not preferred for the seeds that did not.
+    return statistics.fmean(values) * len(values) / len(row.runs) if values else -math.inf
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each size of the runs, with what it changed, and one on random images."""
+    changed: dict[str, dict[str, set[str]]] = {}
+    configs = [run.config for row in rows for run in row.runs]
+    for config in configs:
+        size = _mapping(config.get("size"))
+        if (name := size.get("name")) not in (None, "paper"):
+            for key, values in _mapping(size.get("changed")).items():
+                changed.setdefault(str(name), {}).setdefault(key, set()).add(_arrow(key, values))
+    notes = []
+    for name, keys in changed.items():
+        words = (f"{key} {arrows.pop() if len(arrows) == 1 else 'by run'}" for key, arrows in keys.items())
+        notes.append(f"Size {name}, which differs from the file in: {', '.join(words)}.")
+    if any(_mapping(config.get("data")).get("random") for config in configs):
+        notes.append("Random images; figures mean nothing.")
+    return notes
+
+
+def _arrow(key: str, values: Any) -> str:
+    before, after = values if isinstance(values, list | tuple) and len(values) == 2 else (None, values)
+    nothing = "all" if key in ("data.images", "data.test_images") else "none"
+    return " to ".join(nothing if value is None else str(value) for value in (before, after))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

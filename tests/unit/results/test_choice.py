@@ -1,0 +1,71 @@
+"""The best candidate of each run and condition is chosen by held-out training images, never by the test images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.results.choice import choose
+from fedbn_flwr.results.report import Row, find_runs, group
+
+EXPERIMENT = """
+rounds: 2
+clients: 2
+model: {name: mlp}
+train: {steps: 2}
+seeds: [0, 1]
+engine: {device: cpu, workers: 0}
+sweep: {train.batch_size: [16, 32]}
+runs: {BN: {tune: {train.lr: [1.0e-6, 0.2]}}, GN: {model: {norm: gn}}}
+sizes: {small: {data: {images: 400}, sweep: {train.batch_size: [16]}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("choice")
+    (folder / "e.yaml").write_text(EXPERIMENT)
+    assert cli.main(["run", str(folder / "e.yaml"), "--size", "small", "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+BEST, WORSE, OTHER = "BN, batch_size=16, lr=0.2", "BN, batch_size=16, lr=1e-06", "GN, batch_size=16"
+
+
+def rows_of(out: Path) -> dict[str, Row]:
+    return {row.label: row for row in group(find_runs([out]))}
+
+
+def shown(rows: dict[str, Row]) -> set[str]:
+    return {row.label for row in choose(list(rows.values())).rows}
+
+
+def test_the_candidate_with_the_best_validation_accuracy_is_shown_and_all_are_listed(out: Path) -> None:
+    rows = rows_of(out)
+    assert shown(rows) == {BEST, OTHER}
+    listed = {line[0]: line[-1] for line in choose(list(rows.values())).candidates[1:]}
+    assert listed == {BEST: "chosen", WORSE: ""}
+
+
+def test_the_test_images_have_no_part_in_the_choice(out: Path) -> None:
+    rows = rows_of(out)
+    for run in rows[WORSE].runs:
+        run.summary.accuracy = run.summary.best_test_accuracy = 1.0
+    assert shown(rows) == {BEST, OTHER}
+
+
+def test_a_candidate_that_diverged_is_not_chosen(out: Path) -> None:
+    rows = rows_of(out)
+    for run in rows[BEST].runs:
+        run.history[-1]["validation_accuracy"] = float("nan")
+    assert shown(rows) == {WORSE, OTHER}
+
+
+def test_the_report_names_the_size_and_what_it_changed(out: Path) -> None:
+    for name in ("report.md", "report.html"):
+        text = (out / name).read_text()
+        assert "Size small, which differs from the file in: data.images all to 400." in text
+        assert "candidates: the best is chosen by the accuracy on held-out training images" in text
+    assert '"size": "small"' in (out / "BN-batch_size=16-lr=0.2-seed0" / "summary.json").read_text()
