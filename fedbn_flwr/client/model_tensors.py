@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +16,6 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, Layout, layout_of
 from fedbn_flwr.models.tensors import as_array, check_tensors, sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
-
-if TYPE_CHECKING:
-    from .compiled import CompiledModel
 
 
 @dataclass(frozen=True)
@@ -89,13 +84,6 @@ class ModelTensors:
 
     def __reduce__(self) -> tuple[Callable[[nn.Module], ModelTensors], tuple[nn.Module]]:
         return ModelTensors, (self.model,)
-
-    @functools.cached_property
-    def compiled(self) -> CompiledModel:
-        """The model with compiled passes, for all clients that share it."""
-        from .compiled import CompiledModel  # imports PyTorch's compiler, which takes seconds
-
-        return CompiledModel(self.model)
 
     def are_current(self) -> bool:
         """Whether the model still has these tensors; its owner may have moved it or replaced some."""

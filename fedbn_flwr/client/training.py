@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 # (model, inputs, targets, loss_fn): sets the gradients of the parameters and returns the detached loss.
 Gradient = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
 Adjust = Callable[[], Any]
-Forward = Callable[[Tensor], Tensor]
+Compiled = Callable[[Tensor, Tensor], Tensor]  # (inputs, targets): the loss
 
 
 @runtime_checkable
@@ -188,7 +188,7 @@ def train(
     first_step: Gradient | None = None,
     channels_last: bool = False,
     precision: torch.dtype | None = None,
-    forward: Forward | None = None,
+    compiled: Compiled | None = None,
 ) -> tuple[float, int, int]:
     """One optimiser step per batch; returns the mean loss over examples, the steps, and the first batch's size.
 
@@ -197,9 +197,9 @@ def train(
     backpropagation (FedTAN's exchange with the other clients). The caller sets the model to training mode and freezes
     parts of it. `channels_last` converts the images to this memory format; the caller converts the model. With a
     `precision` (bfloat16) PyTorch's autocast selects the operations of a pass that run in it; weights, statistics and
-    steps stay as they are. `forward` computes the logits instead of calling the model (compiled passes).
+    steps stay as they are. `compiled` computes the loss instead of calling the model and `loss_fn`.
     """
-    step = Step(model, optimizer, loss_fn, device=device, adjust=adjust, precision=precision, forward=forward)
+    step = Step(model, optimizer, loss_fn, device=device, adjust=adjust, precision=precision, compiled=compiled)
     examples = count = first = 0
     for inputs, targets in batches:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -224,7 +224,7 @@ class Step:
     device: torch.device
     adjust: Sequence[Adjust] = ()
     precision: torch.dtype | None = None
-    forward: Forward | None = None
+    compiled: Compiled | None = None
     loss: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -241,6 +241,6 @@ class Step:
 
     def _backpropagate(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
         with nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision):
-            loss = loss_fn((self.forward or model)(inputs), targets)
+            loss = self.compiled(inputs, targets) if self.compiled else loss_fn(model(inputs), targets)
         loss.backward()
         return loss.detach()

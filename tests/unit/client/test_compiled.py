@@ -1,4 +1,4 @@
-"""Compiled training passes beside uncompiled ones."""
+"""Compiled training beside uncompiled training."""
 
 from __future__ import annotations
 
@@ -9,65 +9,103 @@ import numpy as np
 import pytest
 import torch
 import torch._inductor.config as inductor
+from flwr.app import ArrayRecord, Context
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
-from fedbn_flwr.client.rules.fixbn import FREEZE
+from fedbn_flwr.client.losses import CrossEntropy
+from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.strategies import STRATEGIES, build_strategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "proximal term": {"proximal-mu": 0.1},
-    "frozen": {FREEZE: "statistics"},
+# The settings that a strategy requires, and those that make it change the steps of the first round.
+SPECS: dict[str, dict[str, Any]] = {
+    "FedProx": {"proximal_mu": 0.5},
+    "FixBN": {"freeze_round": 1},
+    "FedTANII": {"fedtan_rounds": 1},
+    "Private": {"noise_seed": 0},
 }
+NORMS = {"HeteroBN": "sbn", "FedWon": "won"}
 
 
-def net(width: int = 8) -> nn.Module:
+def net(width: int = 8, norm: str = "bn") -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+    return convert_norm(model, norm)
 
 
-def images() -> DataLoader[Any]:
-    random = torch.Generator().manual_seed(1)
+def images(client: int = 0) -> DataLoader[Any]:
+    random = torch.Generator().manual_seed(client + 1)
     inputs, targets = torch.randn(44, 3, 2, 2, generator=random), torch.randint(0, 3, (44,), generator=random)
     return DataLoader(TensorDataset(inputs, targets), batch_size=8)  # the last batch has four images
 
 
-def trained(tensors: ModelTensors, first: Arrays, config: dict[str, Any], *, compile: bool) -> tuple[Arrays, float]:
-    client = BNClient(tensors, images(), lr=0.05, momentum=0.9, steps=50, clip=5.0, compile=compile)
-    update = client.train_round(first, {"server-round": 1, **config})
-    return {key: value.copy() for key, value in update.arrays.items()}, update.metrics["train-loss"]
+def federation(rule: str, first: ArrayRecord, *, compile: bool) -> dict[str, np.ndarray]:
+    """The server's model after 50 steps of two clients in two rounds, and the last round's metrics."""
+
+    def make_client(context: Context) -> BNClient:
+        client = int(context.node_config["partition-id"])
+        batches = images(client) if client else list(images(client))  # a list of batches has no batch size
+        loss = CrossEntropy(class_weights=torch.tensor([1.0, 2.0 + client, 3.0]))
+        options: dict[str, Any] = {"lr": lambda number: 0.03 / number, "momentum": 0.5, "steps": 25, "loss": loss}
+        return BNClient(net(norm=NORMS.get(rule, "bn")), batches, compile=compile, context=context, **options)
+
+    models: list[ArrayRecord] = []
+    spec = {"name": rule, **SPECS.get(rule, {})}
+    result = build_strategy(spec, fraction_evaluate=0.0, min_batch=1).start(
+        LocalGrid(client_app(make_client), 2), first, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(arrays)
+    )
+    metrics = {f"metric {key}": np.array(value) for key, value in result.train_metrics_clientapp[2].items()}
+    return {key: value.copy() for key, value in unpack(models[-1]).items()} | metrics
 
 
-def test_compiled_passes_give_the_results_of_uncompiled_ones(caplog: pytest.LogCaptureFixture) -> None:
-    plain = ModelTensors(flatten_storage(net()))
-    compiled = ModelTensors(flatten_storage(net()))
-    first = {key: value.copy() for key, value in plain.taken(plain.roles).items()}
-    for config in CONFIGS.values():
-        expected, loss = trained(plain, first, config, compile=False)
-        found, found_loss = trained(compiled, first, config, compile=True)
-        assert found_loss == pytest.approx(loss, rel=1e-5)
-        for key, value in expected.items():
-            np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-5)
-        assert any(not np.array_equal(found[key], first[key]) for key in first)
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(a[key] - b[key]).max()) for key in a)
+
+
+@pytest.mark.parametrize("rule", sorted(STRATEGIES))
+def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They differ by no more than what a change of the initial weights' last bits makes, times ten."""
+    first = dict(initial_arrays(net(norm=NORMS.get(rule, "bn"))))
+    nudged = {key: np.nextafter(value, np.float32(np.inf)) for key, value in first.items()}
+    expected = federation(rule, pack(first), compile=False)
+    spread = distance(federation(rule, pack(nudged), compile=False), expected)
+    found = federation(rule, pack(first), compile=True)
+    assert found.keys() == expected.keys()
+    assert distance(found, expected) <= 10 * max(spread, float(np.finfo(np.float32).eps))
     assert "cannot compile" not in caplog.text
+
+
+@pytest.mark.parametrize(("rule", "graphs"), [("FedTAN", 1), ("FixBN", 2)])
+def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) -> None:
+    """Also with a model per client (FedTAN), another learning rate and loss, and a smaller last batch."""
+    torch._dynamo.reset()
+    counters.clear()
+    federation(rule, pack(initial_arrays(net())), compile=True)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_model_that_cannot_be_compiled_is_trained_without(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def trained(*, compile: bool) -> Arrays:
+        client = BNClient(net(7), images(), lr=0.05, momentum=0.9, compile=compile)
+        return client.train_round(first, {"server-round": 1}).arrays
+
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
-    tensors = ModelTensors(net(7))  # a model of another shape: PyTorch reuses the passes of one that it has compiled
-    first = {key: value.copy() for key, value in tensors.taken(tensors.roles).items()}
+    # A model of another shape: PyTorch reuses the code of one that it has compiled.
+    first = {key: value.copy() for key, value in initial_arrays(net(7)).items()}
     with fresh_cache(), caplog.at_level(logging.WARNING, "flwr"):
-        found, _ = trained(tensors, first, {}, compile=True)
-        trained(tensors, first, {}, compile=True)
-    expected, _ = trained(ModelTensors(net(7)), first, {}, compile=False)
+        found = trained(compile=True)
+        trained(compile=True)
+    expected = trained(compile=False)
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value)
     assert caplog.text.count("PyTorch cannot compile the model Sequential, so it is trained without") == 1
