@@ -5,23 +5,31 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+from contextlib import suppress
 from typing import Any
 
 import torch
 from flwr.app import Context, RecordDict
 
+from fedbn_flwr.client.rules.fixbn import FREEZE
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.strategies import FixBN, Private, Rule, Wrapper
 
 from .data import load_data, partition_of, resolve
 from .find import run_names
 from .model import choose_device, make_model
 from .node import client_of
+from .prepare import make_rule
 from .settings import Experiment, Settings
 
 # Compiling takes about a minute of a core and saves about a third of the passes, which a core computes at some 10^11
 # operations per second: with this many, about five minutes are saved.
 _LONG = 1e14
 _PATIENCE = 600  # seconds
+
+_filled: set[str] = set()  # what PyTorch's cache has
 
 
 def decided(run: Settings) -> Settings:
@@ -39,24 +47,47 @@ def decided(run: Settings) -> Settings:
 def fill_cache(experiment: Experiment, run: Settings) -> None:
     """Compile the model in a process of its own; PyTorch's cache on disk then has it for all workers.
 
-    Not in this process: PyTorch refuses backward passes in a process that is forked after one.
+    Not in this process: PyTorch refuses backward passes in a process that is forked after one. Runs that differ in
+    their seed, or in a strategy that freezes the same layers, do it once.
     """
-    process = multiprocessing.get_context("fork").Process(target=_compile, args=(experiment, run), daemon=True)
+    frozen = _frozen(make_rule(run))
+    kind = repr((run.model, run.data, run.train, frozen))
+    if kind in _filled:
+        return
+    _filled.add(kind)
+    process = multiprocessing.get_context("fork").Process(target=_compile, args=(experiment, run, frozen), daemon=True)
     process.start()
     process.join(_PATIENCE)
     if process.is_alive():
         process.kill()  # the workers will compile, or log why they cannot
 
 
-def _compile(experiment: Experiment, run: Settings) -> None:
+def _frozen(rule: Rule) -> list[str]:
+    """The roles that the rounds of a run may freeze, as a message names them."""
+    found = []
+    while isinstance(rule, Wrapper):
+        if isinstance(rule, FixBN):
+            found.append(protocol.join(rule.freeze))
+        if isinstance(rule, Private) and rule.statistics == "freeze":
+            found.append(protocol.join({Role.STATISTICS}))
+        rule = rule.rule
+    return found
+
+
+def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the workers log why a model cannot be compiled
     labels = [(each.label, each.seed) for each in experiment.runs]
     name = run_names(experiment)[labels.index((run.label, run.seed))]
-    node: dict[str, Any] = {"partition-id": 0, "num-partitions": run.clients}
+    parts = partition_of(resolve(run).data, run.clients, run.seed, str(choose_device(run.engine.device)))
+    largest = max(range(run.clients), key=lambda client: len(parts[client]))  # others may have no batch of full size
+    node: dict[str, Any] = {"partition-id": largest, "num-partitions": run.clients}
     context = Context(run_id=0, node_id=1, node_config=node, state=RecordDict(), run_config={})
     client = client_of(experiment, context, {protocol.RUN: name})
     client.epochs, client.steps = None, 1
-    client.fit(client.get_parameters({}), {})
+    first = client.get_parameters({})
+    with suppress(MessageError):  # a layer cannot be frozen: the strategy or a worker says so
+        for config in ({}, *({FREEZE: roles} for roles in frozen)):
+            client.fit(first, config)
 
 
 def _operations(run: Settings) -> float:
