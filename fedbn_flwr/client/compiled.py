@@ -56,6 +56,10 @@ def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable
 
 @functools.cache
 def _compiled(cuda: bool) -> Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]:
+    if inductor.cpp.vec_isa_ok is None:
+        # The compiler is assumed to know the processor's instructions. To check it, each process would compile programs
+        # and start a Python process that imports torch for each of them, which takes longer than loading from the disk.
+        inductor.cpp.vec_isa_ok = True
     inductor.compile_threads = 1  # others would be processes beside the workers, one per core
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
