@@ -93,9 +93,8 @@ class BNClient(NumPyClient):
         With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and
         SGD stay in float32, and so do evaluation and FedTAN's first step.
     compile
-        Compile loss and gradients of training batches that have the `batch_size` of `train_data` or, without one, the
-        size of the round's first batch. They are faster after a start of up to a minute; results differ in the last
-        bits. FedTAN's first step and evaluation are not compiled.
+        Compile loss and gradients of batches of `train_data.batch_size` or, without it, of the size of a round's first.
+        The start takes up to a minute; last bits differ. FedTAN's first step and evaluation are not compiled.
     seed
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
@@ -346,18 +345,13 @@ class BNClient(NumPyClient):
             yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
 
     def _make_optimizer(self, parameters: Mapping[str, nn.Parameter], lr: float) -> LocalOptimizer:
-        other_decay: Mapping[str, float] = {}
+        other: Mapping[str, float] = {}
         if (self.norm_weight_decay, self.bias_weight_decay) != (None, None):
-            other_decay = decay_of(self.model, norm=self.norm_weight_decay, bias=self.bias_weight_decay)
+            other = decay_of(self.model, norm=self.norm_weight_decay, bias=self.bias_weight_decay)
         if self.optimizer == "sgd":
-            return SGD(parameters, lr, self.momentum, self.weight_decay or 0.0, other_decay=other_decay)
+            return SGD(parameters, lr, self.momentum, self.weight_decay or 0.0, other_decay=other)
         return make_optimizer(
-            self.optimizer,
-            parameters,
-            lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            other_decay=other_decay,
+            self.optimizer, parameters, lr, momentum=self.momentum, weight_decay=self.weight_decay, other_decay=other
         )
 
     def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int, int]:
@@ -365,8 +359,7 @@ class BNClient(NumPyClient):
         if self.compile:
             from .compiled import compiled_loss  # imports PyTorch's compiler, which takes seconds
 
-            size = getattr(self.train_data, "batch_size", None)
-            options["compiled"] = compiled_loss(self.model, self.loss, size)
+            options["compiled"] = compiled_loss(self.model, self.loss, getattr(self.train_data, "batch_size", None))
         return train(self.model, self._pairs(batches), optimizer, self.loss, **options)
 
     def _sent(self) -> list[str]:
