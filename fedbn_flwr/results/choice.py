@@ -32,7 +32,9 @@ def choose(rows: Sequence[Row]) -> Choice:
     for row in rows:
         cell = _mapping(row.runs[0].config.get("cell"))
         if cell.get("tune"):
-            key = json.dumps([row.runs[0].summary.name, cell.get("row"), cell.get("sweep")], sort_keys=True, default=str)
+            key = json.dumps(
+                [row.runs[0].summary.name, cell.get("row"), cell.get("sweep")], sort_keys=True, default=str
+            )
             groups.setdefault(key, []).append(row)
     best = [max(group, key=_mean) for group in groups.values() if any(_validation(row) for row in group)]
     dropped = {id(row) for group in groups.values() for row in group if any(each in group for each in best)}
