@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,9 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
     with temporary_folder("code") as folder:
         stage(folder, modules)
         try:
+            host, _, port = address.rpartition(":")
+            if port.isdecimal() and "://" not in address:  # otherwise Ray tries for minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(
                 address,
                 runtime_env={"working_dir": str(folder)},
@@ -62,7 +66,7 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
                 log_to_driver=False,
                 **own,
             )
-        except (ConnectionError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise SettingsError(
                 f"no Ray cluster answers at engine.address={address!r} ({_in_a_line(error)}); start one with "
                 "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
