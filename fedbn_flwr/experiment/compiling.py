@@ -85,7 +85,7 @@ def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
     client = client_of(experiment, context, {protocol.RUN: name})
     client.epochs, client.steps = None, 1
     first = client.get_parameters({})
-    with suppress(MessageError):  # a layer cannot be frozen: the strategy or a worker says so
+    with suppress(MessageError):  # a layer cannot be frozen: the strategy or a worker reports it
         for config in ({}, *({FREEZE: roles} for roles in frozen)):
             client.fit(first, config)
 

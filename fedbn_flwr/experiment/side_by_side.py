@@ -28,7 +28,7 @@ from .settings import Settings
 
 _FORKS = 3  # attempts to start a process
 _START_TIMEOUT = 10  # seconds until it has taken the locks that it needs
-_END_TIMEOUT = 20  # seconds until a process that is told to end is killed
+_END_TIMEOUT = 20  # seconds until a process that was asked to end is killed
 
 CarryOut = Callable[[int, Reporter], None]
 

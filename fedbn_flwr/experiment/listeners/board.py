@@ -30,7 +30,7 @@ class News:
 
 
 class Reporter(Listener):
-    """In the process of a run: reports its rounds, and stops it when the other end says so or has ended."""
+    """In the process of a run: reports its rounds, and stops it when the other end asks for it or has ended."""
 
     def __init__(self, connection: Connection, parent: int) -> None:
         self._connection = connection
@@ -50,7 +50,7 @@ class Reporter(Listener):
     def on_round(self, state: RunState) -> None:
         self._round, self._figures = state.round, figures_of(state.line)
         self._send(News(state.round, self._figures))
-        if self._connection.poll() or os.getppid() != self._parent:  # asked to stop, or nobody reads
+        if self._connection.poll() or os.getppid() != self._parent:  # asked to stop, or no process reads
             state.stop = True
 
     def message(self, text: str) -> None:
