@@ -49,7 +49,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    arguments = _parsed(argv)
     try:
         code = int(arguments.command(arguments) or 0)
         sys.stdout.flush()  # its errors are found here, not when Python ends
@@ -70,6 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"fedbn: error: {error.filename or 'the output'!s} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; key=value may also follow an option, where argparse does not expect it."""
+    found = parser()
+    arguments, others = found.parse_known_args(argv)
+    if others and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in others)):
+        found.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        arguments.overrides += others
+    return arguments
 
 
 class _Parser(argparse.ArgumentParser):

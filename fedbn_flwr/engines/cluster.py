@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from fedbn_flwr import __version__
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed, UserError
 
 from .temporary import temporary_folder
 
@@ -67,7 +67,7 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
                 **own,
             )
         except (OSError, ValueError) as error:
-            raise SettingsError(
+            raise UserError(  # not SettingsError, after which the next run would be tried
                 f"no Ray cluster answers at engine.address={address!r} ({_in_a_line(error)}); start one with "
                 "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
             ) from None

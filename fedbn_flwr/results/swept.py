@@ -37,7 +37,7 @@ class Sweep:
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
-    """The sweeps among the rows; the values of `tune` are represented by those with the highest validation accuracy."""
+    """The sweeps among the rows, from which `choose` has removed the candidates of `tune` that were not chosen."""
     placed = [(row, condition) for row in rows if len(condition := _swept(row)) > 0]
     values: dict[str, dict[str, Any]] = {}
     for _, condition in placed:
@@ -53,9 +53,7 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
         sweep = found.setdefault((key, rest), Sweep(key, rest))
         word = _words(condition[key])
         sweep.values[word] = condition[key]
-        line = sweep.lines.setdefault(_label(row), {})
-        if word not in line or _validation(row) > _validation(line[word]):
-            line[word] = row
+        sweep.lines.setdefault(_label(row), {}).setdefault(word, row)
     for sweep in found.values():
         if sweep.is_scale:
             sweep.values = dict(sorted(sweep.values.items(), key=lambda item: float(item[1])))
@@ -77,10 +75,6 @@ def _words(value: Any) -> str:
         return str(value)
     first = [str(value[key]) for key in ("name", "kind") if key in value]
     return ", ".join([*first, *(f"{key}={each}" for key, each in value.items() if key not in ("name", "kind"))])
-
-
-def _validation(row: Row) -> float:
-    return statistics.fmean(row.figures("best_validation_accuracy") or [0.0])
 
 
 def tables(sweeps: Sequence[Sweep]) -> list[tuple[str, list[tuple[str, ...]]]]:

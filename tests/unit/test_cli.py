@@ -366,3 +366,26 @@ def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:
     figures = [*five_clients(options), *processes(options, [Case("cnn", 4, False)], clients=1, counts=(1, 2, 4))]
     assert len(figures) == 3 + 2 * 2
     assert all(figure.value > 0 for figure in figures)
+
+
+def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "quick", "--no-trial", "rounds=7", "--size", "smoke", "seed=3", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["runs"][0]["settings"]
+    values = {each["key"]: each["value"] for each in settings}
+    assert (values["rounds"], values["seed"]) == (7, 3)
+    assert cli.main(["explain", "quick", "--no-trial", "rounds"]) == 2
+    assert "not of the form key=value" in capsys.readouterr().err
+    for words in (["explain", "quick", "--json", "--wrong"], ["completion", "bash", "rounds=7"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words)
+        assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+
+
+def test_a_cluster_that_does_not_answer_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        words = ["--engine", "ray", "engine.address=127.0.0.1:9", "--size", "smoke"]
+        assert cli.main(["run", "demo", "only=[FixBN, FedTAN]", "--out", str(tmp_path), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("no Ray cluster answers at engine.address='127.0.0.1:9'") == 1
+    assert "ray start --head" in error
