@@ -103,10 +103,16 @@ def by_flower(name: str, labels: Labels, clients: int, seed: int, **options: Any
         import datasets
         from flwr_datasets import partitioner as partitioners
 
+    class Columns(datasets.Dataset):
+        """Returns whole columns; the partitioners would read them row by row, 0.15 ms each."""
+
+        def __getitem__(self, key: Any) -> Any:
+            return self[:][key] if isinstance(key, str) else super().__getitem__(key)
+
     make = getattr(partitioners, name)
     partitioner = make(num_partitions=clients, partition_by="label", seed=seed, **options)
     rows = {"label": labels, "row": np.arange(len(labels))}
-    partitioner.dataset = datasets.Dataset.from_dict(rows).with_format("numpy")
+    partitioner.dataset = Columns.from_dict(rows).with_format("numpy")
     # indices.py checks what its warnings report (classes that no client has); some partitioners show progress bars.
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
