@@ -67,7 +67,7 @@ def begin_summary(prepared: Prepared) -> Summary:
         seed=run.seed,
         parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),
         device=str(prepared.device),
-        began=datetime.now(UTC).isoformat(timespec="seconds"),
+        began=datetime.now(UTC).isoformat(timespec="milliseconds"),
         accuracy_of=accuracy_of,
         metrics=tuple(name_of(metric) for metric in metrics_of(run)),
         size=run.size.name if run.size.name != PAPER else None,
