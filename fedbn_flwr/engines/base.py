@@ -67,9 +67,12 @@ def capabilities(grid: Grid) -> Capabilities:
     return grid if isinstance(grid, Capabilities) else Capabilities()
 
 
-def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str) -> list[int]:
-    """The connected nodes, as soon as there are `needed`; RunFailed with `hint` after `timeout` seconds."""
-    began, reported = time.monotonic(), -math.inf
+def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began: float | None = None) -> list[int]:
+    """The connected nodes, as soon as there are `needed`; RunFailed with `hint` after `timeout` seconds.
+
+    The wait began at the time `began` of `time.monotonic()`, or begins now.
+    """
+    began, reported = time.monotonic() if began is None else began, -math.inf
     while len(nodes := list(grid.get_node_ids())) < needed:
         now = time.monotonic()
         if now - began > timeout:

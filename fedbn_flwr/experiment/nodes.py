@@ -43,20 +43,21 @@ class Nodes:
 def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
     """The nodes with their answers. A node that is unavailable at the moment is asked again while others would wait."""
     answers: dict[int, Message] = {}
-    deadline = time.monotonic() + run.engine.node_timeout
+    began = time.monotonic()
     while True:
         nodes = wait_for_nodes(
             grid,
             run.clients,
-            max(deadline - time.monotonic(), 0.0),
+            run.engine.node_timeout,
             f'in a simulation, give flwr run --federation-config "num-supernodes={run.clients} '
             'client-resources-num-cpus=1"; on machines of your own, start the missing SuperNodes',
+            began=began,
         )
         questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes if node not in answers]
         for reply in grid.send_and_receive(questions, timeout=run.engine.timeout):
             answers[reply.metadata.src_node_id] = reply
         away = [node for node in nodes if node in answers and _is_away(answers[node])]
-        if not away or time.monotonic() > deadline:
+        if not away or time.monotonic() - began > run.engine.node_timeout:
             return nodes, [answers[node] for node in nodes if node in answers]
         log(WARNING, "nodes %s are unavailable; asking them again", ", ".join(map(str, away)))
         for node in away:

@@ -133,6 +133,8 @@ def count(message: Message, context: Context) -> Message:
         os.kill(os.getpid(), signal.SIGKILL)
     if do in ("sleep", f"sleep on {machine}"):
         time.sleep(600)
+    if do == "pause":
+        time.sleep(0.2)
     had = context.state.metric_records.get("had", MetricRecord({"count": 0}))["count"]
     assert isinstance(had, int)
     context.state["had"] = MetricRecord({"count": had + 1})
@@ -197,10 +199,14 @@ def test_a_client_that_ends_its_process_loses_no_state(idle: Actors) -> None:
 
 def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: Actors) -> None:
     with RayGrid(app(), 2, workers=2, idle=idle) as grid:
-        list(grid.send_and_receive(map(to, (1, 2))))
+        rounds, processes = 0, 1
+        while processes < 2:  # until both actors are ready; one of them could answer both clients
+            assert (rounds := rounds + 1) < 600
+            replies = list(grid.send_and_receive([to(node, "pause") for node in (1, 2)]))
+            processes = len({reply.content["where"]["process"] for reply in replies})
         began = time.monotonic()
-        assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=1)) == [2]
-        assert grid.read_state(2)["had"]["count"] == 1
+        assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=5)) == [rounds + 1]
+        assert grid.read_state(2)["had"]["count"] == rounds
     assert time.monotonic() - began < START
 
 
