@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -46,9 +46,20 @@ from flwr.supercore.run import Run  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 UserConfig = Mapping[str, Any]
+AnyWorker = TypeVar("AnyWorker", bound=NodeWorker)
 
 
-class WorkersGrid(Capabilities, Grid, ABC):
+class NodeOptions(TypedDict, total=False):
+    """The parameters of every grid that concern its nodes; `LocalGrid` documents them."""
+
+    work: Sequence[float] | None
+    run_config: UserConfig | None
+    node_config: UserConfig | Sequence[UserConfig] | None
+    node_ids: Sequence[int] | None
+    state_memory: float
+
+
+class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
     """A grid of `num_nodes` nodes and `workers` workers; `LocalGrid` documents the parameters."""
 
     def __init__(
@@ -57,12 +68,12 @@ class WorkersGrid(Capabilities, Grid, ABC):
         num_nodes: int,
         *,
         workers: int,
-        work: Sequence[float] | None,
         threads: int | None,
-        run_config: UserConfig | None,
-        node_config: UserConfig | Sequence[UserConfig] | None,
-        node_ids: Sequence[int] | None,
-        state_memory: float,
+        work: Sequence[float] | None = None,
+        run_config: UserConfig | None = None,
+        node_config: UserConfig | Sequence[UserConfig] | None = None,
+        node_ids: Sequence[int] | None = None,
+        state_memory: float = math.inf,
     ) -> None:
         if num_nodes < 1:
             raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
@@ -98,7 +109,7 @@ class WorkersGrid(Capabilities, Grid, ABC):
         self._replies: dict[str, Message] = {}
         self._abandoned: set[str] = set()
         self._observer: ReplyObserver | None = None
-        self._remove_folder: weakref.finalize[..., WorkersGrid] | None = None
+        self._remove_folder: weakref.finalize[..., WorkersGrid[AnyWorker]] | None = None
         workers = min(workers, num_nodes)
         own: Contexts | Mapping[int, Context] = contexts()
         if math.isfinite(state_memory):
@@ -107,15 +118,14 @@ class WorkersGrid(Capabilities, Grid, ABC):
             self._remove_folder = weakref.finalize(self, stack.close)
             own = Contexts(contexts(), state_memory * 2**30, folder)
         self._nodes = Nodes(client_app, own, threads)
-        self._workers: list[NodeWorker] = []
+        self._workers: list[AnyWorker] = []
         if workers:  # they need no limit of memory, because states do not stay there
-            served = Nodes(client_app, contexts(), threads or 1)
-            self._workers = [self._make_worker(served) for _ in range(workers)]
+            self._workers = self._make_workers(Nodes(client_app, contexts(), threads or 1), workers)
         self._schedule = Schedule(workers, dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
 
     @abstractmethod
-    def _make_worker(self, served: Nodes) -> NodeWorker:
-        """A worker, not started, that handles messages to these nodes."""
+    def _make_workers(self, served: Nodes, count: int) -> list[AnyWorker]:
+        """Workers, not started, that handle messages to these nodes."""
 
     @abstractmethod
     def _wait(self, timeout: float | None) -> list[int]:

@@ -8,19 +8,17 @@ spawned.py.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from multiprocessing.connection import wait
-from typing import Literal
+from typing import Literal, Unpack
 
 from flwr.clientapp import ClientApp
 
-from .grid import Nodes, UserConfig, WorkersGrid
+from .grid import NodeOptions, Nodes, WorkersGrid
 from .spawned import Spawned, leave_if_unguarded
 from .worker import Worker
 
 
-class LocalGrid(WorkersGrid):
+class LocalGrid(WorkersGrid[Worker]):
     """A grid of `num_nodes` nodes on this machine.
 
     Parameters
@@ -60,12 +58,8 @@ class LocalGrid(WorkersGrid):
         workers: int = 0,
         gpus: int = 0,
         start: Literal["fork", "spawn"] | None = None,
-        work: Sequence[float] | None = None,
         threads: int | None = None,
-        run_config: UserConfig | None = None,
-        node_config: UserConfig | Sequence[UserConfig] | None = None,
-        node_ids: Sequence[int] | None = None,
-        state_memory: float = math.inf,
+        **nodes: Unpack[NodeOptions],
     ) -> None:
         if workers and threads not in (None, 1):
             # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
@@ -77,34 +71,20 @@ class LocalGrid(WorkersGrid):
         leave_if_unguarded()
         self._gpus = min(gpus, num_nodes)
         self._spawns = gpus > 0 or start == "spawn"
-        self._processes: list[Worker] = []
-        super().__init__(
-            client_app,
-            num_nodes,
-            workers=workers,
-            work=work,
-            threads=threads,
-            run_config=run_config,
-            node_config=node_config,
-            node_ids=node_ids,
-            state_memory=state_memory,
-        )
+        super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
 
-    def _make_worker(self, served: Nodes) -> Worker:
-        number = len(self._processes)
-        if number == 0:
-            self._served = Spawned(served, self._gpus) if self._spawns else served
-        self._processes.append(Worker(number, self._served))
-        return self._processes[-1]
+    def _make_workers(self, served: Nodes, count: int) -> list[Worker]:
+        shared = Spawned(served, self._gpus) if self._spawns else served
+        return [Worker(number, shared) for number in range(count)]
 
     def start(self) -> int:
         """Start the workers now; processes are forked before this one has threads that a fork would lose."""
-        for worker in self._processes:
+        for worker in self._workers:
             worker.begin()
-        for worker in self._processes:
+        for worker in self._workers:
             worker.start()
-        return len(self._processes) or 1
+        return len(self._workers) or 1
 
     def _wait(self, timeout: float | None) -> list[int]:
-        busy = {worker.connection: i for i, worker in enumerate(self._processes) if worker.current is not None}
+        busy = {worker.connection: i for i, worker in enumerate(self._workers) if worker.current is not None}
         return [busy[connection] for connection in wait(list(busy), timeout)] if busy else []  # type: ignore[index]

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any
+from typing import Any, Unpack
 
 import ray
 from flwr.app import Error, Message, RecordDict
@@ -29,7 +29,7 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import FlatArrays
 
 from .context_cache import keep_freed_memory
-from .grid import Nodes, UserConfig, WorkersGrid, identify
+from .grid import NodeOptions, Nodes, WorkersGrid, identify
 from .worker import Done, Task
 
 _SHARED = 100_000  # bytes from which an array goes through the object store; Ray sends smaller values directly
@@ -96,7 +96,7 @@ class Actors:
         self.idle.clear()
 
 
-class RayGrid(WorkersGrid):
+class RayGrid(WorkersGrid["ActorWorker"]):
     """A grid of `num_nodes` nodes that actors of the connected Ray cluster serve.
 
     Parameters
@@ -122,12 +122,8 @@ class RayGrid(WorkersGrid):
         place: Place = Place(),
         start_timeout: float = 120,
         idle: Actors | None = None,
-        work: Sequence[float] | None = None,
         threads: int = 1,
-        run_config: UserConfig | None = None,
-        node_config: UserConfig | Sequence[UserConfig] | None = None,
-        node_ids: Sequence[int] | None = None,
-        state_memory: float = math.inf,
+        **nodes: Unpack[NodeOptions],
     ) -> None:
         if workers is None and not (workers := place.fits()):
             raise RunFailed(f"no machine of the Ray cluster has {place} for a client; it has {cluster_text()}")
@@ -139,34 +135,21 @@ class RayGrid(WorkersGrid):
         self._arrays = _SharedArrays()
         self._idle = idle or Actors()
         self._ends_actors = idle is None
-        self._actors: list[ActorWorker] = []
-        super().__init__(
-            client_app,
-            num_nodes,
-            workers=workers,
-            work=work,
-            threads=threads,
-            run_config=run_config,
-            node_config=node_config,
-            node_ids=node_ids,
-            state_memory=state_memory,
-        )
+        super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
 
-    def _make_worker(self, served: Nodes) -> ActorWorker:
-        if not self._actors:
-            self._served = ray.put(served)
-        self._actors.append(ActorWorker(self._served, self._place, self._idle, self._arrays))
-        return self._actors[-1]
+    def _make_workers(self, served: Nodes, count: int) -> list[ActorWorker]:
+        sent = ray.put(served)
+        return [ActorWorker(sent, self._place, self._idle, self._arrays) for _ in range(count)]
 
     def start(self) -> int:
         """Start the actors, and wait until one is ready."""
         self._begin()
-        while not any(actor.is_free or actor.current is not None for actor in self._actors):
+        while not any(actor.is_free or actor.current is not None for actor in self._workers):
             self._serve_workers(1.0)
-        return len(self._actors)
+        return len(self._workers)
 
     def close(self) -> None:
-        for actor in self._actors:
+        for actor in self._workers:
             if actor.is_free:
                 actor.release()
         super().close()
@@ -174,7 +157,7 @@ class RayGrid(WorkersGrid):
             self._idle.close()
 
     def _begin(self) -> None:
-        for actor in self._actors:
+        for actor in self._workers:
             actor.begin()
 
     def _wait(self, timeout: float | None) -> list[int]:
@@ -182,21 +165,21 @@ class RayGrid(WorkersGrid):
         while True:
             self._begin()
             now = time.monotonic()
-            if self._served_at is None or any(actor.is_free or actor.current is not None for actor in self._actors):
+            if self._served_at is None or any(actor.is_free or actor.current is not None for actor in self._workers):
                 self._served_at = now
             self._check_start(now - self._served_at)
-            waited = {actor.waited: number for number, actor in enumerate(self._actors) if actor.waited is not None}
+            waited = {actor.waited: number for number, actor in enumerate(self._workers) if actor.waited is not None}
             if not waited:
                 return []
             patience = max(0.0, min(deadline - now, self._served_at + self._start_timeout - now, 10.0))
             found, _ = ray.wait(list(waited), num_returns=1, timeout=patience)
             if not found and patience:
                 found = self._unreachable(waited)
-            arrived = [waited[ref] for ref in found if self._actors[waited[ref]].current is not None]
+            arrived = [waited[ref] for ref in found if self._workers[waited[ref]].current is not None]
             if arrived:
                 return arrived
             for ref in found:
-                self._actors[waited[ref]].started()
+                self._workers[waited[ref]].started()
             if found:
                 self._send_next()
             if time.monotonic() >= deadline:
@@ -205,15 +188,15 @@ class RayGrid(WorkersGrid):
     def _unreachable(self, waited: dict[Any, int]) -> list[Any]:
         """Those of the awaited results whose machine is lost; Ray can take minutes to report it for each of them."""
         alive = {str(node["NodeID"]) for node in machines()}
-        lost = [ref for ref, number in waited.items() if self._actors[number].node not in {"", *alive}]
+        lost = [ref for ref, number in waited.items() if self._workers[number].node not in {"", *alive}]
         for ref in lost:
-            self._actors[waited[ref]].is_lost = True
+            self._workers[waited[ref]].is_lost = True
         return lost
 
     def _check_start(self, seconds: float) -> None:
         """Raise RunFailed if no actor serves nodes and none can be expected to."""
-        problems = [actor.problem for actor in self._actors if actor.problem]
-        if len(problems) == len(self._actors):
+        problems = [actor.problem for actor in self._workers if actor.problem]
+        if len(problems) == len(self._workers):
             raise RunFailed(f"no actor can start on the Ray cluster: {problems[0]}")
         if seconds > self._start_timeout:
             raise RunFailed(

@@ -34,19 +34,16 @@ from fedbn_flwr.engines.ray import Actors, Place, RayGrid, machines
 
 from .data import loaded_data, receive, resolve
 from .model import choose_device
-from .mods import experiment_mods
+from .mods import client_mods
 from .node import client_of, run_of
 from .settings import Data, Engine, Experiment, Settings
 from .training import work_of
 
-MakeGrid = Callable[[Settings], AbstractContextManager[Grid]]
-
 
 @contextmanager
-def ray_grids(experiment: Experiment) -> Iterator[MakeGrid]:
+def ray_grids(experiment: Experiment) -> Iterator[Callable[[Settings], AbstractContextManager[Grid]]]:
     """Grids on the Ray cluster of the first run, one for each run; the connection begins with the first grid."""
     parts = Parts(experiment)
-    mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
     first = experiment.runs[0].engine
     idle = Actors()
     with ExitStack() as stack:
@@ -62,7 +59,7 @@ def ray_grids(experiment: Experiment) -> Iterator[MakeGrid]:
             parts.send_data(run)
             engine = run.engine
             with RayGrid(
-                client_app(parts.make_client, mods=mods),
+                client_app(parts.make_client, mods=client_mods(experiment)),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
                 place=_place(engine),

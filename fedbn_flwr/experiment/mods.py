@@ -36,6 +36,11 @@ def experiment_mods(
     return call_next(message, context)
 
 
+def client_mods(experiment: Experiment) -> list[Mod]:
+    """The mods of a ClientApp for this experiment."""
+    return [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
+
+
 def check_mods(run: Settings) -> None:
     for kind in run.mods:
         mods_of(run, kind)

@@ -50,7 +50,7 @@ from .listeners.history import History
 from .listeners.progress import Progress
 from .listeners.track import Track
 from .model import choose_device
-from .mods import experiment_mods
+from .mods import client_mods
 from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
@@ -293,42 +293,6 @@ def gpus_of(run: Settings) -> int:
     return run.engine.gpus if on_gpu and workers_of(run) else 0
 
 
-def run_locally(
-    experiment: Experiment,
-    out: Path,
-    *,
-    resume: bool,
-    jobs: int | None = None,
-    quiet: bool = False,
-    node_config: UserConfig | Sequence[UserConfig] | None = None,
-) -> Outcome:
-    """Carry out all runs on the local engine; `node_config` is that of `LocalGrid`, `jobs` that of `run_experiment`."""
-    experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
-    mods = [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
-    leave_if_unguarded()
-
-    @contextmanager
-    def make_grid(run: Settings) -> Iterator[Grid]:
-        gpus, images = gpus_of(run), None
-        if run.train.compile and workers_of(run) and not gpus and not node_config:
-            fill_cache(experiment, run)
-        if gpus and run.evaluate.server and not node_config:
-            images = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
-        with LocalGrid(
-            client_app(Clients(experiment, images), mods=mods),
-            run.clients,
-            workers=workers_of(run),
-            gpus=gpus,
-            work=work_of(run),
-            threads=run.engine.threads,
-            node_config=node_config,
-            state_memory=run.engine.state_memory,
-        ) as grid:
-            yield grid
-
-    return run_experiment(experiment, make_grid, out, resume=resume, jobs=jobs, quiet=quiet)
-
-
 def carry_out(
     experiment: Experiment,
     out: Path,
@@ -338,16 +302,43 @@ def carry_out(
     quiet: bool = False,
     node_config: UserConfig | Sequence[UserConfig] | None = None,
 ) -> Outcome:
-    """Carry out all runs on the engine of the first one; `jobs` and `node_config` are for the local engine."""
+    """Carry out all runs on the engine of the first one.
+
+    `jobs` and `node_config` are for the local engine: those of `run_experiment` and of `LocalGrid`.
+    """
+    experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
     if experiment.runs[0].engine.name == "local":
-        return run_locally(experiment, out, resume=resume, jobs=jobs, quiet=quiet, node_config=node_config)
+        leave_if_unguarded()
+        local_grid = functools.partial(_local_grid, experiment, node_config)
+        return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet)
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     with needs("run", "engine.name='ray'"):
         from .cluster import ray_grids
-    experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
+
+
+@contextmanager
+def _local_grid(
+    experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, run: Settings
+) -> Iterator[Grid]:
+    gpus, images = gpus_of(run), None
+    if run.train.compile and workers_of(run) and not gpus and not node_config:
+        fill_cache(experiment, run)
+    if gpus and run.evaluate.server and not node_config:
+        images = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
+    with LocalGrid(
+        client_app(Clients(experiment, images), mods=client_mods(experiment)),
+        run.clients,
+        workers=workers_of(run),
+        gpus=gpus,
+        work=work_of(run),
+        threads=run.engine.threads,
+        node_config=node_config,
+        state_memory=run.engine.state_memory,
+    ) as grid:
+        yield grid
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:

@@ -76,15 +76,15 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: B
     todo, running = list(places), dict[Connection, _Process]()
     problems: dict[int, str] = {}
     fatal: str | None = None
-    told = False
+    asked = False
     try:
         while running or (todo and not (fatal or board.stop_asked)):
             while todo and len(running) < jobs and not (fatal or board.stop_asked):
                 process = _Process.start(todo.pop(0), carry_out)
                 running[process.connection] = process
                 board.begin(process.place)
-            if (fatal or board.stop_asked) and not told:
-                told = True
+            if (fatal or board.stop_asked) and not asked:
+                asked = True
                 for process in running.values():
                     process.ask_to_stop()
             for connection in wait(list(running), timeout=0.2):

@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr.experiment.content import shipped_experiments
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.experiment.settings import Experiment, Settings
 
 SMOKE = ["size=smoke", "engine.workers=0", "engine.device=cpu"]
@@ -17,8 +17,8 @@ SMOKE = ["size=smoke", "engine.workers=0", "engine.device=cpu"]
 LARGE = ("alexnet_bn", "mobilenet_v2", "deeplabv3plus_resnet50")
 
 
-def carry_out(experiment: Experiment, run: Settings, out: Path) -> None:
-    run_locally(experiment.model_copy(update={"runs": (run,)}), out, resume=False, quiet=True)
+def check(experiment: Experiment, run: Settings, out: Path) -> None:
+    carry_out(experiment.model_copy(update={"runs": (run,)}), out, resume=False, quiet=True)
     (file,) = out.rglob("summary.json")
     summary = json.loads(file.read_text())
     assert (summary["status"], summary["rounds"]) == ("finished", run.rounds), run.label
@@ -33,7 +33,7 @@ def test_the_last_run_of_each_experiment_finishes(name: str, tmp_path: Path) -> 
     last = experiment.runs[-1]
     if last.model.name in LARGE:
         pytest.skip(f"{last.model.name} takes five to twenty seconds a run; all runs are nightly")
-    carry_out(experiment, last, tmp_path / "out")
+    check(experiment, last, tmp_path / "out")
 
 
 @pytest.mark.nightly
@@ -41,4 +41,4 @@ def test_the_last_run_of_each_experiment_finishes(name: str, tmp_path: Path) -> 
 def test_every_run_of_each_experiment_finishes(name: str, tmp_path: Path) -> None:
     experiment = load_experiment(name, SMOKE)
     for number, run in enumerate(experiment.runs):
-        carry_out(experiment, run, tmp_path / str(number))
+        check(experiment, run, tmp_path / str(number))

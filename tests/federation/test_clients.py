@@ -22,7 +22,7 @@ from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.folder import RunFolder
@@ -38,7 +38,7 @@ PAGE = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "clients.md").read_te
 
 
 def carried_out(text: str, out: Path, *changes: str) -> dict[str, Path]:
-    run_locally(load_experiment(text, ["engine.device=cpu", *changes]), out, resume=False)
+    carry_out(load_experiment(text, ["engine.device=cpu", *changes]), out, resume=False)
     return {path.name: path for path in out.iterdir() if path.is_dir()}
 
 

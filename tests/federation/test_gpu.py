@@ -20,7 +20,7 @@ from fedbn_flwr.client.training import SGD, Step
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
@@ -151,7 +151,7 @@ def look(pixels: torch.Tensor, context: Context) -> BNClient:
 
 def test_an_experiment_says_what_it_used(tmp_path: Path) -> None:
     changes = ["rounds=2", "train.steps=4", "engine.device=cuda", "train.precision=bfloat16"]
-    run_locally(load_experiment("demo", changes), tmp_path, resume=False)
+    carry_out(load_experiment("demo", changes), tmp_path, resume=False)
     summaries = [json.loads(file.read_text()) for file in tmp_path.rglob("summary.json")]
     assert summaries
     for summary in summaries:

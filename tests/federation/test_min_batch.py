@@ -15,7 +15,7 @@ from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.experiment.explain import explain
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN
 from tests.support.federations import last_model, same
 
@@ -112,5 +112,5 @@ def test_clients_with_few_images_are_refused_before_training(tmp_path: Any, chan
     with pytest.raises(SettingsError, match=message):
         explain(experiment)
     with pytest.raises(SettingsError, match=message):
-        run_locally(experiment, tmp_path, resume=False)
+        carry_out(experiment, tmp_path, resume=False)
     assert not [line for file in tmp_path.rglob("history.jsonl") for line in file.read_text().splitlines()]

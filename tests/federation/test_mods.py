@@ -24,7 +24,7 @@ from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.mods import experiment_mods
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FixBN
@@ -213,7 +213,7 @@ def test_an_experiment_with_local_privacy_trains(tmp_path: Path) -> None:
     )
     losses = []
     for name, mods in (("plain", ""), ("private", private)):
-        run_locally(read_experiment(parse_yaml(EXPERIMENT + mods)), tmp_path / name, resume=False, quiet=True)
+        carry_out(read_experiment(parse_yaml(EXPERIMENT + mods)), tmp_path / name, resume=False, quiet=True)
         (file,) = (tmp_path / name).glob("*/history.jsonl")
         losses.append(json.loads(file.read_text().splitlines()[-1])["loss"])
     assert losses[0] != losses[1]

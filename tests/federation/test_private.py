@@ -23,7 +23,7 @@ from fedbn_flwr import LocalGrid, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.privacy import epsilon_of, parts_of
 from fedbn_flwr.norms.roles import Role, roles
@@ -461,7 +461,7 @@ def test_an_experiment_s_summary_has_epsilon(
     tmp_path: Path, statistics: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = read_experiment(parse_yaml(EXPERIMENT.replace("STATISTICS", statistics)))
-    run_locally(experiment, tmp_path, resume=False)
+    carry_out(experiment, tmp_path, resume=False)
     (file,) = tmp_path.glob("*/summary.json")
     privacy = json.loads(file.read_text())["privacy"]
     releases = 2 if statistics == "noise" else 1

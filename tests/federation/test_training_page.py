@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from tests.support.command import ROOT, python_blocks
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -39,7 +39,7 @@ SMALL = ["rounds=3", "clients=2", "model.name=cnn", "train.steps=2", "engine.wor
 def test_the_experiments_train(tmp_path: Path, number: int) -> None:
     text = EXPERIMENTS[number]
     wanted = yaml.safe_load(text)["evaluate"]["metrics"]
-    outcome = run_locally(load_experiment(text, [*SMALL, "evaluate.clients=true"]), tmp_path / "out", resume=False)
+    outcome = carry_out(load_experiment(text, [*SMALL, "evaluate.clients=true"]), tmp_path / "out", resume=False)
     (folder,) = [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
     lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())

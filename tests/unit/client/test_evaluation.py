@@ -24,7 +24,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.listeners.clients import own_means, values_of
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.report import find_runs, group, table
 from fedbn_flwr.strategies import STRATEGIES, as_rule, build_strategy
@@ -95,7 +95,7 @@ runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("runs") / "out"
-    run_locally(load_experiment(RUNS), out, resume=False)
+    carry_out(load_experiment(RUNS), out, resume=False)
     return {path.name: path for path in out.iterdir() if path.is_dir()}
 
 

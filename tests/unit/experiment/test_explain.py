@@ -12,7 +12,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.experiment.explain import explain
 from fedbn_flwr.experiment.find import load_experiment, run_names
 from fedbn_flwr.experiment.origins import settings_of
-from fedbn_flwr.experiment.run import run_locally
+from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.results.partition import PartitionCounts, partition_picture
 
 SMALL = """
@@ -42,7 +42,7 @@ runs:
 def test_the_bytes_are_those_of_the_ledger_in_every_round(tmp_path: Path) -> None:
     experiment = load_experiment(SMALL + STRATEGIES)
     explained = {run.label: run.measured for run in explain(experiment).runs}
-    run_locally(experiment, tmp_path, resume=False)
+    carry_out(experiment, tmp_path, resume=False)
     for name, run in zip(run_names(experiment), experiment.runs, strict=True):
         measured = explained[run.label]
         assert measured is not None
