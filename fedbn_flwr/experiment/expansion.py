@@ -16,7 +16,7 @@ from pydantic import Field
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.text import shorten
+from fedbn_flwr.results.text import in_words, shorten
 
 from .evaluation import Section
 
@@ -132,21 +132,12 @@ def values_in_words(cell: Cell) -> list[str]:
     values = {**cell.sweep, **cell.tune}
     short = {key: _short(key) for key in values}
     names = list(short.values())
-    return [f"{key if names.count(short[key]) > 1 else short[key]}={_text(value)}" for key, value in values.items()]
+    return [f"{key if names.count(short[key]) > 1 else short[key]}={in_words(value)}" for key, value in values.items()]
 
 
 def _short(key: str) -> str:
     first, _, last = key.rpartition(".")
     return first.rpartition(".")[2] if first and last in ("name", "kind") else last
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):  # a section, such as a partition: its kind, then its options
-        rest = [f"{key}={_text(each)}" for key, each in value.items() if key not in ("name", "kind")]
-        return " ".join([*(str(value[key]) for key in ("name", "kind") if key in value), *rest])
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
 
 
 # --- nested settings ------------------------------------------------------------

@@ -107,7 +107,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
     tuned = any(row.lists.tune for row in rows.values())
     compared = {key for row in rows.values() for key in flat_settings(row.variant)}
-    defaults = Settings().model_dump(mode="json")
+    defaults = _defaults()
     runs = []
     for row in chosen.values():
         for cell in row.lists.cells(row.label):
@@ -126,6 +126,11 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     return Experiment(
         name=runs[0].name, description=description, runs=tuple(runs), seeded=seeded, run_config=run_config
     )
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return Settings().model_dump(mode="json")
 
 
 def _without(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def _settings_of(
         settings = merge(settings, {"evaluate": {"validation": share}})
     label = row.label or str(settings.get("label") or _strategy_name(settings))
     if size != PAPER:
-        defaults = Settings().model_dump(mode="json")
+        defaults = _defaults()
         found = changed(merge(defaults, written), merge(defaults, planned))
         given = flat_settings(changes)
         settings["size"] = {"name": size, "changed": {key: found[key] for key in found if key not in given}}

@@ -30,7 +30,7 @@ class Choice:
 def choose(rows: Sequence[Row]) -> Choice:
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        cell = _mapping(row.runs[0].config.get("cell"))
+        cell = row.runs[0].cell
         if cell.get("tune"):
             key = json.dumps(
                 [row.runs[0].summary.name, cell.get("row"), cell.get("sweep")], sort_keys=True, default=str

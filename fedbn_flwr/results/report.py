@@ -48,6 +48,12 @@ class Run:
         """All settings."""
         return RunFolder(self.path).config()
 
+    @property
+    def cell(self) -> Mapping[str, Any]:
+        """The run's place in its experiment: its row, its condition (`sweep`), and the values to try (`tune`)."""
+        found = self.config.get("cell")
+        return found if isinstance(found, Mapping) else {}
+
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings that affect results, without the seed and names, by dotted key."""

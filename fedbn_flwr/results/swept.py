@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .curves import Measure, headline, is_number
 from .published import published_figures
 from .report import COLOURS, Row, figure
-from .text import in_plot, shorten
+from .text import in_plot, in_words, shorten
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
@@ -38,20 +38,21 @@ class Sweep:
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     """The sweeps among the rows, from which `choose` has removed the candidates of `tune` that were not chosen."""
-    placed = [(row, condition) for row in rows if len(condition := _swept(row)) > 0]
+    found_in = ((row, row.runs[0].cell.get("sweep")) for row in rows)
+    placed = [(row, condition) for row, condition in found_in if isinstance(condition, Mapping) and condition]
     values: dict[str, dict[str, Any]] = {}
     for _, condition in placed:
         for key, value in condition.items():
-            values.setdefault(key, {})[_words(value)] = value
+            values.setdefault(key, {})[in_words(value)] = value
     found: dict[tuple[str, tuple[tuple[str, str], ...]], Sweep] = {}
     for row, condition in placed:
         # Numbers are the better axis, and among several keys the one with most values.
         key = max(condition, key=lambda key: (all(map(is_number, values[key].values())), len(values[key])))
         if len(values[key]) < 2:
             continue
-        rest = tuple((other, _words(value)) for other, value in condition.items() if other != key)
+        rest = tuple((other, in_words(value)) for other, value in condition.items() if other != key)
         sweep = found.setdefault((key, rest), Sweep(key, rest))
-        word = _words(condition[key])
+        word = in_words(condition[key])
         sweep.values[word] = condition[key]
         sweep.lines.setdefault(_label(row), {}).setdefault(word, row)
     for sweep in found.values():
@@ -60,21 +61,8 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     return list(found.values())
 
 
-def _swept(row: Row) -> Mapping[str, Any]:
-    cell = row.runs[0].config.get("cell")
-    swept = cell.get("sweep") if isinstance(cell, Mapping) else None
-    return swept if isinstance(swept, Mapping) else {}
-
-
 def _label(row: Row) -> str:
-    return str(row.runs[0].config["cell"].get("row") or row.runs[0].summary.strategy)
-
-
-def _words(value: Any) -> str:
-    if not isinstance(value, Mapping):
-        return str(value)
-    first = [str(value[key]) for key in ("name", "kind") if key in value]
-    return ", ".join([*first, *(f"{key}={each}" for key, each in value.items() if key not in ("name", "kind"))])
+    return str(row.runs[0].cell.get("row") or row.runs[0].summary.strategy)
 
 
 def tables(sweeps: Sequence[Sweep]) -> list[tuple[str, list[tuple[str, ...]]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -15,6 +16,16 @@ def printable(text: str) -> str:
 
 def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def in_words(value: Any) -> str:
+    """The value of a setting for a label; a section, such as a partition, as its kind and then its options."""
+    if isinstance(value, Mapping):
+        rest = [f"{key}={in_words(each)}" for key, each in value.items() if key not in ("name", "kind")]
+        return " ".join([*(str(value[key]) for key in ("name", "kind") if key in value), *rest])
+    if isinstance(value, list):
+        return "[" + ", ".join(map(in_words, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
 
 
 def file_name(text: str) -> str:

@@ -83,7 +83,7 @@ def test_the_axis_is_the_number_with_most_values_and_other_keys_are_panels(tmp_p
         for steps in (100, 1, 20):
             write_cell(tmp_path, "BN", {"partition": kind, "steps": steps}, 0.5)
     found = swept.sweeps(rows_of(tmp_path))
-    assert [sweep.title for sweep in found] == ["partition=iid", "partition=classes, classes_per_client=2"]
+    assert [sweep.title for sweep in found] == ["partition=iid", "partition=classes classes_per_client=2"]
     assert [list(sweep.values) for sweep in found] == [["1", "20", "100"]] * 2
 
 
