@@ -98,7 +98,7 @@ def _names(kind: str) -> list[str]:
         case "datasets":
             from fedbn_flwr.data.catalogue import CATALOGUE
 
-            return ["digits", *CATALOGUE]
+            return list(CATALOGUE)
         case "partitions":
             from fedbn_flwr.data.partition.kinds import KINDS
 

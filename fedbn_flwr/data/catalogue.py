@@ -22,6 +22,7 @@ class Entry:
     size: int | None  # images are resized to size x size, as in the papers; None: not resized
     images: int | None = None  # to train on
     hub: str | None = None  # name on the Hugging Face hub
+    embedded: bool = False  # part of a dependency: neither a hub nor a local copy has it
     test: str = "test"  # the hub's split with public labels to test on
     image: str = "image"  # names of columns
     label: str = "label"
@@ -85,6 +86,14 @@ _DOMAINNET10 = (
 )
 
 CATALOGUE: Mapping[str, Entry] = {
+    "digits": Entry(
+        "1,797 handwritten digits",
+        classes=10,
+        channels=1,
+        size=8,
+        images=1_438,  # every fifth is a test image
+        embedded=True,
+    ),
     "cifar10": Entry(
         "CIFAR-10",
         classes=10,
@@ -214,13 +223,18 @@ def describe_datasets() -> dict[str, str]:
         name: f"{entry.title}: {entry.classes} classes"
         + (f", {entry.size}x{entry.size}" if entry.size else f", crops of {entry.crop}x{entry.crop}")
         + (f", domains {', '.join(entry.domains)}" if entry.domains else "")
-        + (f" ({entry.hub} on the hub)" if entry.hub else " (local copy: data.root)")
+        + f" ({_source(entry)})"
         for name, entry in CATALOGUE.items()
     }
     return {
-        "digits": "1,797 handwritten digits of 8x8 pixels, embedded",
         **lines,
         "FOLDER": "a folder with train*.parquet and test*.parquet, or with train/CLASS/* and test/CLASS/*",
         "OWNER/NAME": "any image classification data set on the Hugging Face hub",
         "MODULE:CALLABLE": "a data set of your own: a function that returns training and test images",
     }
+
+
+def _source(entry: Entry) -> str:
+    if entry.embedded:
+        return "embedded"
+    return f"{entry.hub} on the hub" if entry.hub else "local copy: data.root"

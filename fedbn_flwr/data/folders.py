@@ -79,8 +79,7 @@ def _folder(
     if not folder.is_dir():
         raise DataError(
             f"data.name={str(folder)!r}: there is no such folder; give a folder with train*.parquet and "
-            "test*.parquet, 'digits', a name that `fedbn list datasets` shows, or the name of a data set on the "
-            "Hugging Face hub"
+            "test*.parquet, a name that `fedbn list datasets` shows, or the name of a data set on the Hugging Face hub"
         )
     _quiet()
     if (folder / "leftImg8bit").is_dir():
@@ -136,7 +135,7 @@ def _hub(name: str, hub: str, train: str, test: str, revision: str | None) -> di
         except Exception as error:
             at = f" and data.revision={revision!r}" if revision else ""
             if hub == name:
-                known = f"; {did_you_mean(name, ['digits', *CATALOGUE])}, or the name of a data set on the hub"
+                known = f"; {did_you_mean(name, CATALOGUE)}, or the name of a data set on the hub"
                 there, where = "", ""
             else:
                 known, there, where = "", f" ({hub!r} there)", f", as data.root, where it is called {name}/"

@@ -12,21 +12,16 @@ from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError
 
 from . import Size
-from .catalogue import CATALOGUE, Entry
+from .catalogue import CATALOGUE
 from .dataset import DataSet, Groups
 from .images import Images
 
 TRAIN, TEST = 1_000, 200  # images, if their numbers are not given
-_DIGITS = Entry("digits", classes=10, channels=1, size=8)
-
-
-def _entry(name: str) -> Entry | None:
-    return _DIGITS if name == "digits" else CATALOGUE.get(name)
 
 
 def has_form(name: str, classes: int | None, channels: int | None, size: Any) -> bool:
     """Whether the form of the images is known: of a listed data set, or from the settings."""
-    return _entry(name) is not None or None not in (classes, channels, size)
+    return name in CATALOGUE or None not in (classes, channels, size)
 
 
 def random_images(
@@ -43,7 +38,7 @@ def random_images(
 
     Classes and domains have equal numbers of images, up to one. Segmentation data have random masks.
     """
-    entry = _entry(name)
+    entry = CATALOGUE.get(name)
     if not has_form(name, classes, channels, size):
         raise DataError(
             f"data.random is true, but the form of {name!r} is not known; give data.classes, data.channels and "

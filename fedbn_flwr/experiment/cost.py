@@ -13,7 +13,6 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 
 from .settings import Data, Experiment, Model, Settings
 
-_DIGITS = 1_438
 # Limits of a timed step: sides of an image, and values of a batch.
 _SIDE = 256
 _VALUES = 2**20
@@ -24,7 +23,7 @@ _STEPS = 3
 class Cost:
     runs: int
     images: int | None  # to train on in all runs; None: not known without the data
-    minutes: float | None = None  # of the training steps of all runs on all cores of this machine; None: not measured
+    minutes: float | None = None  # of all training steps on all cores of this machine; None: not measured
 
 
 def cost_of(experiment: Experiment, *, timed: bool = False) -> Cost:
@@ -33,7 +32,7 @@ def cost_of(experiment: Experiment, *, timed: bool = False) -> Cost:
     if any(count is None for count in images):
         return Cost(len(images), None)
     total = sum(count or 0 for count in images)
-    if not timed:
+    if not timed or any(run.data.name not in CATALOGUE for run in experiment.runs):
         return Cost(len(images), total)
     seconds: list[float] = []
     for run, count in zip(experiment.runs, images, strict=True):
@@ -54,7 +53,7 @@ def images_of(run: Settings) -> int | None:
         return run.rounds * clients * run.train.steps * run.train.batch_size
     entry, held = CATALOGUE.get(run.data.name), run.data.images
     if held is None:
-        held = _DIGITS if run.data.name == "digits" else entry.images if entry and not run.data.domains else None
+        held = entry.images if entry is not None and not run.data.domains else None
     if held is None:
         return None
     trained = held * (1 - run.evaluate.validation) * clients / run.clients
@@ -81,12 +80,10 @@ def _seconds(data: Data, model: Model, batch_size: int) -> float:
     from .model import make_model
 
     run = resolve(Settings(data=data, model=model))
-    entry, size = CATALOGUE.get(data.name), run.data.crop or run.data.size
-    if entry is None or size is None:
-        shape = Shape(10, 1, (8, 8), dense=False)  # digits
-    else:
-        sides = (size, size) if isinstance(size, int) else size
-        shape = Shape(entry.classes, entry.channels, sides, entry.ids is not None)
+    entry, size = CATALOGUE[data.name], run.data.crop or run.data.size
+    assert size is not None  # the catalogue gives one of them
+    sides = (size, size) if isinstance(size, int) else size
+    shape = Shape(entry.classes, entry.channels, sides, entry.ids is not None)
     height, width = (min(side, _SIDE) for side in shape.size)
     ratio = shape.size[0] * shape.size[1] / (height * width)
     count = max(2, min(batch_size, _VALUES // (shape.channels * height * width)))

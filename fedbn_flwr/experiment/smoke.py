@@ -116,8 +116,11 @@ def _strategy(spec: Mapping[str, Any], rounds: int, clients: int) -> dict[str, A
     """The arguments that would not suit fewer rounds or clients."""
     changes: dict[str, Any] = {}
     for key in _ROUND_ARGUMENTS:
-        if isinstance(value := spec.get(key), int) and value > 0:
+        value = spec.get(key)
+        if isinstance(value, int) and value > 0:
             changes[key] = min(max(1, value * ROUNDS // rounds), ROUNDS)
+        elif isinstance(value, float) and 0 < value * ROUNDS < 1:  # a fraction of the rounds: at least one
+            changes[key] = 1 / ROUNDS
     for key in _NODE_ARGUMENTS:
         if isinstance(value := spec.get(key), int) and value > clients:
             changes[key] = clients

@@ -46,6 +46,13 @@ def test_an_entry_is_complete_in_itself(name: str) -> None:
     assert entry.title in describe_datasets()[name]
 
 
+def test_the_embedded_digits_have_the_form_of_their_entry() -> None:
+    data, entry = load("digits"), CATALOGUE["digits"]
+    assert entry.size is not None
+    assert (data.classes, data.channels, data.size) == (entry.classes, entry.channels, (entry.size, entry.size))
+    assert len(data.train.labels) == entry.images
+
+
 def test_what_has_no_name_is_not_found() -> None:
     assert CATALOGUE.get("./cifar10") is None
     assert CATALOGUE.get("uoft-cs/cifar10") is None
@@ -246,7 +253,7 @@ def test_the_file_overrides_the_catalogue() -> None:
 
 
 def test_without_an_entry_nothing_is_assumed() -> None:
-    for name in ("digits", "./cifar10", "uoft-cs/cifar10"):
+    for name in ("./cifar10", "uoft-cs/cifar10"):
         data = resolve(run_of(f"data: {{name: {name}}}")).data
         assert (data.size, data.normalise, data.augment) == (None, "moments", ())
 

@@ -178,6 +178,8 @@ def test_smoke_scales_rounds_and_keeps_what_the_command_line_says() -> None:
     (run,) = runs("strategy: {name: FixBN, freeze_round: 5}", "size=smoke", "rounds=3", "strategy.freeze_round=3")
     assert (run.rounds, run.strategy["freeze_round"]) == (3, 3)
     assert [run.strategy["freeze_round"] for run in runs(SWEPT, "size=smoke", "only=FixBN")] == [1]
+    (run,) = runs("strategy: {name: FedTANII, fedtan_rounds: 0.1}", "size=smoke")
+    assert run.strategy["fedtan_rounds"] == 0.5, "one round of two, not none"
 
 
 def test_settings_of_a_run_are_an_experiment() -> None:
