@@ -36,6 +36,7 @@ from .node import client_of
 from .prepare import Prepared
 from .settings import Experiment
 
+_LR = 1e-12
 _SECONDS = 2.0  # that the timed steps may take, if one step does not take longer
 
 
@@ -115,7 +116,8 @@ class _Trial:
 
     def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run = self.prepared.run
-        train = run.train.model_copy(update={"steps": self.steps, "epochs": None})
+        # The model stays as it is: in a few rounds, which follow another schedule, it could diverge.
+        train = run.train.model_copy(update={"steps": self.steps, "epochs": None, "lr": _LR})
         short = Experiment(name=run.name, runs=(run.model_copy(update={"train": train}),), run_config={})
         return client_of(short, context, {})  # without the name of the run: there is one
 

@@ -128,3 +128,9 @@ def test_explain_prints_all_parts_and_the_same_as_json(tmp_path: Path, capsys: p
     assert cli.main(["explain", str(file), "evaluate.server=false", "data={classes: 10, channels: 1, size: 8}"]) == 0
     assert "The data are at the sites" in capsys.readouterr().out
     assert not list(tmp_path.glob("runs*"))
+
+
+def test_a_training_that_diverges_is_explained() -> None:
+    """The trial's rounds have no schedule and little data; it measures times and bytes, so it need not learn."""
+    (explained,) = explain(load_experiment(SMALL, ["train.lr=1.0e+30"])).runs
+    assert explained.measured is not None
