@@ -385,8 +385,7 @@ class BNClient(NumPyClient):
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
                 "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
             )
-        self._parts.load(own)
-        self._parts.load(arrays)
+        self._parts.load_all(arrays, own)
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:

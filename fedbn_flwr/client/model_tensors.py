@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,12 +50,39 @@ class Pieces:
 Plan = tuple[list[Tensor], Layout] | None
 
 
+class Initial:
+    """The initial values of models of one kind; only those that clients need are in memory.
+
+    A message has nearly all values of a model, so that a copy of all initial ones would be of no use.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self._build = build
+        self._values: dict[str, Tensor] = {}
+
+    def note(self, tensors: Mapping[str, Tensor], keys: Iterable[str]) -> None:
+        """Remember the values of these keys in a new model."""
+        self._values |= {key: tensors[key].clone() for key in keys if key not in self._values}
+
+    def restore(self, tensors: Mapping[str, Tensor], keys: Sequence[str]) -> None:
+        """Give these tensors their initial values."""
+        if any(key not in self._values for key in keys):
+            self.note(self._build().state_dict(), keys)
+        if keys:
+            torch._foreach_copy_([tensors[key] for key in keys], [self._values[key] for key in keys])
+
+
 class ModelTensors:
     """The tensors of a model on its device: `roles` and `tensors` by state dict key, `parameters` by name."""
 
-    def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device | str | None = None, initial: Initial | None = None
+    ) -> None:
         check_tensors(model)
         self.model = model
+        self._initial = initial  # of a model that clients use one after another
+        self._is_new = True  # whether it has the values that it was built with
+        self._is_left = False  # whether it has the values of a client that no longer uses it
         first = next(model.parameters(), torch.empty(0))
         self.device = torch.device(device) if device is not None else first.device
         model.to(self.device)
@@ -129,6 +156,24 @@ class ModelTensors:
                 where = "the message" if key in received else "the client's state"
                 raise MessageError(f"{key!r} has shape {shape} in {where} and {expected[key]} in this client's model")
 
+    def leave(self) -> None:
+        """Let another client use the model; the values stay until it loads its own or reads them."""
+        self._is_left = not self._is_new
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def load_all(self, arrays: Arrays, own: Arrays) -> None:
+        """Copy the received arrays and the client's own ones; all other tensors get the values of a new model."""
+        if self._initial is not None and (self._is_new or self._is_left):
+            absent = [key for key in self.tensors if key not in arrays and key not in own]
+            if self._is_new:
+                self._initial.note(self.tensors, absent)
+            else:
+                self._initial.restore(self.tensors, absent)
+            self._is_new = self._is_left = False
+        self.load(own)
+        self.load(arrays)
+
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
         if isinstance(arrays, FlatArrays) and (stage := self._stage(arrays.layout)) is not None:
@@ -163,6 +208,8 @@ class ModelTensors:
 
     def taken(self, keys: Iterable[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
+        if self._is_left:
+            self.load_all({}, {})
         wanted = tuple(keys)
         if wanted not in self._plans:
             self._plans[wanted] = self._plan(wanted)

@@ -6,16 +6,16 @@ import difflib
 import functools
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from flwr.app import Context
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage
+from fedbn_flwr.client.model_tensors import Initial, ModelTensors, flatten_storage
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -165,10 +165,16 @@ def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[Mo
     pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
     if (tensors := pool.take()) is not None:
         return pool, tensors
-    model = make_model(run, dataset).to(device)
-    if last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return pool, ModelTensors(model if _is_own(run) else flatten_storage(model))
+
+    def build() -> nn.Module:
+        model = make_model(run, dataset).to(device)
+        if last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    if _is_own(run):
+        return pool, ModelTensors(build())
+    return pool, ModelTensors(flatten_storage(build()), initial=pool.initial(build))
 
 
 def _is_own(run: Settings) -> bool:
@@ -201,11 +207,17 @@ class ModelPool:
 
     def __init__(self) -> None:
         self._lent: list[tuple[ModelTensors, weakref.ref[BNClient]]] = []
-        self._initial: list[Tensor] = []  # the values that each of these models is built with
+        self._initial: Initial | None = None
         self._lock = threading.Lock()  # clients of a FedTAN round are made concurrently
 
+    def initial(self, build: Callable[[], nn.Module]) -> Initial:
+        """The initial values of these models, which `build` builds."""
+        with self._lock:
+            self._initial = self._initial or Initial(build)
+            return self._initial
+
     def take(self) -> ModelTensors | None:
-        """A free model, reset to its initial values, or None."""
+        """A free model, or None."""
         with self._lock:
             free = next((entry for entry in self._lent if entry[1]() is None), None)
             if free is None:
@@ -214,16 +226,12 @@ class ModelPool:
         tensors = free[0]
         if not tensors.are_current():
             return None
-        for parameter in tensors.parameters.values():
-            parameter.grad = None
-        torch._foreach_copy_(list(tensors.tensors.values()), self._initial)
+        tensors.leave()
         return tensors
 
     def lend(self, tensors: ModelTensors, client: BNClient) -> None:
         """Record that `client` uses a model, which is new or was returned by `take`."""
         with self._lock:
-            if not self._initial:
-                self._initial = [value.clone() for value in tensors.tensors.values()]
             self._lent.append((tensors, weakref.ref(client)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -10,6 +11,7 @@ from torch import nn
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.norms.roles import Role
 
 SETTINGS = "clients=2 rounds=1 seed=4711 data.partition.kind=iid engine.device=cpu model.norm={norm} train.epochs=1"
 
@@ -25,6 +27,7 @@ def client_of(partition: int, experiment: str, **more: str) -> BNClient:
 
 
 def state_of(client: BNClient) -> dict[str, torch.Tensor]:
+    client.get_parameters({})  # what a client has neither loaded nor read is not reset
     return {key: value.clone() for key, value in client.model.state_dict().items()}
 
 
@@ -39,8 +42,30 @@ def test_a_reused_model_is_as_built(norm: str) -> None:
     again = client_of(1, experiment)
     assert again.model is model  # it was used again; otherwise this test checks nothing
     assert all(parameter.grad is None for parameter in again.model.parameters())
-    for key, value in again.model.state_dict().items():
+    for key, value in state_of(again).items():
         assert torch.equal(value, fresh[key]), key
+
+
+@pytest.mark.parametrize("sent", ["weight", "all", "none"])
+def test_a_reused_model_keeps_nothing_of_the_client_before(sent: str) -> None:
+    """Of what a message leaves out, the second client has the initial values."""
+    experiment = SETTINGS.format(norm="bn") + " train.epochs=3"
+    client = client_of(0, experiment)
+    fresh, model = state_of(client), client.model
+    message = {
+        key: np.full(value.shape, 0.5, np.float32)
+        for key, value in fresh.items()
+        if value.is_floating_point() and sent in (key.rpartition(".")[2], "all")
+    }
+    if sent == "weight":  # a message lacks some of them only if the client has its own
+        message |= {key: fresh[key].numpy() for key, role in client.roles.items() if role is Role.WEIGHTS}
+    client.train_round(message, {})
+    del client
+    again = client_of(1, experiment)
+    assert again.model is model
+    again.evaluate_round(message, {})
+    for key, value in again.model.state_dict().items():
+        assert torch.equal(value, torch.from_numpy(message[key]) if key in message else fresh[key]), key
 
 
 def test_two_clients_at_once_have_two_models() -> None:
