@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from flwr.app import Context
@@ -96,6 +96,11 @@ def compiled(options: Options) -> Iterator[Figure]:
         ]
         name = "bfloat16 and channels-last" if fast else "float32"
         yield figure(f"steps per second / bare loop, batch {batch}, {name}", ratios, "x", least=goal)
+        if not fast:  # what the compiler makes of the bare loop itself
+            plain = BareLoop(data, batch, cast(nn.Module, torch.compile(resnet20(device), dynamic=False)))
+            plain(min(steps, 5))
+            ratios = [seconds(lambda: bare(steps)) / seconds(lambda: plain(steps)) for _ in range(options.repeats)]  # noqa: B023
+            yield figure(f"the compiled bare loop / bare loop, batch {batch}, {name}", ratios, "x")
 
 
 def fedtan(options: Options) -> Iterator[Figure]:
