@@ -50,6 +50,11 @@ def open_splits(
             )
     if entry is None and _is_path(name):
         return _folder(_unrevised(Path(name).expanduser(), revision), entry, train, test)
+    if entry is None and "/" not in name:  # the hub need not be asked, which takes half a minute without a network
+        raise DataError(
+            f"data.name={name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the Hugging "
+            f"Face hub, or a name that `fedbn list datasets` shows; {did_you_mean(name, CATALOGUE)}"
+        )
     if entry is None:
         return _hub(name, name, train or "train", test or "test", revision), None
     if entry.hub is None:
@@ -134,14 +139,12 @@ def _hub(name: str, hub: str, train: str, test: str, revision: str | None) -> di
             revision = commit_of(found[part]) or revision  # both splits are of one commit
         except Exception as error:
             at = f" and data.revision={revision!r}" if revision else ""
-            if hub == name:
-                known = f"; {did_you_mean(name, CATALOGUE)}, or the name of a data set on the hub"
-                there, where = "", ""
-            else:
-                known, there, where = "", f" ({hub!r} there)", f", as data.root, where it is called {name}/"
+            there, where = (
+                (f" ({hub!r} there)", f", as data.root, where it is called {name}/") if hub != name else ("", "")
+            )
             raise DataError(
                 f"data.name={name!r} with data.{part}={split!r}{at} cannot be loaded from the Hugging Face hub{there}: "
-                f"{_root(error)}{known}. A local copy works too: give its folder, with train*.parquet and "
+                f"{_root(error)}. A local copy works too: give its folder, with train*.parquet and "
                 f"test*.parquet{where}"
             ) from error
     return found

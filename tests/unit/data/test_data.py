@@ -525,6 +525,11 @@ def test_a_hub_name_without_a_network_is_an_error_that_names_it() -> None:
         load("no-user/no-set")
 
 
+def test_an_unknown_name_without_an_owner_is_refused_without_asking_the_hub() -> None:
+    with pytest.raises(DataError, match=r"'cifar11': there is no such data set; .*OWNER/NAME.*did you mean 'cifar10'"):
+        load("cifar11")
+
+
 def test_real_mnist_loads(shared_data: Path) -> None:
     """Only its test split, as both splits, to be quick."""
     folder = shared_data / "mnist"
