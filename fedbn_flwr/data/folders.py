@@ -139,9 +139,9 @@ def _hub(name: str, hub: str, train: str, test: str, revision: str | None) -> di
             revision = commit_of(found[part]) or revision  # both splits are of one commit
         except Exception as error:
             at = f" and data.revision={revision!r}" if revision else ""
-            there, where = (
-                (f" ({hub!r} there)", f", as data.root, where it is called {name}/") if hub != name else ("", "")
-            )
+            there, where = "", ""
+            if hub != name:
+                there, where = f" ({hub!r} there)", f", as data.root, where it is called {name}/"
             raise DataError(
                 f"data.name={name!r} with data.{part}={split!r}{at} cannot be loaded from the Hugging Face hub{there}: "
                 f"{_root(error)}. A local copy works too: give its folder, with train*.parquet and "

@@ -198,7 +198,7 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
             r"data\.partition\.column='city' is not a column of 'mnist'; its columns: image \(Image\), label",
         ),
         ("{name: mnist, root: ROOT, partition: {kind: domain}}", r"the data has no domains"),
-        ("{name: mnist_, root: ROOT}", r"'mnist_' with data\.train='train' cannot be loaded"),
+        ("{name: mnist_, root: ROOT}", r"'mnist_': there is no such data set; .*did you mean 'mnist'"),
         ("{name: digits, normalise: official}", r"'official', but 'digits' has no official mean.*known for cifar10"),
         ("{name: digits, domains: [a]}", r"embedded digits have neither domains nor other columns, but the .* 'a'"),
     ],
