@@ -30,6 +30,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.strategies import STRATEGIES, describe
 
 ROOT = Path(__file__).parents[1]
@@ -210,8 +211,24 @@ def experiments() -> Table:
     for name in shipped_experiments():
         if "/" in name:
             content, _ = read_content(name)
-            rows.append((f"`{name}`", content["description"], "yes" if "published" in content else ""))
-    return ("experiment", "content", "with published figures"), rows
+            figures = "yes" if "published" in content else ""
+            rows.append((f"`{name}`", content["description"], figures, small(content)))
+    return ("experiment", "content", "with published figures", "size `small`"), rows
+
+
+def small(content: Mapping[str, Any]) -> str:
+    """What the size changes, without evaluation; values that differ among the runs as a range."""
+    parts = (content, *content["runs"].values())
+    whole, *own = (flat_settings((part.get("sizes") or {}).get("small") or {}) for part in parts)
+    words = []
+    for key in dict.fromkeys(key for changes in (whole, *own) for key in changes):
+        values = [(whole | changes)[key] for changes in own]
+        if values[0] is None:
+            words += [f"no `{key}`"] if content.get(key) else []
+        elif not key.startswith("evaluate."):
+            same = all(value == values[0] for value in values)
+            words.append(f"`{key}` " + (literal(values[0]) if same else f"`{min(values)}` to `{max(values)}`"))
+    return ", ".join(words)
 
 
 def keys() -> Table:
