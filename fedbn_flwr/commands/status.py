@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,13 +41,18 @@ def add(commands: Commands) -> None:
 
 def status(arguments: argparse.Namespace) -> int:
     from fedbn_flwr.results.state import find_folders, read_state
+    from fedbn_flwr.results.text import printable
 
     if not arguments.every > 0:
         raise SettingsError(f"--every is {arguments.every:g}; expected seconds, more than 0")
     folders = arguments.folders or [default_folder()]
     try:
         while True:
-            runs = [run for path in find_folders(folders) if (run := read_state(path)) is not None]
+            states = {path: read_state(path) for path in find_folders(folders)}
+            if damaged := [printable(str(path)) for path, state in states.items() if state is None]:
+                named = ", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+                print(f"not shown, because the files are damaged or not of a run: {named}", file=sys.stderr)
+            runs = [state for state in states.values() if state is not None]
             runs.sort(key=lambda run: -run.changed)
             if arguments.json:
                 print(json.dumps([_as_json(run) for run in runs], indent=2), flush=True)

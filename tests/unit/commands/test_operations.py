@@ -77,6 +77,14 @@ def test_status_lists_the_last_changed_first(runs: Path, capsys: pytest.CaptureF
     assert lines[1].split()[1:4] == ["finished", "3/3", "0.6000"]
 
 
+def test_status_names_the_folders_that_it_cannot_read(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "old" / "summary.json").write_text("{")
+    assert cli.main(["status", str(runs), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert {run["label"] for run in json.loads(printed.out)} == {"new", "stopped", "now", "killed"}
+    assert printed.err == f"not shown, because the files are damaged or not of a run: {runs / 'old'}\n"
+
+
 def test_watching_ends_when_no_run_is_running(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", str(runs / "old"), "--watch"]) == 0
     assert "finished" in capsys.readouterr().out
