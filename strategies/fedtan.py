@@ -9,7 +9,7 @@ batch norms needs 2L exchanges (3L as in the paper) and the messages with the mo
 exchange is left out of the rest of the round, and the weights of the others are normalised again.
 
 Exchanges use Flower's messages, or streams if the deployment has an exchange service (`fedbn_flwr.exchange.config`).
-Both give the same results.
+An engine with worker processes passes exchanges on to these without messages. All give the same results.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class FedTAN(FedAvg):
         The time limit of one exchange in seconds.
     direct : ExchangeConfig | bool (default: True)
         The exchange service for streams between clients and server: True takes it from the environment
-        (`FEDBN_EXCHANGE_ADDRESS`, ...) or uses messages if none is set; False always uses messages.
+        (`FEDBN_EXCHANGE_ADDRESS`, ...). If none is set, an engine with worker processes of its own (local, ray) passes
+        the exchanges on to them, and others use messages; False always uses messages.
     """
 
     backward = True  # the backward pass exchanges gradients
@@ -150,7 +151,7 @@ class FedTAN(FedAvg):
 
         about = RoundMessages(model, shared, self.configrecord_key)
         if (service := self._service()) is None:
-            carrier = MessageRound(grid, about, self.exchange_timeout)
+            carrier = MessageRound(grid, about, self.exchange_timeout, engine.exchange if self.direct else None)
             done = exchanges(carrier)
             self.asked = len(done.nodes)
             return carrier.last_messages(done)

@@ -12,7 +12,7 @@ FedTAN's exchanges are masked in the same way, each with secrets of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,9 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.codec import KIND, Contribution, contribution_to_records
+from fedbn_flwr.exchange.codec import KIND, Agreement, Contribution, contribution_to_records
 from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.exchange.round import Answers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
@@ -199,6 +200,9 @@ class _MaskedExchanges(GridAround):
         super().__init__(inner)
         self._secure = secure
         self._part = 0
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        return None  # without messages the contributions would not be masked
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from fedbn_flwr.errors import FedbnError, MessageError, did_you_mean
-from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
+from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
@@ -25,7 +25,14 @@ from fedbn_flwr.messages.gate import arrays_of
 from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config
-from .layerwise import abandon_parked, model_of_round, parked_rounds, train_by_messages, train_over_stream
+from .layerwise import (
+    abandon_parked,
+    continue_parked,
+    model_of_round,
+    parked_rounds,
+    train_by_messages,
+    train_over_stream,
+)
 from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rules import Update, known_keys
 from .rules.fedtan import check_batch
@@ -43,6 +50,10 @@ class ClientFailed(FedbnError, RuntimeError):
 
 class _MadeApp(ClientApp):
     """Is pickled as the call that made it, because its handlers cannot be pickled."""
+
+    # Continues the parked round of a node (run, node) without a message. Absent if there are mods of queries, which
+    # must see all messages.
+    exchange: Callable[[int, int, Agreement], Contribution]
 
     def __init__(self, make: Callable[[], ClientApp]) -> None:
         super().__init__()
@@ -94,10 +105,7 @@ def client_app(
                 return Message(content, reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             who = context.node_config.get("partition-id", f"node {context.node_id}")
-            problem = f"{type(error).__name__}: {error}"
-            if protocol.RUN not in _config(message):  # in experiments the server reports it
-                _log_once(task, problem)
-            raise ClientFailed(f"client {who} could not {task}: {problem}") from error
+            raise _failed(who, task, error, is_reported=protocol.RUN in _config(message)) from error
 
     @app.train(mods=around["train"])
     def train(message: Message, context: Context) -> Message:
@@ -114,7 +122,7 @@ def client_app(
 
     @app.query(protocol.COHORT_QUERY.split(".")[1], mods=around["query"])
     def cohort(message: Message, context: Context) -> Message:
-        return answer("take part in a layer-wise step", _train_by_messages, message, context)
+        return answer(_LAYERWISE, _train_by_messages, message, context)
 
     @app.query(protocol.STATISTICS_QUERY.split(".")[1], mods=around["query"])
     def statistics(message: Message, context: Context) -> Message:
@@ -136,6 +144,8 @@ def client_app(
     def secure(message: Message, context: Context) -> Message:
         return answer("take part in secure aggregation", _secure, message, context)
 
+    if not around["query"]:
+        app.exchange = _exchange
     return app
 
 
@@ -154,6 +164,14 @@ def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str
                     "flwr.clientapp.mod.LocalDpMod(...)"
                 )
     return {kind: list(by_kind.get(kind, ())) for kind in _KINDS}
+
+
+def _failed(who: object, task: str, error: BaseException, *, is_reported: bool) -> ClientFailed:
+    """The error of a client; it is logged here unless the server reports it, as in experiments."""
+    problem = f"{type(error).__name__}: {error}"
+    if not is_reported:
+        _log_once(task, problem)
+    return ClientFailed(f"client {who} could not {task}: {problem}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -263,6 +281,18 @@ def _model_of_round(message: Message, context: Context) -> Arrays:
 
 
 # --- layer-wise rounds -------------------------------------------------------
+
+_LAYERWISE = "take part in a layer-wise step"
+
+
+def _exchange(run: int, node: int, agreement: Agreement) -> Contribution:
+    parked = parked_rounds.get((run, node))
+    try:
+        return continue_parked(run, node, agreement)
+    except (Exception, SystemExit) as error:
+        partition = None if parked is None else parked.client.partition_id
+        who = f"node {node}" if partition is None else partition
+        raise _failed(who, _LAYERWISE, error, is_reported=parked is not None and parked.token[0] is not None) from error
 
 
 def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:

@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.codec import Contribution, agreement_from_records
+from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records
 from fedbn_flwr.exchange.session import Session
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
@@ -90,6 +90,22 @@ def train_by_messages(
         parked_rounds.park(context, parked)
     else:
         state.forget(_EXCHANGES)
+    return outcome
+
+
+def continue_parked(run: int, node: int, agreement: Agreement) -> Contribution:
+    """Continue the node's round, which is parked in this process, up to its next exchange.
+
+    The state does not get the agreement: the engine knows that the round is here, so no other process replays it.
+    """
+    parked = parked_rounds.pop((run, node), None)
+    if parked is None:
+        raise MessageError("its process has no round that waits for an exchange")
+    outcome = parked.session.advance(agreement)
+    if not isinstance(outcome, Contribution):
+        raise MessageError("its round has ended, and the server expects another exchange")
+    parked.step += 1
+    parked_rounds[run, node] = parked
     return outcome
 
 

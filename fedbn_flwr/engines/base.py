@@ -18,8 +18,12 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import RunFailed
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from flwr.supercore.run import Run  # elsewhere in other versions of Flower
+
+    from fedbn_flwr.exchange.codec import Agreement
+    from fedbn_flwr.exchange.round import Answers
+    from fedbn_flwr.messages.aggregate import Arrays
 
 
 class ReplyObserver(Protocol):
@@ -52,7 +56,15 @@ class Capabilities:
         """The nodes' states; None if the server cannot access them."""
         return None
 
-    def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        """Continue the nodes' layer-wise rounds, which wait in this engine's processes, up to the next exchange.
+
+        Returns their contributions, or the reasons why there are none; a node that takes more than `timeout` seconds
+        has no entry. None: the engine cannot do so, and each node needs a message.
+        """
+        return None
+
+    def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         """Count an exchange that bypassed the grid, if there is a ledger; may be called from any thread."""
 
     def report(self, what: str, done: int, total: int) -> None:
@@ -107,7 +119,10 @@ class GridAround(Capabilities, Grid):
     def node_states(self) -> NodeStates | None:
         return capabilities(self.inner).node_states()
 
-    def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        return capabilities(self.inner).exchange(nodes, agreement, timeout)
+
+    def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         capabilities(self.inner).count_exchange(up, down)
 
     def report(self, what: str, done: int, total: int) -> None:

@@ -9,17 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import math
-import os
-import sys
 import time
-import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -27,13 +23,17 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage
-from fedbn_flwr.messages.arrays import filled
 
 from .base import Capabilities, NodeStates, ReplyObserver
 from .context_cache import Contexts
-from .schedule import Schedule, keeps_node
+from .nodes import RUN, Nodes, ParksRounds
+from .schedule import Schedule
 from .temporary import temporary_folder
-from .worker import Done, NodeWorker, Task
+from .worker import Done, Exchange, Lost, NodeWorker, Task
+
+if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from fedbn_flwr.exchange.codec import Agreement, Contribution
+    from fedbn_flwr.exchange.round import Answers
 
 _FLOWER = "1.41"
 if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):
@@ -89,13 +89,13 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
             raise ValueError(f"node_config has {len(node_configs)} entries for {num_nodes} nodes")
         if work is not None and (len(work) != num_nodes or not all(map(math.isfinite, work)) or min(work) < 0):
             raise ValueError(f"work must be {num_nodes} numbers, zero or more, one per node; found {work}")
-        self._run = Run.create_empty(run_id=1)
+        self._run = Run.create_empty(run_id=RUN)
         identify()
 
         def contexts() -> dict[int, Context]:
             return {
                 node: Context(
-                    run_id=1,
+                    run_id=RUN,
                     node_id=node,
                     node_config={"partition-id": i, "num-partitions": num_nodes, **node_configs[i]},
                     state=RecordDict(),
@@ -194,8 +194,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 self._schedule.drop(missing)
-                current = {each.current.metadata.message_id for each in self._workers if each.current is not None}
-                self._abandoned |= current.intersection(missing)
+                self._abandoned |= self._current().intersection(missing)
                 break
             self._serve_workers(left)
         self._observer = None
@@ -212,18 +211,39 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
         if not self._workers:
             return
         self._send_next()
+        self._receive(timeout)
+        self._send_next()
+
+    def _receive(self, timeout: float | None) -> dict[Exchange, Answers]:
+        """Collect results; returns those of exchanges. Waits up to `timeout` seconds for the first."""
+        exchanged: dict[Exchange, Answers] = {}
         for number in self._wait(timeout):
-            message, done = self._workers[number].receive()
-            if done.state is not None:
-                with self._nodes.using(message.metadata.dst_node_id) as context:
-                    context.state = done.state
-            self._schedule.done(message, number, done.seconds)
+            job, result = self._workers[number].receive()
+            if isinstance(job, Exchange):
+                if isinstance(result, Lost):
+                    self._schedule.release(number)
+                    result = dict.fromkeys(job.nodes, result.reason)
+                assert isinstance(result, Mapping)
+                exchanged[job] = result
+                continue
+            message = job.message
+            if isinstance(result, Done):
+                reply, seconds = result.reply, result.seconds
+                if result.state is not None:
+                    with self._nodes.using(message.metadata.dst_node_id) as context:
+                        context.state = result.state
+            else:
+                assert isinstance(result, Lost)
+                reason = f"{result.reason}; its node has the state from before this message"
+                reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+                seconds = None
+            self._schedule.done(message, number, seconds)
             message_id = message.metadata.message_id
             if message_id in self._abandoned:
                 self._abandoned.discard(message_id)
             else:
-                self._received(message_id, done.reply)
-        self._send_next()
+                self._received(message_id, reply)
+        return exchanged
 
     def _send_next(self) -> None:
         taken = []
@@ -235,6 +255,32 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
             node = message.metadata.dst_node_id
             with self._nodes.using(node) as context:
                 worker.send(Task(message, None if self._schedule.is_kept(node) else context.state))
+
+    def _current(self) -> set[str]:
+        """The ids of the messages that workers handle."""
+        jobs = [worker.current for worker in self._workers]
+        return {job.message.metadata.message_id for job in jobs if isinstance(job, Task)}
+
+    # --- layer-wise rounds ---
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        if not isinstance(self._nodes.client_app, ParksRounds):
+            return None
+        if not self._workers:
+            return self._nodes.exchange(Exchange(list(nodes), agreement))
+        waiting, sent = self._schedule.keepers(nodes), set[Exchange]()
+        answers: dict[int, Contribution | str] = {}
+        deadline = time.monotonic() + timeout
+        while (waiting or sent) and (left := deadline - time.monotonic()) > 0:
+            for number in [each for each in waiting if self._workers[each].is_free]:  # others are late with a message
+                exchange = Exchange(waiting.pop(number), agreement)
+                self._workers[number].send(exchange)
+                sent.add(exchange)
+            for exchange, result in self._receive(left).items():
+                if exchange in sent:  # not one of an earlier exchange that took too long
+                    sent.remove(exchange)
+                    answers |= result
+        return answers
 
     # --- the nodes' states, between rounds ---
 
@@ -258,8 +304,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
             context.state = records
 
     def _check_idle(self, node: int) -> None:
-        current = {worker.current.metadata.message_id for worker in self._workers if worker.current is not None}
-        if self._schedule.has_waiting or current - self._abandoned:
+        if self._schedule.has_waiting or self._current() - self._abandoned:
             raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
 
     def close(self) -> None:
@@ -280,74 +325,4 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
 
 def identify() -> None:
     """Let this process create messages outside of Flower's runtime."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
-
-
-@dataclass
-class Nodes:
-    """The nodes of a grid. A worker has a copy, in which it sets a node's state for each message."""
-
-    client_app: ClientApp
-    contexts: Contexts | Mapping[int, Context]  # the former if the memory for states is limited
-    threads: int | None
-
-    def handle(self, task: Task) -> Done:
-        """Handle a message in a worker process."""
-        began = time.perf_counter()
-        with self.using(task.message.metadata.dst_node_id) as context:
-            if task.state is not None:
-                context.state = task.state
-            reply = self.answer(task.message, context)
-            state = None
-            if not keeps_node(task.message):
-                state, context.state = context.state, RecordDict()
-        return Done(reply, state, time.perf_counter() - began)
-
-    def give_state(self, node: int) -> RecordDict:
-        """The state of a node that a worker process keeps."""
-        with self.using(node) as context:
-            state, context.state = context.state, RecordDict()
-            return state
-
-    def answer(self, message: Message, context: Context) -> Message:
-        """The ClientApp's reply, or an error reply."""
-        self._limit_threads()
-        try:
-            # The messages of a round share their content; a change by one client must not reach the next.
-            content = message.content
-            own = filled(RecordDict(), {key: record.copy() for key, record in content.items()})
-            message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
-            reply = self.client_app(message, context)
-        except (Exception, SystemExit) as error:
-            code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error) or type(error).__name__
-            if os.environ.get("FEDBN_DEBUG"):
-                traceback.print_exc(file=sys.stderr)
-        else:
-            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            if not isinstance(reply, Message):  # a handler returned nothing
-                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
-            elif (problem := _mismatch(message, reply)) is not None:
-                reason = problem
-            else:
-                return reply
-        return Message(Error(code, reason), reply_to=message)
-
-    def using(self, node: int) -> AbstractContextManager[Context]:
-        return self.contexts.using(node) if isinstance(self.contexts, Contexts) else nullcontext(self.contexts[node])
-
-    def _limit_threads(self) -> None:
-        if self.threads is not None and "torch" in sys.modules:
-            import torch
-
-            if torch.get_num_threads() != self.threads:
-                torch.set_num_threads(self.threads)
-
-
-def _mismatch(message: Message, reply: Message) -> str | None:
-    """Why this is not the node's reply to this message; Flower's SuperLink refuses such replies too."""
-    asked, given = message.metadata, reply.metadata
-    if given.reply_to_message_id != asked.message_id:
-        return f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
-    if given.src_node_id != asked.dst_node_id:
-        return f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
-    return None
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 0, 0

@@ -13,7 +13,8 @@ from typing import Literal, Unpack
 
 from flwr.clientapp import ClientApp
 
-from .grid import NodeOptions, Nodes, WorkersGrid
+from .grid import NodeOptions, WorkersGrid
+from .nodes import Nodes
 from .spawned import Spawned, leave_if_unguarded
 from .worker import Worker
 

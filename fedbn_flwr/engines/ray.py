@@ -19,18 +19,18 @@ from logging import WARNING
 from typing import Any, Unpack
 
 import ray
-from flwr.app import Error, Message, RecordDict
+from flwr.app import RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import log
-from flwr.common.constant import ErrorCode
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import FlatArrays
 
 from .context_cache import keep_freed_memory
-from .grid import NodeOptions, Nodes, WorkersGrid, identify
-from .worker import Done, Task
+from .grid import NodeOptions, WorkersGrid, identify
+from .nodes import Nodes
+from .worker import Job, Lost, Result
 
 _SHARED = 100_000  # bytes from which an array goes through the object store; Ray sends smaller values directly
 _KEPT = 4  # arrays whose place in the object store is remembered
@@ -221,7 +221,7 @@ class _SharedArrays:
 
 
 class _Packer(pickle.Pickler):
-    """Pickles a task without its large arrays; `references` are theirs in the object store."""
+    """Pickles a job without its large arrays; `references` are theirs in the object store."""
 
     def __init__(self, file: io.BytesIO, arrays: _SharedArrays) -> None:
         super().__init__(file, protocol=5)
@@ -258,9 +258,9 @@ class _Actor:
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
 
     def handle(self, data: bytes, *arrays: FlatArrays) -> bytes:
-        task = _Unpacker(data, arrays).load()
+        job = _Unpacker(data, arrays).load()
         # As bytes: arrays would stay in the object store as long as the server refers to them.
-        return pickle.dumps(self._served.handle(task), protocol=5)
+        return pickle.dumps(self._served.handle(job), protocol=5)
 
     def give_state(self, node: int) -> bytes:
         return pickle.dumps(self._served.give_state(node), protocol=5)
@@ -276,13 +276,13 @@ def _create(place: Place) -> Any:
 
 @dataclass
 class ActorWorker:
-    """An actor that handles one message at a time; one that is lost is replaced, wherever a machine has room."""
+    """An actor that handles one job at a time; one that is lost is replaced, wherever a machine has room."""
 
     served: Any  # the nodes, in the object store
     place: Place
     idle: Actors
     arrays: _SharedArrays
-    current: Message | None = None
+    current: Job | None = None
     waited: Any = None  # the reference of what is expected next: that the actor is ready, or its result
     problem: str = ""  # why it is not started again
     machine: str = ""  # its address
@@ -314,24 +314,22 @@ class ActorWorker:
             if self._failures == _STARTS:
                 self.problem = problem
 
-    def send(self, task: Task) -> None:
+    def send(self, job: Job) -> None:
         assert self.is_free
-        self.current = task.message
+        self.current = job
         file = io.BytesIO()
         packer = _Packer(file, self.arrays)
-        packer.dump(task)
+        packer.dump(job)
         self.waited = self._actor.handle.remote(file.getvalue(), *packer.references)
 
-    def receive(self) -> tuple[Message, Done]:
-        message, self.current = self.current, None
-        assert message is not None
+    def receive(self) -> tuple[Job, Result]:
+        job, self.current = self.current, None
+        assert job is not None
         ref, self.waited = self.waited, None
         try:
             if self.is_lost:
                 raise ActorUnavailableError("its machine is lost", None)
-            done = pickle.loads(ray.get(ref, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
-            assert isinstance(done, Done)
-            return message, done
+            return job, pickle.loads(ray.get(ref, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
         except RayError as error:
             if isinstance(error, RayTaskError):
                 how = f"the client's actor on {self.machine} failed: {_in_a_line(error)}"
@@ -340,8 +338,7 @@ class ActorWorker:
             else:
                 how = f"the reply of the client's actor on {self.machine} was lost ({type(error).__name__})"
             self.close()  # a state that it keeps is lost: any actor may begin that node's round again
-            reason = f"{how}; its node has the state from before this message"
-            return message, Done(Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message), None)
+            return job, Lost(how)
 
     def take_state(self, node: int) -> RecordDict | None:
         try:

@@ -52,6 +52,14 @@ class Schedule:
         """Whether a worker has the node's state."""
         return node in self._kept
 
+    def keepers(self, nodes: Iterable[int]) -> dict[int, list[int]]:
+        """Those of the nodes whose state a worker has, by worker."""
+        kept: dict[int, list[int]] = {}
+        for node in nodes:
+            if node in self._kept:
+                kept.setdefault(self._holder[node], []).append(node)
+        return kept
+
     def let_go(self, node: int) -> int | None:
         """Let any worker take a node; returns the worker that had kept its state, or None."""
         worker = self._holder.pop(node, None)
@@ -83,7 +91,7 @@ class Schedule:
         """Note that a worker has handled a message in so many seconds; None if the worker died."""
         node = message.metadata.dst_node_id
         if seconds is None:
-            self._release(worker)
+            self.release(worker)
         else:
             self._seconds[message.metadata.message_type][node] = seconds
             if keeps_node(message) and node in self._holder:  # not if it was let go in the meantime
@@ -126,8 +134,8 @@ class Schedule:
         else:
             del self._following[node]
 
-    def _release(self, worker: int) -> None:
-        """Let any worker take the nodes that this worker kept."""
+    def release(self, worker: int) -> None:
+        """Let any worker take the nodes that this worker, which died, had kept."""
         for node in [node for node, kept_by in self._holder.items() if kept_by == worker]:
             self.let_go(node)
         messages, self._own[worker] = self._own[worker], deque()

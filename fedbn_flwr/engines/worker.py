@@ -13,15 +13,14 @@ import logging
 import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from flwr.app import Error, Message, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.app import Message, RecordDict
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed
@@ -30,6 +29,9 @@ from .context_cache import keep_freed_memory, return_freed_memory
 from .logs import use_json
 from .spawned import Packed, Spawned, why_ended
 from .transport import receive, send
+
+if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from fedbn_flwr.exchange.codec import Agreement, Contribution
 
 _FORKS = 3  # attempts to start a worker
 _START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
@@ -51,25 +53,44 @@ class Done:
 
     reply: Message
     state: RecordDict | None
-    seconds: float | None = None  # None: the process died
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """The agreement of an exchange, with which the layer-wise rounds of these nodes continue in the worker."""
+
+    nodes: list[int]
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class Lost:
+    """There is no result, because the worker is lost."""
+
+    reason: str
+
+
+Job = Task | Exchange
+Result = Done | Mapping[int, "Contribution | str"] | Lost  # of a task, of an exchange, of either
 
 
 class NodeWorker(Protocol):
-    """A worker that handles one message at a time; one that is lost is replaced."""
+    """A worker that handles one job at a time; one that is lost is replaced."""
 
-    current: Message | None  # the message that it handles
+    current: Job | None  # what it does
 
     @property
     def is_free(self) -> bool:
-        """Whether a message can be sent to it."""
+        """Whether a job can be sent to it."""
 
     def begin(self) -> None:
         """Start it if it is not started, without waiting until it is ready."""
 
-    def send(self, task: Task) -> None: ...
+    def send(self, job: Job) -> None: ...
 
-    def receive(self) -> tuple[Message, Done]:
-        """The current message and its result, as soon as there is one; an error reply if the worker is lost."""
+    def receive(self) -> tuple[Job, Result]:
+        """The current job and its result, as soon as there is one."""
 
     def take_state(self, node: int) -> RecordDict | None:
         """The state of a node that the idle worker keeps; None if the worker is lost."""
@@ -80,7 +101,7 @@ class NodeWorker(Protocol):
 class Served(Protocol):
     """What a worker process does with what it is sent."""
 
-    def handle(self, task: Task) -> Done: ...
+    def handle(self, job: Job) -> Result: ...
 
     def give_state(self, node: int) -> RecordDict:
         """The state of a node that the process keeps."""
@@ -88,11 +109,11 @@ class Served(Protocol):
 
 @dataclass
 class Worker:
-    """A process that handles one message at a time; a dead one is replaced."""
+    """A process that handles one job at a time; a dead one is replaced."""
 
     number: int
     served: Served | Spawned  # used by a forked process, or sent to a spawned one
-    current: Message | None = None
+    current: Job | None = None
     process: BaseProcess | None = None
     connection: Connection = field(init=False)
     _is_ready: bool = False
@@ -101,29 +122,26 @@ class Worker:
     def is_free(self) -> bool:
         return self.current is None
 
-    def send(self, task: Task) -> None:
-        # One message at a time: with several, each end could wait for the other to read.
+    def send(self, job: Job) -> None:
+        # One job at a time: with several, each end could wait for the other to read.
         self.start()
-        self.current = task.message
+        self.current = job
         with contextlib.suppress(OSError):  # it died while idle: receive() reports it
-            send(self.connection, task)
+            send(self.connection, job)
 
-    def receive(self) -> tuple[Message, Done]:
-        """The current message and its result, as soon as there is one."""
-        message, self.current = self.current, None
-        assert message is not None
+    def receive(self) -> tuple[Job, Result]:
+        """The current job and its result, as soon as there is one."""
+        job, self.current = self.current, None
+        assert job is not None
         try:
-            done = receive(self.connection)
-            assert isinstance(done, Done)
-            return message, done
+            return job, receive(self.connection)
         except (EOFError, OSError):
             assert self.process is not None
             self.process.join(5)
             code = self.process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             self.close()
-            reason = f"the client's process died ({how}); its node has the state from before this message"
-            return message, Done(Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message), None)
+            return job, Lost(f"the client's process died ({how})")
 
     def take_state(self, node: int) -> RecordDict | None:
         """The state of a node that the idle worker keeps; None if the process has died."""
@@ -259,5 +277,5 @@ def _serve_next(served: Served, connection: Connection) -> bool:
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
     task = receive(connection)
     if task is not None:
-        send(connection, served.handle(task) if isinstance(task, Task) else served.give_state(task))
+        send(connection, served.give_state(task) if isinstance(task, int) else served.handle(task))
     return task is not None

@@ -9,10 +9,11 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
-from flwr.app import ArrayRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Message, MessageType
 
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.norms.roles import Role, roles
 
 from .codec import (
@@ -20,9 +21,7 @@ from .codec import (
     Agreement,
     CodecError,
     Contribution,
-    agreement_to_records,
     answer_from_bytes,
-    contribution_to_records,
     to_bytes,
 )
 from .config import ExchangeConfig
@@ -30,7 +29,7 @@ from .message_round import RoundMessages
 from .round import Carrier, ExchangesDone
 from .stream_server import ExchangeService, Lost
 
-CountExchange = Callable[[Sequence[RecordDict], Sequence[RecordDict]], None]
+CountExchange = Callable[[Sequence[Arrays], Sequence[Arrays]], None]
 
 _ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round; the round's own timeout is usually shorter
 _JOIN_SECONDS = 60  # to close the streams after the last reply has arrived
@@ -42,7 +41,7 @@ class DirectRound:
     Parameters
     ----------
     count
-        Counts an exchange in the ledger, from its records up and down.
+        Counts an exchange in the ledger, from its arrays up and down.
     exchange_seconds
         Seconds that one exchange may take.
     """
@@ -136,8 +135,7 @@ class DirectRound:
             self._error = error
 
     def _send(self, nodes: Sequence[int], agreement: Agreement, *, last: bool) -> None:
-        up = [contribution_to_records(contribution) for contribution in self._contributions]
-        self._count(up, [agreement_to_records(agreement)] * len(nodes))
+        self._count([contribution.tensors for contribution in self._contributions], [agreement.tensors] * len(nodes))
         self._service.answer(nodes, to_bytes(agreement), last=last)
 
 

@@ -1,8 +1,12 @@
-"""A round's exchanges as Flower's messages: one `query.cohort` to each client per exchange."""
+"""A round's exchanges as Flower's messages: one `query.cohort` to each client per exchange.
+
+An engine that has the clients' parked rounds in its processes passes on all exchanges but the first and the last
+itself: the first message contains the model, and the last one is the train message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +17,10 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 
 from .codec import Agreement, CodecError, Contribution, contribution_from_records
-from .round import ExchangesDone
+from .round import Answers, ExchangesDone
+
+# An engine's exchange of parked rounds (nodes, agreement, seconds); None: the engine cannot.
+PassOn = Callable[[Sequence[int], Agreement, float], Answers | None]
 
 
 @dataclass(frozen=True)
@@ -30,14 +37,19 @@ class RoundMessages:
 
 
 class MessageRound:
-    """A `Carrier` over `grid`; one exchange may take `timeout` seconds."""
+    """A `Carrier` over `grid`; one exchange may take `timeout` seconds. Without `pass_on`, all are messages."""
 
-    def __init__(self, grid: Grid, about: RoundMessages, timeout: float) -> None:
+    def __init__(self, grid: Grid, about: RoundMessages, timeout: float, pass_on: PassOn | None) -> None:
         self._grid = grid
+        self._pass_on = pass_on
         self._about = about
         self._timeout = timeout
 
-    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
+        if agreement is not None and self._pass_on is not None:
+            answers = self._pass_on(nodes, agreement, self._timeout)
+            if answers is not None:
+                return answers
         questions = self._messages(protocol.COHORT_QUERY, nodes, step, agreement)
         replies = self._grid.send_and_receive(questions, timeout=self._timeout)
         return {reply.metadata.src_node_id: _answer(reply) for reply in replies}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -17,6 +18,11 @@ from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import array_bytes, elements
 from fedbn_flwr.messages.gate import gate
+
+if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from fedbn_flwr.exchange.codec import Agreement
+    from fedbn_flwr.exchange.round import Answers
+    from fedbn_flwr.messages.aggregate import Arrays
 
 
 @dataclass
@@ -57,23 +63,30 @@ class MeteredGrid(GridAround):
             taken, self._now = self._now, Traffic()
         return taken
 
-    def count_exchange(self, up: Sequence[RecordDict], down: Sequence[RecordDict]) -> None:
-        """Count an exchange of FedTAN over streams, which do not use the grid."""
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        answers = super().exchange(nodes, agreement, timeout)
+        if answers is not None:
+            up = [{} if isinstance(answer, str) else answer.tensors for answer in answers.values()]
+            self.count_exchange(up, [agreement.tensors] * len(nodes))
+        return answers
+
+    def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
+        """Count an exchange of FedTAN that bypassed the grid."""
         traffic = Traffic(communication_rounds=1)
-        _count_down(traffic, down)
-        _count_up(traffic, up)
+        _count_down(traffic, map(_size_of_arrays, down))
+        _count_up(traffic, map(_size_of_arrays, up))
         self._add(traffic)
 
     def _note_down(self, messages: list[Message]) -> None:
         training = [message.content for message in messages if _trains(message)]
         traffic = Traffic(communication_rounds=bool(training))
-        _count_down(traffic, training)
+        _count_down(traffic, map(_size, training))
         _count_others(traffic, messages)
         self._add(traffic)
 
     def _note_up(self, replies: list[Message]) -> None:
         traffic = Traffic()
-        _count_up(traffic, [_content(reply) for reply in replies if _trains(reply)])
+        _count_up(traffic, [_size(_content(reply)) for reply in replies if _trains(reply)])
         _count_others(traffic, replies)
         self._add(traffic)
 
@@ -101,24 +114,33 @@ class MeteredGrid(GridAround):
         return replies
 
 
-def _count_down(traffic: Traffic, contents: Iterable[RecordDict]) -> None:
+Size = tuple[int, int]  # elements and bytes of the arrays of a message
+
+
+def _size(content: RecordDict) -> Size:
+    return elements(content), array_bytes(content)
+
+
+def _size_of_arrays(arrays: Arrays) -> Size:
+    return sum(array.size for array in arrays.values()), sum(array.nbytes for array in arrays.values())
+
+
+def _count_down(traffic: Traffic, sizes: Iterable[Size]) -> None:
     largest = 0
-    for content in contents:
-        size = array_bytes(content)
+    for count, size in sizes:
         largest = max(largest, size)
         traffic.messages_down += 1
         traffic.bytes_down += size
-        traffic.elements_down_per_client = max(traffic.elements_down_per_client, elements(content))
+        traffic.elements_down_per_client = max(traffic.elements_down_per_client, count)
     traffic.broadcast_bytes += largest
 
 
-def _count_up(traffic: Traffic, contents: Iterable[RecordDict]) -> None:
-    for content in contents:
-        size = array_bytes(content)
+def _count_up(traffic: Traffic, sizes: Iterable[Size]) -> None:
+    for count, size in sizes:
         traffic.messages_up += 1
         traffic.bytes_up += size
         traffic.broadcast_bytes += size
-        traffic.elements_up_per_client = max(traffic.elements_up_per_client, elements(content))
+        traffic.elements_up_per_client = max(traffic.elements_up_per_client, count)
 
 
 def _count_others(traffic: Traffic, messages: Iterable[Message]) -> None:

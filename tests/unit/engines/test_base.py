@@ -11,7 +11,6 @@ from flwr.serverapp import Grid
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines.base import GridAround, capabilities
 from fedbn_flwr.engines.network import PollingGrid
-from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.ledger import MeteredGrid
 
 Federations = Callable[..., Any]
@@ -49,8 +48,8 @@ def test_a_grid_around_another_passes_on_its_capabilities(federation: Federation
 def test_an_exchange_is_counted_through_another_grid(federation: Federations) -> None:
     fed = federation((4, 4))
     metered = MeteredGrid(fed.grid())
-    content = RecordDict({"arrays": pack({key: value.numpy() for key, value in fed.model.state_dict().items()})})
-    capabilities(GridAround(metered)).count_exchange([content], [content, content])
+    arrays = {key: value.numpy() for key, value in fed.model.state_dict().items()}
+    capabilities(GridAround(metered)).count_exchange([arrays], [arrays, arrays])
     traffic = metered.take()
     assert (traffic.communication_rounds, traffic.messages_up, traffic.messages_down) == (1, 1, 2)
     assert traffic.bytes_down == 2 * traffic.bytes_up > 0
