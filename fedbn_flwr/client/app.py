@@ -51,9 +51,8 @@ class ClientFailed(FedbnError, RuntimeError):
 class _MadeApp(ClientApp):
     """Is pickled as the call that made it, because its handlers cannot be pickled."""
 
-    # Continues the parked round of a node (run, node) without a message. Absent if there are mods of queries, which
-    # must see all messages.
-    exchange: Callable[[int, int, Agreement], Contribution]
+    # Continues the parked round of a node without a message. Absent if there are mods of queries, which must see all.
+    exchange: Callable[[Context, Agreement], Contribution]
 
     def __init__(self, make: Callable[[], ClientApp]) -> None:
         super().__init__()
@@ -104,8 +103,9 @@ def client_app(
                     content = _masked(content, before, message, context)
                 return Message(content, reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
-            who = context.node_config.get("partition-id", f"node {context.node_id}")
-            raise _failed(who, task, error, is_reported=protocol.RUN in _config(message)) from error
+            if protocol.RUN not in _config(message):  # in experiments the server reports it
+                _log_once(task, f"{type(error).__name__}: {error}")
+            raise _failed(context, task, error) from error
 
     @app.train(mods=around["train"])
     def train(message: Message, context: Context) -> Message:
@@ -166,12 +166,9 @@ def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str
     return {kind: list(by_kind.get(kind, ())) for kind in _KINDS}
 
 
-def _failed(who: object, task: str, error: BaseException, *, is_reported: bool) -> ClientFailed:
-    """The error of a client; it is logged here unless the server reports it, as in experiments."""
-    problem = f"{type(error).__name__}: {error}"
-    if not is_reported:
-        _log_once(task, problem)
-    return ClientFailed(f"client {who} could not {task}: {problem}")
+def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
+    who = context.node_config.get("partition-id", f"node {context.node_id}")
+    return ClientFailed(f"client {who} could not {task}: {type(error).__name__}: {error}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -285,14 +282,11 @@ def _model_of_round(message: Message, context: Context) -> Arrays:
 _LAYERWISE = "take part in a layer-wise step"
 
 
-def _exchange(run: int, node: int, agreement: Agreement) -> Contribution:
-    parked = parked_rounds.get((run, node))
+def _exchange(context: Context, agreement: Agreement) -> Contribution:
     try:
-        return continue_parked(run, node, agreement)
+        return continue_parked(context, agreement)
     except (Exception, SystemExit) as error:
-        partition = None if parked is None else parked.client.partition_id
-        who = f"node {node}" if partition is None else partition
-        raise _failed(who, _LAYERWISE, error, is_reported=parked is not None and parked.token[0] is not None) from error
+        raise _failed(context, _LAYERWISE, error) from error
 
 
 def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:

@@ -41,6 +41,7 @@ class _Parked:
     client: BNClient
     session: Session
     extras: dict[str, Arrays]
+    context: Context  # of the last message
 
 
 class ParkedRounds(dict[tuple[int, int], _Parked]):
@@ -79,11 +80,11 @@ def train_by_messages(
     parked = parked_rounds.take(context, token, step)
     outcome: Contribution | Update
     if parked is not None:
-        parked.client.records = context.state
+        parked.client.records, parked.context = context.state, context
         parked.extras.update(extras)
         outcome = parked.session.advance(agreement_from_records(exchanged))
     else:
-        parked = _replay(make, state, config, extras, token, step)
+        parked = _replay(make, state, config, extras, token, step, context)
         outcome = parked.session.advance()
     if isinstance(outcome, Contribution):
         parked.step = step
@@ -93,19 +94,23 @@ def train_by_messages(
     return outcome
 
 
-def continue_parked(run: int, node: int, agreement: Agreement) -> Contribution:
+def continue_parked(context: Context, agreement: Agreement) -> Contribution:
     """Continue the node's round, which is parked in this process, up to its next exchange.
 
     The state does not get the agreement: the engine knows that the round is here, so no other process replays it.
     """
-    parked = parked_rounds.pop((run, node), None)
-    if parked is None:
-        raise MessageError("its process has no round that waits for an exchange")
+    parked = parked_rounds.get((context.run_id, context.node_id))
+    if parked is None or parked.context is not context:
+        raise MessageError(
+            "its round is no longer parked in this process, for instance because another grid has served a node of "
+            "the same number; give the strategy direct=False if the rounds of two grids take turns in one process"
+        )
+    del parked_rounds[context.run_id, context.node_id]
     outcome = parked.session.advance(agreement)
     if not isinstance(outcome, Contribution):
         raise MessageError("its round has ended, and the server expects another exchange")
     parked.step += 1
-    parked_rounds[run, node] = parked
+    parked_rounds.park(context, parked)
     return outcome
 
 
@@ -137,6 +142,7 @@ def _replay(
     extras: dict[str, Arrays],
     token: tuple[str | None, int],
     step: int,
+    context: Context,
 ) -> _Parked:
     client = make()
     first = arrays_in(state.load_records(_name(0)))
@@ -155,7 +161,7 @@ def _replay(
         if not (records := state.load_records(_name(number))):
             raise MessageError(f"the client's state does not have the result of exchange {number}")
         agreements.append(agreement_from_records(records))
-    return _Parked(token, step, client, Session(work, agreements), extras)
+    return _Parked(token, step, client, Session(work, agreements), extras, context)
 
 
 def _exchanged(content: RecordDict, config: Mapping[str, Any]) -> RecordDict:

@@ -57,6 +57,10 @@ class Contexts:
     def __contains__(self, node: object) -> bool:
         return node in self._contexts
 
+    def __getitem__(self, node: int) -> Context:
+        """The context of a node, whose state may be spilled."""
+        return self._contexts[node]
+
     @contextmanager
     def using(self, node: int) -> Iterator[Context]:
         """The context of a node, with its state; the states of others may be spilled afterwards."""

@@ -26,7 +26,7 @@ from fedbn_flwr.errors import MissingPackage
 
 from .base import Capabilities, NodeStates, ReplyObserver
 from .context_cache import Contexts
-from .nodes import RUN, Nodes, ParksRounds
+from .nodes import Nodes, ParksRounds
 from .schedule import Schedule
 from .temporary import temporary_folder
 from .worker import Done, Exchange, Lost, NodeWorker, Task
@@ -89,13 +89,13 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
             raise ValueError(f"node_config has {len(node_configs)} entries for {num_nodes} nodes")
         if work is not None and (len(work) != num_nodes or not all(map(math.isfinite, work)) or min(work) < 0):
             raise ValueError(f"work must be {num_nodes} numbers, zero or more, one per node; found {work}")
-        self._run = Run.create_empty(run_id=RUN)
+        self._run = Run.create_empty(run_id=1)
         identify()
 
         def contexts() -> dict[int, Context]:
             return {
                 node: Context(
-                    run_id=RUN,
+                    run_id=1,
                     node_id=node,
                     node_config={"partition-id": i, "num-partitions": num_nodes, **node_configs[i]},
                     state=RecordDict(),
@@ -225,25 +225,27 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
                     result = dict.fromkeys(job.nodes, result.reason)
                 assert isinstance(result, Mapping)
                 exchanged[job] = result
-                continue
-            message = job.message
-            if isinstance(result, Done):
-                reply, seconds = result.reply, result.seconds
-                if result.state is not None:
-                    with self._nodes.using(message.metadata.dst_node_id) as context:
-                        context.state = result.state
             else:
-                assert isinstance(result, Lost)
-                reason = f"{result.reason}; its node has the state from before this message"
-                reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
-                seconds = None
-            self._schedule.done(message, number, seconds)
-            message_id = message.metadata.message_id
-            if message_id in self._abandoned:
-                self._abandoned.discard(message_id)
-            else:
-                self._received(message_id, reply)
+                assert isinstance(result, Done | Lost)
+                self._handled(job.message, number, result)
         return exchanged
+
+    def _handled(self, message: Message, worker: int, result: Done | Lost) -> None:
+        """Keep the reply to a message that a worker has handled, and the node's state."""
+        if isinstance(result, Lost):
+            reason = f"{result.reason}; its node has the state from before this message"
+            reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+        else:
+            reply = result.reply
+            if result.state is not None:
+                with self._nodes.using(message.metadata.dst_node_id) as context:
+                    context.state = result.state
+        self._schedule.done(message, worker, result.seconds if isinstance(result, Done) else None)
+        message_id = message.metadata.message_id
+        if message_id in self._abandoned:
+            self._abandoned.discard(message_id)
+        else:
+            self._received(message_id, reply)
 
     def _send_next(self) -> None:
         taken = []
@@ -325,4 +327,4 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
 
 def identify() -> None:
     """Let this process create messages outside of Flower's runtime."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 0, 0
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0

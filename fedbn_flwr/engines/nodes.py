@@ -25,14 +25,12 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
     from fedbn_flwr.exchange.codec import Agreement, Contribution
     from fedbn_flwr.exchange.round import Answers
 
-RUN = 1  # the Flower run of all messages and contexts
-
 
 @runtime_checkable
 class ParksRounds(Protocol):
     """A ClientApp that continues a node's layer-wise round, which is parked in its process, without a message."""
 
-    def exchange(self, run: int, node: int, agreement: Agreement) -> Contribution: ...
+    def exchange(self, context: Context, agreement: Agreement) -> Contribution: ...
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Nodes:
         assert isinstance(app, ParksRounds)
         for node in exchange.nodes:
             try:
-                answers[node] = app.exchange(RUN, node, exchange.agreement)
+                answers[node] = app.exchange(self.contexts[node], exchange.agreement)
             except (Exception, SystemExit) as error:
                 answers[node] = _reason(error)
         return answers

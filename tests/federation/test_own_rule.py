@@ -98,7 +98,7 @@ def test_a_client_without_the_client_rule_refuses_the_message(federation: Federa
 # --- the modules of a round --------------------------------------------------
 
 
-def test_a_round_of_fedavg_executes_thirteen_modules(federation: Federations) -> None:
+def test_a_round_of_fedavg_executes_fourteen_modules(federation: Federations) -> None:
     """From configure_train through two clients on the local engine to aggregate_train, each client with its model."""
     fed = federation()
     tensors = [ModelTensors(copy.deepcopy(fed.model)) for _ in fed.data]
@@ -133,7 +133,7 @@ def test_a_round_of_fedavg_executes_thirteen_modules(federation: Federations) ->
 OURS = ("fedbn_flwr", "strategies")
 ROUND = {
     "strategies.fedavg", "strategies._rule",
-    "fedbn_flwr.engines.grid", "fedbn_flwr.models.tensors",
+    "fedbn_flwr.engines.grid", "fedbn_flwr.engines.nodes", "fedbn_flwr.models.tensors",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training",
     "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",
     "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.gate", "fedbn_flwr.messages.aggregate",

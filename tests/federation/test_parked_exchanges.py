@@ -1,0 +1,149 @@
+"""FedTAN's exchanges that the local engine passes on to its parked rounds, beside exchanges by messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import client_app
+from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages.protocol import COHORT_QUERY
+from fedbn_flwr.results.ledger import MeteredGrid
+from tests.support.federations import last_model, same
+from tests.support.models import two_norms, two_norms_with_dropout
+from tests.support.smallbatches import FedTAN
+
+Federations = Callable[..., Any]
+
+
+class Counting(GridAround):
+    """Counts the exchanges that are messages."""
+
+    exchanges = 0
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        self.exchanges += any(message.metadata.message_type == COHORT_QUERY for message in messages)
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize(("exchange", "exchanges"), [("fused", 4), ("paper", 6)])
+def test_a_message_per_exchange_gives_the_same_model_and_traffic(
+    federation: Federations, exchange: str, exchanges: int
+) -> None:
+    fed = federation((6, 7, 8), model=two_norms_with_dropout, lr=0.1, momentum=0.9)
+    results = []
+    for direct, workers in ((False, 0), (True, 0), (True, 1), (True, 2), (True, 3)):
+        with fed.grid(workers=workers) as grid:
+            counting = Counting(grid)
+            metered = MeteredGrid(counting)
+            strategy = FedTAN(fraction_evaluate=0.0, exchange=exchange, direct=direct)
+            results.append((last_model(fed, strategy, 2, metered), metered.take()))
+        assert counting.exchanges == 2 * (1 if direct else exchanges), "the first of a round has the model"
+    (model, traffic), *others = results
+    assert all(same(model, other) and counted == traffic for other, counted in others)
+
+
+def test_a_round_of_another_grid_is_not_continued_in_place_of_a_parked_one(federation: Federations) -> None:
+    fed, other = (federation((6, 6), model=two_norms) for _ in range(2))
+
+    class Interrupted(GridAround):
+        """The rounds of another grid are parked between two exchanges."""
+
+        def exchange(self, *asked: Any) -> Any:
+            with pytest.raises(ZeroDivisionError):
+                last_model(other, FedTAN(fraction_evaluate=0.0), 1, Stopped(other.grid()))
+            return super().exchange(*asked)
+
+    class Stopped(GridAround):
+        def exchange(self, *asked: Any) -> Any:
+            raise ZeroDivisionError
+
+    with pytest.raises(RunFailed, match=r"exchange 2: 0 of 2 clients.*\n.*another grid has served a node of the same"):
+        last_model(fed, FedTAN(fraction_evaluate=0.0), 1, Interrupted(fed.grid()))
+
+
+def with_fault(fed: Any, fault: Callable[[], None]) -> ClientApp:
+    """The federation's app, in which client 1 calls `fault` between its two batch norms."""
+
+    def make(context: Context) -> Any:
+        client = fed.make_client(context)
+        if client.partition_id == 1:
+            # Not in the pass of two images that counts batch norms, before the first exchange.
+            client.model[2].register_forward_pre_hook(lambda _, inputs: fault() if len(inputs[0]) > 2 else None)
+        return client
+
+    return client_app(make)
+
+
+def participants(fed: Any, grid: Any, after: Callable[[int], object] = bool, **options: Any) -> list[list[int]]:
+    """The nodes in the mean of each of two rounds; `after` is called at the end of each."""
+    strategy, found = FedTAN(fraction_evaluate=0.0, **options), []
+
+    def note(server_round: int, arrays: ArrayRecord) -> None:
+        if server_round:
+            found.append(sorted(strategy.shares))
+            after(server_round)
+
+    strategy.start(grid, fed.arrays(), num_rounds=2, evaluate_fn=note)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_client_that_fails_between_two_exchanges_is_left_out(
+    federation: Federations, flower_log: pytest.LogCaptureFixture, workers: int
+) -> None:
+    fed = federation((6, 6, 6), batches=1, model=two_norms)
+
+    def fault() -> None:
+        raise OSError("the disk is gone")
+
+    for direct in (True, False):
+        flower_log.clear()
+        with fed.grid(with_fault(fed, fault), workers=workers) as grid:
+            assert participants(fed, grid, direct=direct) == [[1, 3]] * 2
+        reason = "client 1 could not take part in a layer-wise step: OSError: the disk is gone"
+        assert f"round 2, exchange 2: left out client 1 (node 2): {reason}" in flower_log.text
+
+
+def test_a_process_that_dies_between_two_exchanges_loses_its_clients_for_this_round(
+    federation: Federations, tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed, once = federation((6, 6, 6, 6), batches=1, model=two_norms), tmp_path / "once"
+
+    def fault() -> None:
+        if not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with fed.grid(with_fault(fed, fault), workers=2) as grid:
+        assert participants(fed, grid) == [[1, 3], [1, 2, 3, 4]]
+    for client in (1, 3):
+        assert f"left out client {client} (node {client + 1}): the client's process died (signal 9)" in flower_log.text
+
+
+def test_a_late_client_is_left_out_of_this_round_only(
+    federation: Federations, tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed, go = federation((6, 6, 6, 6), batches=1, model=two_norms), tmp_path / "go"
+
+    def fault() -> None:
+        for _ in range(600):
+            if go.exists():
+                return
+            time.sleep(0.05)
+
+    with fed.grid(with_fault(fed, fault), workers=2) as grid:
+        grid.start()
+        found = participants(fed, grid, lambda _: go.touch(), exchange_timeout=2)
+    assert found == [[1, 3], [1, 2, 3, 4]]
+    assert "round 1, exchange 2: left out 2 of 4 clients did not answer in time" in flower_log.text
