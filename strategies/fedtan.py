@@ -60,9 +60,9 @@ class FedTAN(FedAvg):
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
     direct : ExchangeConfig | bool (default: True)
-        The exchange service for streams between clients and server: True takes it from the environment
-        (`FEDBN_EXCHANGE_ADDRESS`, ...). If none is set, an engine with worker processes of its own (local, ray) passes
-        the exchanges on to them, and others use messages; False always uses messages.
+        How exchanges are sent: True uses streams if the environment has an exchange service
+        (`FEDBN_EXCHANGE_ADDRESS`), else the engine's processes if they have the parked rounds (local, ray), else
+        messages; False always uses messages.
     """
 
     backward = True  # the backward pass exchanges gradients
