@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
+from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
 from .common import Commands, add_command
@@ -44,6 +44,6 @@ def bench(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.bench.common import Options
     from fedbn_flwr.experiment.model import choose_device
 
-    workers = arguments.workers or os.cpu_count() or 1
+    workers = arguments.workers or cores()
     options = Options(arguments.repeats, arguments.steps, choose_device(arguments.device), workers)
     run(arguments.names, options, as_json=arguments.json)

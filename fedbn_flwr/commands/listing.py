@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import inspect
 import json
-import os
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
 from .common import Commands, add_command, duration
@@ -144,11 +144,7 @@ def list_experiments(names: Sequence[str], size: str | None, *, timed: bool, as_
         print()
     print(
         "images: to train on in all runs; fedbn explain NAME has the time, bytes and memory of each run"
-        + (
-            f"\ntime: of the training steps only, on {os.cpu_count()} cores, from steps on random images"
-            if timed
-            else ""
-        )
+        + (f"\ntime: of the training steps only, on {cores()} cores, from steps on random images" if timed else "")
     )
 
 

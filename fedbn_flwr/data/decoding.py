@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import DataError
 
 from . import IGNORED, Size
@@ -120,7 +121,7 @@ class Files:
 
     def _all(self, column: str | None, read: Any) -> list[np.ndarray]:
         raw = self._files[column][:]  # all at once: single rows take 0.2 ms each
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # PIL decodes outside the interpreter lock
+        with ThreadPoolExecutor(cores()) as pool:  # PIL decodes outside the interpreter lock
             return list(pool.map(read, raw, range(len(raw))))
 
     def _whole(self, item: Any, row: int) -> np.ndarray:

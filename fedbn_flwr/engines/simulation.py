@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr import named
+from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import RunFailed, SettingsError
 
 from .temporary import temporary_folder
@@ -66,7 +67,7 @@ def federation_config(clients: int) -> str:
         os.environ.get("RAY_ADDRESS", "local") != "local"
     ):  # Ray refuses a number of cores for a cluster that is running already
         return nodes
-    return f"{nodes} init-args-num-cpus={min(clients, os.cpu_count() or 1)}"
+    return f"{nodes} init-args-num-cpus={min(clients, cores())}"
 
 
 @dataclass(frozen=True)

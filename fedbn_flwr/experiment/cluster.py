@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import io
 import math
-import os
 import pickle
 import sys
 import warnings
@@ -28,6 +27,7 @@ from torch import Tensor
 from fedbn_flwr import named
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.cluster import connected
 from fedbn_flwr.engines.ray import Actors, Place, RayGrid, machines
@@ -78,7 +78,7 @@ def _cores(engine: Engine) -> int | None:
     """The cores that a cluster of this machine must offer, if that is more than it has."""
     if engine.workers == "auto":
         return None
-    return max(os.cpu_count() or 1, math.ceil(engine.workers * _cpus(engine)))
+    return max(cores(), math.ceil(engine.workers * _cpus(engine)))
 
 
 def _cpus(engine: Engine) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedbn_flwr.cores import cores
 from fedbn_flwr.data.catalogue import CATALOGUE
 
 from .settings import Data, Experiment, Model, Settings
@@ -38,7 +38,7 @@ def cost_of(experiment: Experiment, *, timed: bool = False) -> Cost:
     for run, count in zip(experiment.runs, images, strict=True):
         data = Data(name=run.data.name, size=run.data.size, crop=run.data.crop)  # what decides the time
         seconds.append((count or 0) * _seconds(data, run.model, run.train.batch_size))
-    return Cost(len(images), total, sum(seconds) / 60 / (os.cpu_count() or 1))
+    return Cost(len(images), total, sum(seconds) / 60 / cores())
 
 
 def images_of(run: Settings) -> int | None:

@@ -39,7 +39,8 @@ def resolve(run: Settings) -> Settings:
             f"or unit (official values are known for {known})"
         )
     changes = {
-        "size": data.size or (entry.size if entry else None),
+        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
+        "size": data.size or (entry.size if entry and not entry.embedded else None),
         "normalise": data.normalise or ("official" if moments else "moments"),
         "augment": data.augment if data.augment is not None else (entry.augment if entry else ()),
         "fit": data.fit or (entry.fit if entry else None if named.is_name(data.name) else "stretch"),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +18,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.engines.grid import UserConfig
 from fedbn_flwr.engines.local import LocalGrid
@@ -283,7 +283,7 @@ def workers_of(run: Settings) -> int:
     if run.engine.workers != "auto":
         return run.engine.workers
     on_gpu = choose_device(run.engine.device).type == "cuda"
-    several = run.engine.gpus if on_gpu else os.cpu_count() or 1
+    several = run.engine.gpus if on_gpu else cores()
     return several if several > 1 else 0
 
 

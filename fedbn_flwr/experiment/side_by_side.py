@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from fedbn_flwr import seeding
+from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.context_cache import keep_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 
@@ -60,11 +61,10 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
             return 1
     if jobs is not None:
         return max(1, min(jobs, unfinished))
-    cores = os.cpu_count() or 1
     if any(run.engine.workers != "auto" for run in runs):
         return 1
     # With fewer runs than cores, the cores share out the clients of one run at a time.
-    return cores if unfinished >= cores else 1
+    return cores() if unfinished >= cores() else 1
 
 
 def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: Board) -> dict[int, str]:

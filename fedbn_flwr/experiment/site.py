@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedbn_flwr import __version__
 from fedbn_flwr.client.rules.fedtan import check_batch
+from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.reach import Check, check_writable
 from fedbn_flwr.errors import FedbnError, MessageError, SettingsError
@@ -136,7 +137,7 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
 def check_machine(experiment: Experiment | None, folder: Path) -> list[Check]:
     """Memory, disk and GPU."""
     free = _free_memory() / 1e9
-    memory = Check("memory", "ok", f"{free:.1f} GB free, {os.cpu_count()} cores")
+    memory = Check("memory", "ok", f"{free:.1f} GB free, {cores()} cores")
     if free < _LITTLE_MEMORY:
         memory = Check("memory", "warning", memory.found, f"have {_LITTLE_MEMORY:g} GB free: end other programs")
     space = shutil.disk_usage(folder if folder.is_dir() else Path.cwd()).free / 1e9

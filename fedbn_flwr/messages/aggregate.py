@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbn_flwr.cores import cores
 from fedbn_flwr.norms.roles import Role, roles
 
 from .arrays import FlatArrays, Layout
@@ -35,7 +35,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
 # threads would wait for Python's global lock.
 _REPLIES = 16
 _PIECE = 32768
-_THREADS = min(8, os.cpu_count() or 1)
+_THREADS = min(8, cores())
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
 

@@ -35,6 +35,7 @@ import numpy as np
 from flwr.app import RecordDict
 
 from fedbn_flwr import __version__
+from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.storage import replacing, writing
@@ -268,7 +269,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "versions": versions,
     }
     if "torch" in sys.modules:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.cores import cores
 from fedbn_flwr.experiment.api import run_all
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.side_by_side import jobs_of
@@ -116,7 +116,7 @@ def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tm
 @pytest.mark.parametrize(
     ("changes", "unfinished", "given", "expected"),
     [
-        ([], 1_000, None, os.cpu_count()),
+        ([], 1_000, None, cores()),
         ([], 0, None, 1),
         ([], 3, 8, 3),
         (["engine.workers=0"], 1_000, None, 1),

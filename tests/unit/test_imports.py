@@ -30,6 +30,7 @@ FOLDERS = (
     "fedbn_flwr.storage",
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",
+    "fedbn_flwr.cores",
     "fedbn_flwr.errors",
 )
 
