@@ -80,8 +80,9 @@ def _seconds(data: Data, model: Model, batch_size: int) -> float:
     from .model import make_model
 
     run = resolve(Settings(data=data, model=model))
-    entry, size = CATALOGUE[data.name], run.data.crop or run.data.size
-    assert size is not None  # the catalogue gives one of them
+    entry = CATALOGUE[data.name]
+    size = run.data.crop or run.data.size or entry.size
+    assert size is not None  # an entry has one of them
     sides = (size, size) if isinstance(size, int) else size
     shape = Shape(entry.classes, entry.channels, sides, entry.ids is not None)
     height, width = (min(side, _SIDE) for side in shape.size)
