@@ -28,17 +28,9 @@ from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import capabilities, wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, RunningSum, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
-from fedbn_flwr.messages.gate import (
-    Reply,
-    gate,
-    metrics_of,
-    number_problem,
-    one_line,
-    partition_of,
-    read_reply,
-)
+from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, one_line, partition_of, read_reply
 from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
 from fedbn_flwr.messages.screening import refuse_records
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
@@ -145,6 +137,7 @@ class FedAvg(Rule, FlowerFedAvg):
         self.memory = self.Memory()
         self.shares = {}
         self.round: Round | None = None  # the current one
+        self.sums = RunningSum()  # of its first replies, if they were added as they arrived
         self.asked = 0  # number of clients that received the model in this round
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
         options = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
@@ -163,6 +156,7 @@ class FedAvg(Rule, FlowerFedAvg):
         if self.fraction_train == 0.0:
             return []
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
+        self.sums = RunningSum()
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
         if self.robust is not None and server_round == 1:
@@ -269,21 +263,9 @@ class FedAvg(Rule, FlowerFedAvg):
         round, messages = self.round, list(replies)
         if round is None or self.fraction_train == 0.0:
             return None, None
-        sent, expected, names = unpack(round.arrays), self.expected(round.arrays), list(self.records(round))
-        if names:
-            messages = refuse_records(gate(messages), names, sent)
-
-        def read(message: Message) -> Reply:
-            reply = read_reply(message, self.arrayrecord_key, names)
-            if problem := (
-                number_problem(reply.metrics, self.weighted_by_key)
-                or fault(reply.arrays, sent, expected)
-                or self.problem(round, reply)
-            ):
-                raise MessageError(problem)
-            return reply
-
-        usable = self.screen(f"round {server_round}", messages, self.asked, read)
+        if names := list(self.records(round)):
+            messages = refuse_records(gate(messages), names, unpack(round.arrays))
+        usable = self.screen(f"round {server_round}", messages, self.asked, self.read)
         if self.robust is not None:
             usable = self._plausible(round, usable, self.robust)
         weights = self.weights(round, usable)
@@ -296,10 +278,24 @@ class FedAvg(Rule, FlowerFedAvg):
         self.shares = {reply.node: weight for reply, weight in zip(usable, weights, strict=True)}
         self.used = [*self.shares]
         model = pack(self.combine(round, usable, weights))
+        self.sums = RunningSum()  # frees the old one
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
         self.after_round(round, usable, weights)
         return model, self._mean_metrics([r.metrics for r in usable], self.weighted_by_key, self.train_metrics_aggr_fn)
+
+    def read(self, message: Message) -> Reply:
+        """The content of a reply of this round that has passed the gate; MessageError if it is unusable."""
+        assert self.round is not None
+        arrays = self.round.arrays
+        reply = read_reply(message, self.arrayrecord_key, list(self.records(self.round)))
+        if problem := (
+            number_problem(reply.metrics, self.weighted_by_key)
+            or fault(reply.arrays, unpack(arrays), self.expected(arrays))
+            or self.problem(self.round, reply)
+        ):
+            raise MessageError(problem)
+        return reply
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         # An evaluation has no training batch.
@@ -323,7 +319,7 @@ class FedAvg(Rule, FlowerFedAvg):
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
         if self.robust is None:
-            return weighted_mean((reply.arrays for reply in replies), weights)
+            return weighted_mean((reply.arrays for reply in replies), weights, self.sums)
         arrays = [reply.arrays for reply in replies]
         return self.robust.combine(arrays, weights, unpack(round.arrays), f"round {round.number}")
 

@@ -49,6 +49,9 @@ class Capabilities:
         """Start the processes that serve nodes. Returns how many nodes are served at once; None: all of them."""
         return None
 
+    def rest(self) -> None:
+        """Let the processes that serve nodes return freed memory, because the server needs it now."""
+
     def observe(self, observer: ReplyObserver) -> None:
         """Pass the replies of the next `send_and_receive` to `observer` as they arrive, if the engine can."""
 
@@ -112,6 +115,9 @@ class GridAround(Capabilities, Grid):
 
     def start(self) -> int | None:
         return capabilities(self.inner).start()
+
+    def rest(self) -> None:
+        capabilities(self.inner).rest()
 
     def observe(self, observer: ReplyObserver) -> None:
         capabilities(self.inner).observe(observer)

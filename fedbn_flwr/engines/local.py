@@ -86,6 +86,10 @@ class LocalGrid(WorkersGrid[Worker]):
             worker.start()
         return len(self._workers) or 1
 
+    def rest(self) -> None:
+        for worker in self._workers:
+            worker.rest()
+
     def _wait(self, timeout: float | None) -> list[int]:
         busy = {worker.connection: i for i, worker in enumerate(self._workers) if worker.current is not None}
         return [busy[connection] for connection in wait(list(busy), timeout)] if busy else []  # type: ignore[index]

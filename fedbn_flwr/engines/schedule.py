@@ -146,12 +146,17 @@ class Schedule:
         return self._duration(message.metadata.dst_node_id, message.metadata.message_type)
 
     def _duration(self, node: int, kind: str) -> float:
-        """The seconds of the node's last message of this type, or an estimate from the durations of other nodes."""
+        """The seconds of the node's last message of this type, or an estimate from the durations of other nodes.
+
+        Where these nearly agree it is the estimate, so that equal nodes are served in the order of their messages: in
+        this order a strategy adds up the replies, and one that arrives earlier stays in memory until its turn.
+        """
         known = self._seconds[kind]
-        if node in known:
-            return known[node]
-        rate = sum(known.values()) / sum(self._work[each] for each in known) if known else 1.0
-        return rate * self._work[node]
+        done = sum(self._work[each] for each in known)
+        estimate = self._work[node] * (sum(known.values()) / done if done else 1.0)
+        last = known.get(node, estimate)
+        return estimate if _SHORTER * estimate <= last <= _LONGER * estimate else last
 
 
 _TRAIN = "train"
+_SHORTER, _LONGER = 0.8, 1.1  # durations of a node, relative to the estimate, that count as equal to it

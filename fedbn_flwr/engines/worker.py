@@ -75,6 +75,11 @@ Job = Task | Exchange
 Result = Done | Mapping[int, "Contribution | str"] | Lost  # of a task, of an exchange, of either
 
 
+@dataclass(frozen=True)
+class Rest:
+    """Asks a worker to return freed memory; it does not reply."""
+
+
 class NodeWorker(Protocol):
     """A worker that handles one job at a time; one that is lost is replaced."""
 
@@ -154,6 +159,12 @@ class Worker:
         assert isinstance(state, RecordDict)
         return state
 
+    def rest(self) -> None:
+        """Let the idle process return freed memory."""
+        if self._is_ready and self.is_free:
+            with contextlib.suppress(OSError):  # it died while idle
+                send(self.connection, Rest())
+
     def begin(self) -> None:
         """Start the process if there is none, without waiting until it is ready."""
         if self.process is not None:
@@ -168,6 +179,7 @@ class Worker:
             with packed.file, self.served.environment(self.number), _without_interrupts():
                 self.process.start()
         else:
+            return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
             fork = multiprocessing.get_context("fork")
             self.connection, other = fork.Pipe()
             self.process = fork.Process(target=_serve_forked, args=(self.served, self.connection, other), daemon=True)
@@ -275,7 +287,13 @@ def _serve_next(served: Served, connection: Connection) -> bool:
     """Answer a message. A function, so that no message or reply stays in memory while the worker waits."""
     if not connection.poll(_IDLE):
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
-    task = receive(connection)
-    if task is not None:
-        send(connection, served.give_state(task) if isinstance(task, int) else served.handle(task))
-    return task is not None
+    match receive(connection):
+        case None:
+            return False
+        case Rest():
+            return_freed_memory()
+        case int() as node:
+            send(connection, served.give_state(node))
+        case job:
+            send(connection, served.handle(job))
+    return True

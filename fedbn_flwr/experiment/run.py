@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
+from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.engines.grid import UserConfig
 from fedbn_flwr.engines.local import LocalGrid
@@ -34,6 +35,7 @@ from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_int
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.write import write_report
+from fedbn_flwr.strategies import folding_of
 
 from .compiling import decided, fill_cache
 from .data import loaded_data, partition_of, resolve
@@ -64,6 +66,8 @@ from .training import check_partition, work_of
 def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progress | Reporter, done: int) -> None:
     """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
+    prepared.release()  # workers, which are copies of this process, would keep the memory of its model
+    capabilities(grid).start()
     snapshot = read_snapshot(folder) if done else None
     ledger = MeteredGrid(GatedGrid(WatchedGrid(grid, progress.report), run.clients))
     if snapshot is None:
@@ -131,7 +135,9 @@ def end(listeners: Sequence[Listener], state: RunState) -> None:
 def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     rule, number = state.prepared.rule, state.round + 1
     config = ConfigRecord({**state.identity, protocol.KEPT_ROUND: state.kept_round})
-    messages = rule.configure_train(number, state.arrays, config, state.grid)
+    messages = list(rule.configure_train(number, state.arrays, config, state.grid))
+    if not state.run.evaluate.dynamics and (folding := folding_of(rule, messages, state.nodes)) is not None:
+        state.grid.observe(folding)  # no listener reads the arrays of single replies
     replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
     arrays, metrics = rule.aggregate_train(number, replies)
     if arrays is not None:

@@ -34,6 +34,7 @@ MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
 _TEXT_LIMIT = 2000  # bytes of a reason
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
+_OWN = frozenset({protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.TRAIN_LOSS, protocol.PARTITION})
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
 _SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
 
@@ -74,6 +75,18 @@ def _passed(reply: Message) -> Message:
     return reply if content is reply.content else with_content(reply, content)
 
 
+def is_settled(content: RecordDict) -> bool:
+    """Whether a reply that has passed would also pass together with any others.
+
+    It has no metrics but those of this project's clients, whose form is not a matter of the majority.
+    """
+    return all(
+        key in _OWN and _beyond(key, value, record) is None
+        for record in metrics_in(content).values()
+        for key, value in record.items()
+    )
+
+
 def _check_metrics(metrics: MetricRecord) -> None:
     for key, value in metrics.items():
         if key in _WHOLE:
@@ -81,7 +94,7 @@ def _check_metrics(metrics: MetricRecord) -> None:
         elif key.endswith(_COUNTS):
             if not _is_number(value) or not 0 <= value <= MOST_EXAMPLES:  # type: ignore[operator]
                 raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected a number from 0 to 2**31")
-        elif isinstance(value, list):
+        elif isinstance(value, list) and key != protocol.TRAIN_LOSS:
             if not all(map(_is_number, value)):
                 raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected finite numbers")
         elif not _is_number(value):

@@ -62,6 +62,7 @@ class Evaluate(Listener):
             )
         if self.test is not None:
             torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
+            state.grid.rest()
             state.grid.report("test sets evaluated", 0, 1 + len(self.domains))
             queried = bool(set(state.model) - set(state.arrays))
             used = self._load(state.model, self.test, queried)

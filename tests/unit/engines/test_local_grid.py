@@ -290,6 +290,14 @@ def test_a_client_that_ends_its_process_gives_an_error_reply(do: str, how: str) 
         assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3, 4)]), "count") == [3, 2, 3, 3]
 
 
+def test_workers_that_rest_answer_the_next_message() -> None:
+    with LocalGrid(app_of(count), 2, workers=2) as grid:
+        grid.rest()  # not started yet
+        for times in (1, 2):
+            assert metrics(grid.send_and_receive([to(1), to(2)]), "count") == [times, times]
+            grid.rest()
+
+
 def test_a_process_that_died_between_rounds_is_replaced() -> None:
     with LocalGrid(app_of(count), 1, workers=1) as grid:
         list(grid.send_and_receive([to(1)]))

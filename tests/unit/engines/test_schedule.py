@@ -74,6 +74,18 @@ def test_measured_durations_replace_the_expected_ones() -> None:
     assert times == [4.0, 3.0], "the second round begins with node 3"
 
 
+def test_nearly_equal_nodes_are_served_in_the_order_of_their_messages() -> None:
+    """In this order a strategy adds up their replies; a difference of a few percent would shuffle it."""
+    schedule = Schedule(1, dict.fromkeys(range(6), 500.0))
+    schedule.add(messages(range(6)))
+    carry_out(schedule, 1, {0: 1.0, 1: 1.05, 2: 0.9, 3: 1.0, 4: 1.4, 5: 0.98})
+    schedule.add(messages(range(6)))
+    taken = []
+    while (message := schedule.take(0)) is not None:
+        taken.append(message.metadata.dst_node_id)
+    assert taken == [4, 0, 1, 2, 3, 5], "the longest first, the others as they were sent"
+
+
 def test_the_durations_of_others_scale_the_expected_ones() -> None:
     """Node 2 trained in no earlier round; its ten times as much work must begin first."""
     schedule = Schedule(2, {0: 1.0, 1: 1.0, 2: 10.0, 3: 1.0})
