@@ -30,6 +30,8 @@ def model_of(client: int) -> dict[str, np.ndarray]:
 def answer(client: int, fault: str) -> RecordDict:
     arrays, metrics = model_of(client), {"num-examples": 3 + client, "train-loss": 0.1}
     records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {"arrays": pack(arrays)}
+    if fault == "no norm":
+        records["arrays"] = pack({"layer.weight": arrays["layer.weight"]})
     records |= {"metrics": MetricRecord(metrics), "client": ConfigRecord({"partition-id": client})}
     if client != 2 or fault == "none":
         return RecordDict(records)
@@ -66,9 +68,11 @@ def exchanged(rule: FedAvg, fault: str) -> tuple[list[Message], dict[int, Messag
         return messages, {reply.metadata.src_node_id: reply for reply in grid.send_and_receive(messages)}
 
 
-def round_of(fault: str, order: Sequence[int] | None) -> tuple[dict[str, np.ndarray], list[str], list[Message]]:
+def round_of(
+    fault: str, order: Sequence[int] | None, rule: FedAvg | None = None
+) -> tuple[dict[str, np.ndarray], list[str], list[Message]]:
     """The mean, the reasons of the clients left out, and the replies; `order` is that of their arrival."""
-    rule = FedAvg()
+    rule = FedAvg() if rule is None else rule
     messages, replies = exchanged(rule, fault)
     if order is not None:
         folding = folding_of(rule, messages, NODES)
@@ -92,6 +96,17 @@ def test_the_mean_and_the_refusals_do_not_depend_on_arrival(fault: str) -> None:
         assert {key: value.tobytes() for key, value in mean.items()} == {
             key: value.tobytes() for key, value in expected.items()
         }
+
+
+def test_rules_whose_clients_send_a_part_of_the_model() -> None:
+    """Such a reply has other keys than the server's model, which has the batch norms too."""
+    (expected, _, _), (mean, _, replies) = (
+        round_of("no norm", order, FedBN(global_norm="initial")) for order in (None, range(CLIENTS))
+    )
+    assert {key: value.tobytes() for key, value in mean.items()} == {
+        key: value.tobytes() for key, value in expected.items()
+    }
+    assert all(isinstance(unpack(reply.content["arrays"]), AddedArrays) for reply in replies)  # type: ignore[arg-type]
 
 
 def test_the_mean_is_that_in_float64() -> None:
