@@ -253,7 +253,7 @@ def test_the_file_overrides_the_catalogue() -> None:
 
 
 def test_without_an_entry_nothing_is_assumed() -> None:
-    for name in ("./cifar10", "uoft-cs/cifar10"):
+    for name in ("digits", "./cifar10", "uoft-cs/cifar10"):
         data = resolve(run_of(f"data: {{name: {name}}}")).data
         assert (data.size, data.normalise, data.augment) == (None, "moments", ())
 
