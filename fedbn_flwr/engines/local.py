@@ -36,19 +36,19 @@ class LocalGrid(WorkersGrid[Worker]):
     start
         How workers are started: "fork", or "spawn", the only way with `gpus`. A spawned process imports the app: it and
         what it refers to must be at the top of a module, and what trains in a script below `if __name__ == "__main__"`.
-    work
-        The expected relative duration of each node's messages, for instance its number of images. Workers begin with
-        the longest; from the second message of a node on, the duration of its last one counts.
     threads
         PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
         Results can depend on it in the last bit.
-    run_config, node_config
-        The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
-    node_ids
-        Node ids, 1 to `num_nodes` by default.
-    state_memory
-        GiB that the nodes' states (FedBN's batch norms, for instance) may take in memory; beyond it the states of the
-        least recently served nodes are written to a temporary folder.
+    **nodes
+        Options of the nodes:
+
+        - `work`: the expected relative duration of each node's messages, for instance its number of images. Workers
+          begin with the longest; from the second message of a node on, the duration of its last one counts.
+        - `run_config`, `node_config`: the configs in the ClientApp's context; `node_config` is one mapping for all
+          nodes, or one per node.
+        - `node_ids`: node ids, 1 to `num_nodes` by default.
+        - `state_memory`: GiB that the nodes' states (FedBN's batch norms, for instance) may take in memory; beyond it
+          the states of the least recently served nodes are written to a temporary folder.
     """
 
     def __init__(
