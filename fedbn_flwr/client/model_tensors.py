@@ -53,7 +53,7 @@ Plan = tuple[list[Tensor], Layout] | None
 class Initial:
     """The initial values of models of one kind; only those that clients need are in memory.
 
-    A message has nearly all values of a model, so that a copy of all initial ones would be of no use.
+    A message has nearly all values of a model, so a copy of all initial ones would take memory for nothing.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
