@@ -357,6 +357,17 @@ class Settings(Section):
             raise ValueError(f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer")
         return self
 
+    @model_validator(mode="after")
+    def _renormalisation_begins(self) -> Settings:
+        if self.model.norm != "brn" or self.train.steps is None:
+            return self
+        if (warmup := self.model.brn.warmup) >= (steps := self.rounds * self.train.steps):
+            raise ValueError(
+                f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
+                f"takes at most {steps} steps in this run; set a smaller warmup"
+            )
+        return self
+
 
 class Experiment(Section):
     """One run, or several that differ in their settings under `runs` and in their seeds."""

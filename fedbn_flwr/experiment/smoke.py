@@ -39,7 +39,7 @@ def smoke(run: Settings) -> dict[str, Any]:
         "train": _training(run),
         "evaluate": {"every": 1},
         "track": [],
-        "model": {"weights": None},
+        "model": {"weights": None, "brn": {"warmup": 0}},
     }
     if has_form(run.data.name, run.data.classes, run.data.channels, run.data.size):
         data["random"] = True

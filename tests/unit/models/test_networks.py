@@ -380,6 +380,10 @@ def prepared(model: str) -> nn.Module:
             "{name: cnn, norm: brn, brn: {warmup: 30000}}",
             r"model\.brn: d_steps \(25000\) is less than warmup \(30000\)",
         ),
+        (
+            "{name: cnn, norm: brn}, rounds: 4, train: {steps: 5}",
+            r"batch norm in a client's first 5000 .*at most 20 steps",
+        ),
         ("{name: cnn, norm: brn, brn: {rmax: 2}}", r"unknown key 'model\.brn\.rmax' .*did you mean 'r_max'"),
         ("{name: mobilenet_v2, norm: fixup}", "norm 'fixup': MobileNetV2 is not a residual network"),
         ("{name: 'own_nets:Twelve'}", r"returns shape \[2, 12\] for a batch of 2 images; expected .*\[2, 10\]"),
