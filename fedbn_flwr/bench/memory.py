@@ -24,7 +24,6 @@ def memory(options: Options) -> Iterator[Figure]:
     if not Path("/proc/self/smaps_rollup").exists():
         return
     sizes = [_IMAGES, _TEST, _STEPS, BATCH]
-    bare = peak([sys.executable, "-m", "fedbn_flwr.bench.bare", *map(str, sizes)])
     images = (_IMAGES + _TEST) * 3 * 32 * 32
     n = options.workers
     experiment = {
@@ -36,15 +35,20 @@ def memory(options: Options) -> Iterator[Figure]:
         "train": {"steps": _STEPS, "batch_size": BATCH, "momentum": 0.9, "lr": 0.01},
         "engine": {"workers": n, "device": "cpu"},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        run = [sys.executable, "-m", "fedbn_flwr.cli", "run", json.dumps(experiment), "--out", f"{folder}/out"]
-        federated = peak(run)
-    yield figure("bare loop, with its images", [bare / 2**20], "MiB")
-    yield figure(f"run with {n} workers", [federated / 2**20], "MiB")
+    bare, federated = [], []
+    for _ in range(options.repeats):
+        bare.append(peak([sys.executable, "-m", "fedbn_flwr.bench.bare", *map(str, sizes)]))
+        with tempfile.TemporaryDirectory() as folder:
+            run = [sys.executable, "-m", "fedbn_flwr.cli", "run", json.dumps(experiment), "--out", f"{folder}/out"]
+            federated.append(peak(run))
+    yield figure("bare loop, with its images", [each / 2**20 for each in bare], "MiB")
+    yield figure(f"run with {n} workers", [each / 2**20 for each in federated], "MiB")
     yield figure("images", [images / 2**20], "MiB")
-    yield figure("(run - images) / bare loop", [(federated - images) / bare], "x", most=1.5)
-    alike = max(1, n) * (bare - images)  # a loop on each core that works on the same images
-    yield figure(f"(run - images) / {n} bare loops without images", [(federated - images) / alike], "x")
+    pairs = list(zip(federated, bare, strict=True))
+    yield figure("(run - images) / bare loop", [(f - images) / b for f, b in pairs], "x", most=1.5)
+    # a loop on each core that works on the same images
+    alike = [(f - images) / (max(1, n) * (b - images)) for f, b in pairs]
+    yield figure(f"(run - images) / {n} bare loops without images", alike, "x")
 
 
 def peak(command: Sequence[str]) -> int:

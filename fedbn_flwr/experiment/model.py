@@ -52,6 +52,7 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
         "image_size": run.model.image_size or dataset.size,
         "stem": run.model.stem,
         "groups": run.model.groups,  # each norm uses the options that it has
+        "branch_scale": run.model.branch_scale,
         **run.model.brn.model_dump(),
     }
 

@@ -171,6 +171,7 @@ class Model(Section):
     norm: str = "bn"  # or module:callable
     weights: str | None = None  # a safetensors file, or torchvision's name such as DEFAULT
     groups: Positive = 2  # of group norm
+    branch_scale: float = Field(default=1.0, gt=0, le=1)  # of `won`: the factor of residual branches
     brn: Renorm = Renorm()
     classes: Positive | None = None
     image_size: Annotated[int, Field(ge=1, le=10_000)] | None = (

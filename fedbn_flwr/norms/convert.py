@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
-from .fixup import fixup
+from .fixup import fixup, residual_parts
 from .renorm import BatchRenorm
 from .roles import computes_as_batch_norm
 from .static import StaticBatchNorm
@@ -66,7 +66,10 @@ NORMS: dict[str, tuple[str, Convert | None]] = {
     "none": ("no normalisation", _none),
     "gn+ws": ("group norm, and convolutions with weight standardisation", _group_norm),
     "fixup": ("no normalisation, and Fixup's scalars and initial weights (for ResNets)", _none),
-    "won": ("no normalisation, and convolutions with scaled weight standardisation (FedWon)", _none),
+    "won": (
+        "no normalisation, and convolutions with scaled weight standardisation (FedWon); `branch_scale` for ResNets",
+        _none,
+    ),
     "sbn": ("static batch norm: batch statistics, none tracked (HeteroFL)", _static),
     "brn": ("batch renormalisation: the same output in training as in evaluation, within growing bounds", _renorm),
 }
@@ -76,6 +79,7 @@ OPTIONS = {
     "gn": ("groups",),
     "gn+ws": ("groups",),
     "brn": ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
+    "won": ("branch_scale",),
 }
 
 # For kinds that also replace convolutions: a function of a convolution and its name for errors.
@@ -123,6 +127,8 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
         return fixup(model)
     unscaled = _without_norm_after(model) if kind == "gn+ws" else None
+    scale = options.get("branch_scale", 1.0) if kind == "won" else 1.0
+    blocks = residual_parts(model, kind).blocks if scale != 1 else {}
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
 
     def change(layer: nn.Module, where: str) -> nn.Module:
@@ -137,6 +143,9 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         for child_name, child in list(parent._modules.items()):  # named_children omits duplicates
             if child is not None:
                 setattr(parent, child_name, change(child, f"{name}.{child_name}" if name else child_name))
+    for block in blocks.values():
+        last = block.conv3 if hasattr(block, "conv3") else block.conv2
+        last.gamma *= scale
     return change(model, "the model itself")
 
 

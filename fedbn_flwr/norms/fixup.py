@@ -88,7 +88,7 @@ def fixup(model: nn.Module) -> nn.Module:
 
     The model is a ResNet of torchvision or has a method `residual_parts() -> ResidualParts`.
     """
-    parts = _parts(model)
+    parts = residual_parts(model, "fixup")
     _check(model, parts)
     blocks = parts.blocks
     for block in blocks.values():
@@ -117,7 +117,8 @@ def fixup(model: nn.Module) -> nn.Module:
     return model
 
 
-def _parts(model: Any) -> ResidualParts:
+def residual_parts(model: Any, kind: str) -> ResidualParts:
+    """The parts of a network for a norm of this kind; SettingsError if its branches are unknown."""
     if hasattr(model, "residual_parts"):
         parts: ResidualParts = model.residual_parts()
         return parts
@@ -125,15 +126,15 @@ def _parts(model: Any) -> ResidualParts:
 
     if type(model) is not ResNet:
         raise SettingsError(
-            f"norm 'fixup': {type(model).__name__} is not a residual network with known branches; fixup supports "
-            "resnet20 and torchvision's resnet18, 34, 50 and deeper"
+            f"norm {kind!r}: {type(model).__name__} is not a residual network with known branches, such as resnet20 "
+            "and torchvision's resnet18, 34, 50 and deeper"
         )
     stages = [(name, stage) for name, stage in model.named_children() if name.startswith("layer")]
     blocks = {f"{name}.{child}": block for name, stage in stages for child, block in stage.named_children()}
     for name, block in blocks.items():
         if type(block) not in (BasicBlock, Bottleneck):
             raise SettingsError(
-                f"norm 'fixup': {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
+                f"norm {kind!r}: {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
             )
     return ResidualParts("conv1", "bn1", "fc", blocks)
 

@@ -17,7 +17,7 @@ from .clients import evaluated, heading, is_fraction, last_values, main, spread
 from .curves import MIB
 from .files import damaged
 from .folder import RunFolder, deciding, flat_settings
-from .summary import BY_DOMAIN, Summary, keys_of
+from .summary import BY_DOMAIN, GLOBAL_MODEL, Summary, keys_of
 from .text import in_markdown, printable
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
@@ -92,6 +92,7 @@ class Row:
 
     label: str
     runs: tuple[Run, ...]
+    accuracy_of: str = ""  # where rows differ: what `accuracy` is of, if not the global model; a part of the label
 
     def figures(self, key: str) -> list[float]:
         return [float(run.figures[key]) for run in self.runs if key in run.figures]
@@ -100,6 +101,7 @@ class Row:
 def group(runs: Sequence[Run]) -> list[Row]:
     """A row for each label, or several where the settings of its runs differ: each row then names its own values."""
     rows = []
+    mixed = len({run.summary.accuracy_of for run in runs}) > 1
     for label in dict.fromkeys(run.label for run in runs):
         variants: list[list[Run]] = []
         for run in (run for run in runs if run.label == label):
@@ -112,7 +114,9 @@ def group(runs: Sequence[Run]) -> list[Row]:
         differing = [key for key in dict.fromkeys(key for each in found for key in each) if _differs(key, found)]
         for variant, settings in zip(variants, found, strict=True):
             values = ", ".join(f"{key}={settings[key]}" for key in differing if key in settings)
-            rows.append(Row(f"{label}, {values}" if values else label, tuple(variant)))
+            of = variant[0].summary.accuracy_of.removesuffix(", mean")
+            note = f" ({of})" if mixed and of != GLOBAL_MODEL else ""
+            rows.append(Row((f"{label}, {values}" if values else label) + note, tuple(variant), note))
     return rows
 
 

@@ -36,6 +36,9 @@ _BEST = ("best_test_accuracy", "best_round", "best_round_accuracy", "best_valida
 SPREAD = ("_std", "_worst_tenth")
 
 
+GLOBAL_MODEL = "the global model"  # a value of `accuracy_of`
+
+
 @dataclass
 class Summary:
     """The figures of a run so far; summary.json leaves out fields that are None."""

@@ -62,7 +62,7 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
 
 
 def _label(row: Row) -> str:
-    return str(row.runs[0].cell.get("row") or row.runs[0].summary.strategy)
+    return str(row.runs[0].cell.get("row") or row.runs[0].summary.strategy) + row.accuracy_of
 
 
 def tables(sweeps: Sequence[Sweep]) -> list[tuple[str, list[tuple[str, ...]]]]:

@@ -75,8 +75,9 @@ class Evaluate(Listener):
                 self._load(state.model, self.validation, queried)
                 measured = self._measure(self.validation)
                 state.line |= {f"validation_{key}": measured[key] for key in ("loss", "accuracy")}
-            if self.threads > 1:
-                return_freed_memory()  # the workers need it now
+            if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates
+                self.prepared.release()
+                return_freed_memory()
         else:
             means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy", *self.names)}
             state.line |= {key: value for key, value in means.items() if value is not None}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from fedbn_flwr.client.metrics import name_of
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.summary import Summary
+from fedbn_flwr.results.summary import GLOBAL_MODEL, Summary
 
 from ..expansion import PAPER
 from ..prepare import Prepared
@@ -57,7 +57,7 @@ def begin_summary(prepared: Prepared) -> Summary:
     elif prepared.dataset is None:
         accuracy_of = "the clients' models on their test images, mean"
     else:
-        accuracy_of = "the global model"
+        accuracy_of = GLOBAL_MODEL
     return Summary(
         name=run.name,
         label=run.label,

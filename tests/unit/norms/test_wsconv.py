@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from timm.layers import StdConv2d
@@ -77,3 +79,28 @@ class Padded(nn.Conv2d):
 def test_a_convolution_with_arithmetic_of_its_own_is_refused(kind: str) -> None:
     with pytest.raises(SettingsError, match="0 is a Padded, a convolution of another kind"):
         convert_norm(nn.Sequential(Padded(1, 4, 2), nn.BatchNorm2d(4)), kind)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.2 * x
+
+
+@pytest.mark.parametrize(("name", "last"), [("resnet20", "bn2"), ("resnet18", "bn2"), ("resnet50", "bn3")])
+def test_branch_scale_is_a_factor_of_each_residual_branch(name: str, last: str) -> None:
+    torch.manual_seed(0)
+    expected = build_model(name, 10, "won").double()
+    model = copy.deepcopy(expected)
+    for block in list(expected.modules()):
+        if hasattr(block, last) and hasattr(block, "conv2"):
+            setattr(block, last, Scaled())  # the bias of the convolution is zero
+    torch.manual_seed(0)
+    found = build_model(name, 10, "won", branch_scale=0.2).double()
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    torch.testing.assert_close(found(x), expected(x), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found(x), model(x))
+
+
+def test_branch_scale_needs_known_branches() -> None:
+    with pytest.raises(SettingsError, match="norm 'won': MobileNetV2 is not a residual network with known branches"):
+        build_model("mobilenet_v2", 10, "won", branch_scale=0.2)

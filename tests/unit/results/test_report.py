@@ -40,6 +40,16 @@ def test_each_domain_is_a_column_of_a_table_of_its_own(tmp_path: Path) -> None:
     assert own.table(rows)[1][-1] == f"38.0% ± {deviation:.1f}"
 
 
+def test_a_row_whose_accuracy_is_not_the_global_model_s_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "FedAvg")
+    write_run(tmp_path / "b", "Standalone")
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    (tmp_path / "b" / "summary.json").write_text(json.dumps(summary | {"accuracy_of": "the clients' models, mean"}))
+    labels = [row.label for row in group(find_runs([tmp_path]))]
+    assert labels == ["FedAvg", "Standalone (the clients' models)"]
+    assert [row.label for row in group(find_runs([tmp_path / "b"]))] == ["Standalone"], "all rows are alike"
+
+
 def test_an_average_is_of_all_domains_or_there_is_none(tmp_path: Path) -> None:
     write_run(tmp_path / "all", "all", accuracy_sea=0.5, accuracy_farm=0.7)
     write_run(tmp_path / "some", "some", accuracy_sea=0.4)
