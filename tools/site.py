@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,11 +12,9 @@ MODULES = sorted(file for file in (ROOT / "strategies").glob("*.py") if not file
 
 
 def title(module: Path) -> str:
-    """The public classes that a module defines."""
-    classes = [
-        node.name for node in ast.parse(module.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
-    ]
-    return ", ".join(name for name in classes if not name.startswith("_"))
+    """The heading of a strategy's page."""
+    with (ROOT / "docs" / "strategies" / f"{module.stem}.md").open(encoding="utf-8") as page:
+        return page.readline().removeprefix("# ").strip()
 
 
 def directive(module: str) -> str:
