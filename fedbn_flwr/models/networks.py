@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.norms.fixup import ResidualParts
+from fedbn_flwr.norms.residual import ResidualParts
 
 
 def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:

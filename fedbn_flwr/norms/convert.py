@@ -13,8 +13,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
-from .fixup import fixup, residual_parts
+from .fixup import fixup
 from .renorm import BatchRenorm
+from .residual import convolutions, residual_parts
 from .roles import computes_as_batch_norm
 from .static import StaticBatchNorm
 from .wsconv import standardised_convolution, unscaled_convolution
@@ -144,8 +145,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
             if child is not None:
                 setattr(parent, child_name, change(child, f"{name}.{child_name}" if name else child_name))
     for block in blocks.values():
-        last = block.conv3 if hasattr(block, "conv3") else block.conv2
-        last.gamma *= scale
+        convolutions(block)[-1].gamma *= scale
     return change(model, "the model itself")
 
 

@@ -15,7 +15,6 @@ is the image, has no bias before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
+from .residual import ResidualParts, convolutions, residual_parts
 from .wsconv import remade
 
 
@@ -69,20 +69,6 @@ class ScalarScale(nn.Module):
         return x * self.weight + self.bias
 
 
-@dataclass(frozen=True)
-class ResidualParts:
-    """The parts of a residual network: names of children of the network, and its residual blocks by name.
-
-    A block computes its branch with `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), and its shortcut with
-    `downsample`, a convolution and a batch norm, if it has one.
-    """
-
-    convolution: str  # the stem's
-    norm: str  # the stem's
-    classifier: str
-    blocks: dict[str, Any]
-
-
 def fixup(model: nn.Module) -> nn.Module:
     """`model` without batch norm and with Fixup's initialisation.
 
@@ -92,9 +78,9 @@ def fixup(model: nn.Module) -> nn.Module:
     _check(model, parts)
     blocks = parts.blocks
     for block in blocks.values():
-        m = 3 if hasattr(block, "conv3") else 2
-        for number in range(1, m + 1):
-            conv = _biased(getattr(block, f"conv{number}"))
+        m = len(convolutions(block))
+        for number, old_conv in enumerate(convolutions(block), start=1):
+            conv = _biased(old_conv)
             with torch.no_grad():
                 if number < m:
                     conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
@@ -115,28 +101,6 @@ def fixup(model: nn.Module) -> nn.Module:
     new.input_bias = nn.Parameter(old.weight.new_zeros(1), old.weight.requires_grad)
     setattr(model, parts.classifier, new)
     return model
-
-
-def residual_parts(model: Any, kind: str) -> ResidualParts:
-    """The parts of a network for a norm of this kind; SettingsError if its branches are unknown."""
-    if hasattr(model, "residual_parts"):
-        parts: ResidualParts = model.residual_parts()
-        return parts
-    from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-
-    if type(model) is not ResNet:
-        raise SettingsError(
-            f"norm {kind!r}: {type(model).__name__} is not a residual network with known branches, such as resnet20 "
-            "and torchvision's resnet18, 34, 50 and deeper"
-        )
-    stages = [(name, stage) for name, stage in model.named_children() if name.startswith("layer")]
-    blocks = {f"{name}.{child}": block for name, stage in stages for child, block in stage.named_children()}
-    for name, block in blocks.items():
-        if type(block) not in (BasicBlock, Bottleneck):
-            raise SettingsError(
-                f"norm {kind!r}: {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
-            )
-    return ResidualParts("conv1", "bn1", "fc", blocks)
 
 
 def _check(model: Any, parts: ResidualParts) -> None:

@@ -97,8 +97,6 @@ def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tm
     with subprocess.Popen(
         [sys.executable, "-m", "fedbn_flwr.cli", *words],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # These tests may run as a shell's background job, which ignores Ctrl-C and would pass that on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         deadline = time.monotonic() + 120
         while not RunFolder(tmp_path / "out" / NAMES[0]).checkpoint.round():

@@ -243,7 +243,6 @@ def test_ctrl_c_while_workers_start_ends_them_without_tracebacks(tmp_path: Path)
     script.write_text(SCRIPT.format(guard='if __name__ == "__main__":\n    print("starts", flush=True)'))
     process = subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "starts\n"

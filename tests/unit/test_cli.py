@@ -178,8 +178,6 @@ def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_model(tmp_path: Path) -> No
     with subprocess.Popen(
         [*command, "--out", str(stopped)],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # These tests may run as a shell's background job, which ignores Ctrl-C and would pass that on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         deadline = time.monotonic() + 120
         while not (history.exists() and history.read_text().count("\n") >= 3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +135,5 @@ def test_the_bar_has_rounds_time_passed_and_time_left(clock: SimpleNamespace) ->
 
 
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with pytest.raises(KeyboardInterrupt), Progress([4], quiet=True):
         os.kill(os.getpid(), 2)
