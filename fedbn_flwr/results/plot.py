@@ -1,4 +1,4 @@
-"""The plot of a report, as PNG and SVG: curves by rounds, communication rounds and bytes, and bars by domain."""
+"""The plot of a report, as PNG and SVG: curves by rounds, communication rounds and bytes, and dots by domain."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _MARKERS = "osD^vP*X<>ph"
+_MOST_BANDS = 8  # more bands of deviation over one another cannot be told apart
 _PANELS = ("round", "communication_rounds", "mib")
 
 
@@ -64,7 +65,8 @@ def _title(rows: Sequence[Row]) -> str:
     if counts == [1]:
         return f"{text}: one run per curve"
     words = list(dict.fromkeys(repetitions(row) for row in rows))
-    return f"{text}: mean over {' or '.join(words)}; band: ± one standard deviation"
+    band = "; band: ± one standard deviation" if len(rows) <= _MOST_BANDS else ""
+    return f"{text}: mean over {' or '.join(words)}{band}"
 
 
 def _draw(panel: Any, number: int, rows: int, places: list[float], values: list[list[float]]) -> Any:
@@ -81,7 +83,7 @@ def _draw(panel: Any, number: int, rows: int, places: list[float], values: list[
         markersize=5,
         markevery=(number * step // rows % max(1, len(places)), step),
     )
-    if len(values[0]) > 1:
+    if rows <= _MOST_BANDS and len(values[0]) > 1:
         spread = [100 * statistics.stdev(column) for column in values]
         low = [mean - deviation for mean, deviation in zip(means, spread, strict=True)]
         high = [mean + deviation for mean, deviation in zip(means, spread, strict=True)]
@@ -90,7 +92,7 @@ def _draw(panel: Any, number: int, rows: int, places: list[float], values: list[
 
 
 def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
-    """A group of bars per domain and for their average: one bar per row, with a line for the deviation over seeds."""
+    """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
     width = 0.8 / len(rows)
     for number, row in enumerate(rows):
         columns = [*(row.figures(kind.prefix + name) for name in kind.names), kind.averages(row)]
@@ -98,19 +100,13 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
             if not values:
                 continue
             x, mean = place + (number - (len(rows) - 1) / 2) * width, 100 * statistics.fmean(values)
-            panel.bar(
-                x,
-                mean,
-                0.9 * width,
-                color=COLOURS[number % len(COLOURS)],
-                hatch=None if number < len(COLOURS) else "//",
-                edgecolor="white",
-                linewidth=0,
-            )
+            colour = COLOURS[number % len(COLOURS)]
+            panel.plot([x], [mean], color=colour, marker=_MARKERS[number % len(_MARKERS)], markersize=7)
             if len(values) > 1:
                 deviation = 100 * statistics.stdev(values)
-                panel.plot([x, x], [mean - deviation, mean + deviation], color="black", lw=1)
-    panel.axvline(len(kind.names) - 0.5, color="grey", lw=0.8)
+                panel.plot([x, x], [mean - deviation, mean + deviation], color=colour, lw=1.5)
+    for place in range(len(kind.names)):
+        panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(kind.names) + 1), [*(in_plot(shorten(name, 20)) for name in kind.names), "average"])
     panel.set_xlim(-0.5, len(kind.names) + 0.5)
     panel.set_ylabel("%")

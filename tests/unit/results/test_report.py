@@ -82,7 +82,7 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
     assert picture is not None
     with Image.open(picture) as with_domains, Image.open(plain / "report.png") as without:
         assert with_domains.width == without.width
-        assert with_domains.height > 1.5 * without.height, "below the curves are bars"
+        assert with_domains.height > 1.5 * without.height, "below the curves are dots"
 
 
 def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -> None:
