@@ -66,7 +66,9 @@ def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
     seeds = {label: tuple(run.seed for run in experiment.runs if run.label == label) for label in first}
     by_label = {run.label: run for run in reversed(experiment.runs)}
     explained = []
-    for label, prepared in first.items():
+    has_data = all(prepared.dataset is not None for prepared in first.values())
+    for label in list(first):
+        prepared = first.pop(label)  # with its model, so that it is not in the memory that the next run needs
         run = prepared.run
         if prepared.dataset is not None:
             parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
@@ -82,7 +84,6 @@ def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
                 None if measured is None else _estimate(prepared, measured),
             )
         )
-    has_data = all(prepared.dataset is not None for prepared in first.values())
     counts = count_partitions(experiment) if has_data else []
     return Explanation(experiment, tuple(counts), tuple(explained))
 

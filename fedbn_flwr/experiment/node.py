@@ -235,6 +235,6 @@ class ModelPool:
             self._lent.append((tensors, weakref.ref(client)))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=1)  # the runs of a process follow one another, and each has its own model
 def _pool(kind: Hashable, device: str) -> ModelPool:
     return ModelPool()

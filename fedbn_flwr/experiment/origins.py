@@ -14,6 +14,8 @@ from .data import resolve
 from .find import parse_overrides
 from .settings import DERIVED, Experiment, Settings
 
+_NO_SETTINGS = (*DERIVED, "published")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -39,7 +41,7 @@ def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
     given = flat_settings(run.model_dump(mode="json"))
     found = []
     for key, value in flat_settings(resolve(run).model_dump(mode="json")).items():
-        if key == "name" or key.partition(".")[0] in DERIVED or value is None:
+        if key == "name" or key.partition(".")[0] in _NO_SETTINGS or value is None:
             continue
         origin = next((name for name, keys in layers.items() if key in keys), "default")
         if origin == "default" and value != given.get(key):

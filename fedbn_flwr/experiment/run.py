@@ -231,7 +231,7 @@ def run_experiment(
 
         def run_at(place: int, listener: Progress | Reporter) -> None:
             folder = folders[place]
-            item = prepared[place]
+            item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             with folder.locked():
                 if resume and folder.is_finished():  # by another process, since this one began
                     return
@@ -245,8 +245,6 @@ def run_experiment(
                         run_one(item, grid, folder, listener, first)
                 except StorageError as error:
                     raise StorageError(f"{error}; correct this, then continue with --resume") from None
-                finally:
-                    item.release()
 
         failed: dict[int, str] = {}
         if isinstance(progress, Board):

@@ -6,11 +6,13 @@ with few steps. All clients send and receive messages of the same size.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ def try_out(prepared: Prepared) -> Measured:
     """Train some rounds of one to twenty steps; the server needs data, from which the clients' parts are taken."""
     run, rule = prepared.run, prepared.rule
     assert prepared.dataset is not None
+    _begin_peak(prepared.device)
     demand = _demand(rule)
     training = run.clients - run.evaluate.unseen  # the last ones never train
     sizes = [len(part) for part in partition_of(run.data, run.clients, run.seed, str(prepared.device))]
@@ -233,8 +236,18 @@ def _time_of_test_image(prepared: Prepared) -> float | None:
     return (time.perf_counter() - began) / len(rows)
 
 
+def _begin_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # other systems than Linux: the peak includes the runs before
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

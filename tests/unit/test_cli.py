@@ -352,8 +352,8 @@ def test_memory_that_processes_share_counts_once() -> None:
         time.sleep(1)
     """
     found = peak([sys.executable, "-c", program]) / 2**20
-    assert 140 <= found <= 220, (
-        "100 and twice 20 MiB, and those for new values; 300 if shared pages counted three times"
+    assert 140 <= found <= 260, (
+        "100 and twice 20 MiB, and up to twice 40 for new values; 300 if shared pages counted three times"
     )
     with pytest.raises(RuntimeError, match="ValueError: no"):
         peak([sys.executable, "-c", "raise ValueError('no')"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import re
 from pathlib import Path
 
@@ -101,6 +103,25 @@ def test_every_setting_has_its_origin() -> None:
     assert found["data.normalise"] == ("moments", "data set")
     assert found["train.batch_size"] == (32, "default")
     assert "train.steps" not in found
+
+
+def test_published_figures_are_no_settings() -> None:
+    experiment = load_experiment("fedwon/digits-five", ["only=FedBN"])
+    run = experiment.runs[0]
+    assert run.published is not None
+    assert not [each for each in settings_of(experiment, run) if each.key.startswith("published")]
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system cannot measure a later peak")
+def test_the_memory_of_a_run_is_not_that_of_an_earlier_one() -> None:
+    with mmap.mmap(-1, 400_000_000) as block:
+        for start in range(0, len(block), mmap.PAGESIZE):
+            block[start] = 1  # so that the page takes memory
+        (before,) = explain(load_experiment(SMALL)).runs
+    (after,) = explain(load_experiment(SMALL)).runs
+    assert before.measured is not None
+    assert after.measured is not None
+    assert before.measured.memory - after.measured.memory > 300_000_000
 
 
 def test_the_picture_has_a_mark_where_a_client_has_a_class() -> None:

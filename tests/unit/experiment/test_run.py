@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,11 @@ import pytest
 import fedbn_flwr
 import fedbn_flwr.experiment.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
+import fedbn_flwr.experiment.run as experiment_run
 from fedbn_flwr import cli
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import Prepared
+from fedbn_flwr.strategies import Rule
 
 EXPERIMENT = """
 rounds: 1
@@ -51,6 +57,24 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
     assert cli.main(["run", str(file), "train.lr=0.05", "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "FixBN" / "model.safetensors").exists()
     assert count == {"read": 1, "parsed": 1, "FedAvg": 1, "FixBN": 1}
+
+
+def test_nothing_of_a_finished_run_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep has many runs; models may be large."""
+    rules: list[weakref.ref[Rule]] = []
+    left: list[int] = []
+    run_one = experiment_run.run_one
+
+    def watched(prepared: Prepared, *arguments: Any) -> None:
+        gc.collect()
+        left.append(sum(rule() is not None for rule in rules))
+        rules.append(weakref.ref(prepared.rule))
+        run_one(prepared, *arguments)
+
+    monkeypatch.setattr(experiment_run, "run_one", watched)
+    experiment = load_experiment(EXPERIMENT + "  Scaffold: {strategy: {name: Scaffold}}\n")
+    experiment_run.carry_out(experiment, tmp_path, resume=False)
+    assert left == [0, 0, 0]
 
 
 @pytest.mark.parametrize("statistics", ["model", "reestimated"])
