@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _MARKERS = "osD^vP*X<>ph"
-_MOST_BANDS = 8  # more bands of deviation over one another cannot be told apart
+_MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _PANELS = ("round", "communication_rounds", "mib")
 
 
