@@ -77,8 +77,10 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(os.environ["FLWR_HOME"], ignore_errors=True)
+    if sys.pycache_prefix and not hasattr(config, "workerinput"):  # environments that tests made, hundreds of megabytes
+        shutil.rmtree(sys.pycache_prefix + tempfile.gettempdir(), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
