@@ -27,6 +27,8 @@ from .training import Loss
 # models together, since they share the function below; it trains further ones without compiling them.
 _MOST_GRAPHS = 64
 
+_TOOLS = "; install g++ and Python's headers (Debian: g++ python3-dev)"
+
 _tried: dict[Hashable, bool] = {}  # whether a kind of model was compiled
 
 
@@ -93,9 +95,10 @@ def _try(
     except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss
         log(
             WARNING,
-            "PyTorch cannot compile the model %s, so it is trained without: %s",
+            "PyTorch cannot compile the model %s, so it is trained without: %s%s",
             type(model).__name__,
             str(error).strip().partition("\n")[0][:500],
+            _TOOLS if any(name in str(error) for name in ("CppCompileError", "InvalidCxxCompiler")) else "",
         )
         return False
     finally:

@@ -47,8 +47,8 @@ def partition(
             f"data.partition ({kind}) gives {lost} of {len(labels)} images to no client (classes {gone[:10]}); "
             "use more clients, more classes per client, or assignment: consecutive"
         )
-    if counts.max() > 1:
-        raise DataError(f"data.partition ({kind}) gives image {int(counts.argmax())} to two clients; expected one")
+    if np.max(counts) > 1:
+        raise DataError(f"data.partition ({kind}) gives image {int(np.argmax(counts))} to two clients; expected one")
     return [torch.from_numpy(np.sort(part)) for part in parts]
 
 

@@ -167,7 +167,7 @@ def _dirichlet_by_client(labels: Labels, clients: int, seed: int, alpha: float) 
     parts = []
     for mix, size in zip(mixes, sizes, strict=True):
         held = np.zeros_like(left)
-        while (need := size - held.sum()) > 0:
+        while (need := size - int(held.sum())) > 0:
             room = left - held
             share = np.where(room > 0, mix, 0.0)
             share = share / share.sum() if share.sum() > 1e-12 else room / room.sum()

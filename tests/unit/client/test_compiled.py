@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,11 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import STRATEGIES, build_strategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself
+
+compiles = pytest.mark.skipif(
+    not (shutil.which("g++") and (Path(sysconfig.get_path("include")) / "Python.h").exists()),
+    reason="PyTorch compiles with g++ and Python's headers (Debian: g++ python3-dev)",
+)
 
 # The settings that a strategy requires, and those that make it change the steps of the first round.
 SPECS: dict[str, dict[str, Any]] = {
@@ -70,8 +78,9 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[key] - b[key]).max()) for key in a)
 
 
+@compiles
 @pytest.mark.parametrize("rule", sorted(STRATEGIES))
-def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_log: pytest.LogCaptureFixture) -> None:
     """They differ by no more than what a change of the initial weights' last bits makes, times ten."""
     first = dict(initial_arrays(net(norm=NORMS.get(rule, "bn"))))
     nudged = {key: np.nextafter(value, np.float32(np.inf)) for key, value in first.items()}
@@ -80,9 +89,10 @@ def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, caplog:
     found = federation(rule, pack(first), compile=True)
     assert found.keys() == expected.keys()
     assert distance(found, expected) <= 10 * max(spread, float(np.finfo(np.float32).eps))
-    assert "cannot compile" not in caplog.text
+    assert "cannot compile" not in flower_log.text
 
 
+@compiles
 @pytest.mark.parametrize(("rule", "graphs"), [("FedTAN", 1), ("FixBN", 2)])
 def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) -> None:
     """Also with a model per client (FedTAN), another learning rate and loss, and a smaller last batch."""
@@ -109,3 +119,4 @@ def test_a_model_that_cannot_be_compiled_is_trained_without(
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value)
     assert caplog.text.count("PyTorch cannot compile the model Sequential, so it is trained without") == 1
+    assert "install g++ and Python's headers" in caplog.text
