@@ -47,14 +47,14 @@ def test(session: nox.Session) -> None:
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
     """All tests except the nightly ones, with Ray and a local deployment; about ten minutes on two cores."""
-    # One process more than cores: tests of deployments wait for most of their time.
-    run(session, "pytest", "-n", "3", "-m", "not nightly", "--durations=25", *session.posargs)
+    # Two processes more than cores: tests of deployments wait for most of their time.
+    run(session, "pytest", "-n", "4", "-m", "not nightly", "--durations=25", *session.posargs)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """The same tests, and the lines that they miss. Tracing nearly doubles the time of a test."""
-    run(session, "pytest", "-n", "3", "-m", "not nightly", "--cov", *session.posargs)
+    run(session, "pytest", "-n", "4", "-m", "not nightly", "--cov", *session.posargs)
 
 
 @nox.session
