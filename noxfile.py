@@ -46,7 +46,7 @@ def test(session: nox.Session) -> None:
 
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
-    """All tests except the nightly ones, with Ray and a local deployment; about ten minutes on two cores."""
+    """All tests except the nightly ones, with Ray and a local deployment; about eleven minutes on two cores."""
     # Two processes more than cores: tests of deployments wait for most of their time.
     run(session, "pytest", "-n", "4", "-m", "not nightly", "--durations=25", *session.posargs)
 

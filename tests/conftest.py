@@ -57,31 +57,14 @@ SHARED = ("deployment", "real_deployment", "clean_environment", "wheel")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `pytest -n`, the tests of a file run in one process, which makes the fixtures of its module once."""
-    groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         names = {*getattr(item, "fixturenames", ())}
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             names |= {name for name in item.callspec.params.values() if isinstance(name, str)}
         used = [name for name in SHARED if name in names]
-        group = used[0] if used else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
-        groups.setdefault(group, []).append(item)
-    if hasattr(config, "workerinput"):
-        items[:] = [item for group in _mixed(list(groups.values())) for item in group]
-
-
-def _mixed(groups: list[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
-    """Groups with deployments among the first of the others: they mostly wait, while the others need the cores."""
-    waiting = [group for group in groups if any(item.get_closest_marker("deployment") for item in group)]
-    others = [group for group in groups if group not in waiting]
-    every = max(1, len(others) // (2 * len(waiting) or 1))
-    for number, group in enumerate(others):
-        if number % every == 0 and waiting:
-            yield waiting.pop(0)
-        yield group
-    yield from waiting
+        item.add_marker(pytest.mark.xdist_group(used[0] if used else item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:
