@@ -35,7 +35,7 @@ BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
 
 
 def run(names: Sequence[str], options: Options, *, as_json: bool) -> None:
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     keep_freed_memory()  # as `fedbn run` does
     figures: dict[str, list[Figure]] = {}
     threads = torch.get_num_threads()

@@ -56,6 +56,11 @@ def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable
     return loss
 
 
+def all_compiled() -> bool:
+    """Whether PyTorch could compile every kind of model that this process tried."""
+    return all(_tried.values())
+
+
 @functools.cache
 def _compiled(cuda: bool) -> Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]:
     if inductor.cpp.vec_isa_ok is None:
