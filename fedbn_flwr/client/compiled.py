@@ -56,9 +56,9 @@ def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable
     return loss
 
 
-def all_compiled() -> bool:
-    """Whether PyTorch could compile every kind of model that this process tried."""
-    return all(_tried.values())
+def is_compiled(model: nn.Module) -> bool:
+    """Whether this process has compiled models of this kind, with layers in the same modes."""
+    return _tried.get(_kind_of(model), False)
 
 
 @functools.cache

@@ -78,9 +78,10 @@ def fixup(model: nn.Module) -> nn.Module:
     _check(model, parts)
     blocks = parts.blocks
     for block in blocks.values():
-        m = len(convolutions(block))
-        for number, old_conv in enumerate(convolutions(block), start=1):
-            conv = _biased(old_conv)
+        branch = convolutions(block)
+        m = len(branch)
+        for number, plain in enumerate(branch, start=1):
+            conv = _biased(plain)
             with torch.no_grad():
                 if number < m:
                     conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))

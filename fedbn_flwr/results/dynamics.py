@@ -35,7 +35,7 @@ def plot_dynamics(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     for panel, (name, title) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, _PANELS.items(), strict=True):
         values = _matrix(lines, layers, name)
         positive = values[values > 0].tolist()
-        low, high = min(positive, default=1.0), max(positive, default=0.0)
+        low, high = min([1.0, *positive]), max([0.0, *positive])
         panel.set_facecolor("lightgrey")  # a logarithm has no colour for 0
         # A round that is not recorded has the colour of the recorded one before it.
         last = rounds[-1] + (rounds[-1] - rounds[-2] if len(rounds) > 1 else 1)
