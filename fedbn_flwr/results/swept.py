@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Sweep:
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     """The sweeps among the rows, from which `choose` has removed the candidates of `tune` that were not chosen."""
     found_in = ((row, row.runs[0].cell.get("sweep")) for row in rows)
-    placed = [(row, condition) for row, condition in found_in if isinstance(condition, Mapping) and condition]
+    placed = [(row, _of_all_rules(given)) for row, given in found_in if isinstance(given, Mapping) and given]
     values: dict[str, dict[str, Any]] = {}
     for _, condition in placed:
         for key, value in condition.items():
@@ -59,6 +60,11 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
         if sweep.is_scale:
             sweep.values = dict(sorted(sweep.values.items(), key=lambda item: float(item[1])))
     return list(found.values())
+
+
+def _of_all_rules(condition: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, with a wrapped rule's `strategy.base.fraction_train` as the `strategy.fraction_train` of others."""
+    return {re.sub(r"^strategy\.(base\.)+", "strategy.", key): value for key, value in condition.items()}
 
 
 def _label(row: Row) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -89,17 +90,6 @@ def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: 
     assert (folder / "model.safetensors").read_bytes() == arrays(local)
 
 
-def test_a_failed_flower_run_says_why_and_has_an_exit_code(tmp_path: Path) -> None:
-    run_config = f"experiment='{EXPERIMENT}' set='train.lr=1e30 engine.device=cpu' out='{tmp_path / 'out'}'"
-    done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    for client in range(3):
-        assert f"client {client}" in done.stderr
-    assert "the client diverged?" in done.stderr
-    (file,) = (tmp_path / "out").glob("*/summary.json")
-    assert json.loads(file.read_text())["status"] == "failed"
-
-
 def test_too_few_nodes_are_named_with_the_flag_that_helps(app: Path, tmp_path: Path) -> None:
     run_config = f"experiment='quick' set='engine.node_timeout=2' out='{tmp_path / 'out'}'"
     flags = ["--federation-config", "num-supernodes=2 client-resources-num-cpus=1", "--run-config", run_config]
@@ -132,16 +122,36 @@ def test_a_wrong_setting_is_one_line_of_flower_s_log(deployment: Deployment, cha
     assert "Exit Code" not in log
 
 
-def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(app: Path, tmp_path: Path) -> None:
-    """The server cannot read its nodes' states, and the run resumes on Ray: FedBN needs them, FedAvg does not."""
-    out = tmp_path / "out"
+@pytest.fixture(scope="module")
+def resumed(app: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One `flwr run` of a run that fails and of two that were stopped, on nodes whose states the server cannot read."""
+    folder = tmp_path_factory.mktemp("resumed")
+    out = folder / "out"
     for rule in ("FedAvg", "FedBN"):
         session(rule, out / rule, 2, grid=Elsewhere(rule, None))
-    experiment = tmp_path / "experiment.yaml"
-    experiment.write_text(BASE + "runs:\n  FedAvg: {strategy: {name: FedAvg}}\n  FedBN: {strategy: {name: FedBN}}")
+    experiment = folder / "experiment.yaml"
+    runs = "runs:\n  Diverging: {train: {lr: 1.0e+30}}\n  FedAvg: {}\n  FedBN: {strategy: {name: FedBN}}"
+    experiment.write_text(BASE + runs)
     run_config = f"experiment='{experiment}' out='{out}' resume=true"
-    done = fedbn("flwr", "run", app, "--run-config", run_config, cwd=tmp_path)
-    assert done.returncode == 1
+    return fedbn("flwr", "run", app, "--run-config", run_config, cwd=folder), out
+
+
+def test_a_failed_flower_run_says_why_and_has_an_exit_code(
+    resumed: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, out = resumed
+    assert done.returncode == 1, done.stdout + done.stderr
+    for client in range(3):
+        assert f"client {client}" in done.stderr
+    assert "the client diverged?" in done.stderr
+    assert json.loads((out / "Diverging" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(
+    resumed: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+) -> None:
+    """FedBN needs its clients' states, FedAvg does not."""
+    _, out = resumed
     refused = json.loads((out / "FedBN" / "summary.json").read_text())  # the log's last lines may not be streamed
     assert refused["status"] == "failed"
     assert "FedBN needs its clients' state (their own batch norm)" in refused["error"]

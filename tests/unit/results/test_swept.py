@@ -78,6 +78,15 @@ def test_a_sweep_is_a_table_with_a_column_for_each_value(tmp_path: Path) -> None
     assert lines == [("alpha", "0.1", "1.0"), ("BN", "55.00% ± 7.07", "75.00% ± 7.07"), ("GN", "40.00%", "-")]
 
 
+def test_a_wrapped_rule_s_setting_is_on_the_axis_of_the_others(tmp_path: Path) -> None:
+    for fraction in (0.1, 0.5):
+        write_cell(tmp_path, "BN", {"strategy.fraction_train": fraction}, fraction)
+        write_cell(tmp_path, "FixBN", {"strategy.base.fraction_train": fraction}, 2 * fraction)
+    ((_, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path)))
+    assert lines[0] == ("strategy.fraction_train", "0.1", "0.5")
+    assert set(lines[1:]) == {("BN", "10.00%", "50.00%"), ("FixBN", "20.00%", "100.00%")}
+
+
 def test_the_axis_is_the_number_with_most_values_and_other_keys_are_panels(tmp_path: Path) -> None:
     for kind in ("iid", {"kind": "classes", "classes_per_client": 2}):
         for steps in (100, 1, 20):
