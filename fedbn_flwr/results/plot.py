@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .curves import AXES, Measure, curves, headline
+from .curves import AXES, Curves, Measure, curves, headline
 from .report import COLOURS, Domains, Row, by_domain, repetitions
 from .text import in_plot, shorten
 
@@ -30,16 +30,19 @@ def plot(rows: Sequence[Row]) -> Plot:
     own = f"clients_own_{measure}"
     keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
     heights = [4.2] * len(keys) + [2.8] * len(kinds)
-    figure = Plot(figsize=(15, 0.5 + sum(heights)), layout="constrained")
-    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
-    figure.suptitle(in_plot(shorten(_title(rows), 150)), fontsize="medium")
     drawn = [curves([run.history for run in row.runs], keys) for row in rows]
+    axes = [axis for axis in _PANELS if axis != "communication_rounds" or any(map(_exchanges_within_rounds, drawn))]
+    figure = Plot(figsize=(15, 0.5 + sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), len(axes), height_ratios=heights)
+    figure.suptitle(in_plot(shorten(_title(rows), 150)), fontsize="medium")
     handles: dict[int, Any] = {}
     for line, key in enumerate(keys):
         panels = [figure.add_subplot(grid[line, 0])]
-        panels += [figure.add_subplot(grid[line, i], sharey=panels[0]) for i in (1, 2)]
-        for panel, axis in zip(panels, _PANELS, strict=True):
+        panels += [figure.add_subplot(grid[line, i], sharey=panels[0]) for i in range(1, len(axes))]
+        for panel, axis in zip(panels, axes, strict=True):
             for number, row_curves in enumerate(drawn):
+                if key == measure and own in keys and rows[number].accuracy_of:
+                    continue  # it has no global model, and its clients are in the other panels
                 places, values = row_curves.points(key, axis)
                 if places:
                     handles[number] = _draw(panel, number, len(rows), places, values)
@@ -56,6 +59,10 @@ def plot(rows: Sequence[Row]) -> Plot:
         labels = [in_plot(shorten(rows[number].label, 60)) for number in handles]
         figure.legend(handles.values(), labels, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
+
+
+def _exchanges_within_rounds(drawn: Curves) -> bool:
+    return drawn.axes["communication_rounds"] != drawn.axes["round"]
 
 
 def _title(rows: Sequence[Row]) -> str:

@@ -11,6 +11,7 @@ import yaml
 from PIL import Image
 
 from fedbn_flwr import cli
+from fedbn_flwr.results.plot import plot
 from fedbn_flwr.results.report import by_domain, find_runs, group, table
 from fedbn_flwr.results.write import write_report
 from tests.support.runs import write_run
@@ -48,6 +49,25 @@ def test_a_row_whose_accuracy_is_not_the_global_model_s_says_so(tmp_path: Path) 
     labels = [row.label for row in group(find_runs([tmp_path]))]
     assert labels == ["FedAvg", "Standalone (the clients' models)"]
     assert [row.label for row in group(find_runs([tmp_path / "b"]))] == ["Standalone"], "all rows are alike"
+
+
+def test_communication_rounds_are_a_panel_where_they_are_not_rounds(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "FedAvg")
+    assert [panel.get_xlabel() for panel in plot(group(find_runs([tmp_path]))).axes] == ["rounds", "MiB down and up"]
+    write_run(tmp_path / "b", "FedTAN", lines=[{"accuracy": 0.5, "loss": 1.0, "communication_rounds": 3}])
+    titles = [panel.get_xlabel() for panel in plot(group(find_runs([tmp_path]))).axes]
+    assert titles == ["rounds", "communication rounds", "MiB down and up"]
+
+
+def test_a_row_without_a_global_model_is_in_the_panels_of_the_clients_only(tmp_path: Path) -> None:
+    for label in ("FedAvg", "Standalone"):
+        write_run(tmp_path / label, label, clients_own_accuracy=0.9)
+    file = tmp_path / "Standalone" / "summary.json"
+    summary = json.loads(file.read_text())
+    for accuracy_of, counts in {"the global model": [2, 2], "the clients' models, mean": [1, 2]}.items():
+        file.write_text(json.dumps(summary | {"accuracy_of": accuracy_of}))
+        panels = plot(group(find_runs([tmp_path]))).axes
+        assert [len(panel.get_lines()) for panel in panels if panel.get_xlabel() == "rounds"] == counts
 
 
 def test_an_average_is_of_all_domains_or_there_is_none(tmp_path: Path) -> None:
