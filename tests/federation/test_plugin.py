@@ -190,9 +190,10 @@ def test_the_readme_s_lines_work() -> None:
 
 
 @pytest.mark.deployment
-def test_flower_s_simulation_runs_the_project_as_it_is() -> None:
-    done = fedbn("flwr", "run", PROJECT, *OPTIONS, cwd=ROOT)
+def test_flower_s_simulation_runs_the_project_as_it_is(tmp_path: Path) -> None:
+    done = fedbn("flwr", "run", PROJECT, *OPTIONS, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "final_model.pt").exists()
     assert len(scores(done.stdout)) == 4
     assert "and 0 failures" in done.stdout
     assert not re.search(r"and [1-9]\d* failures", done.stdout)
