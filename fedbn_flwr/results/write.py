@@ -28,7 +28,8 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
     from .page import write_page
     from .plot import plot
 
-    choice = choose(group(find_runs(folders)))
+    every = group(find_runs(folders))
+    choice = choose(every)
     rows = choice.rows
     text = _as_text(choice)
     picture: Path | None = out / "report.png"
@@ -49,7 +50,7 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
         parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found]
         images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
         page.write_text("\n".join([*(f"{note}\n" for note in choice.notes), *parts, *images]), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(figures(rows)) + "\n", encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(_figures(every, rows)) + "\n", encoding="utf-8")
         write_page(rows, out / "report.html", choice)
     except StorageError as error:
         raise UserError(f"the report cannot be written: {error}") from None
@@ -82,13 +83,20 @@ def _as_text(choice: Choice) -> str:
     return "\n\n".join([*choice.notes, *parts])
 
 
-def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them."""
-    return [
-        {"settings": run.config, "summary": run.figures, "curve": _curve(run.history), "clients": run.clients}
-        for row in rows
-        for run in row.runs
-    ]
+def _figures(rows: Sequence[Row], chosen: Sequence[Row]) -> list[dict[str, Any]]:
+    """Each run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them.
+
+    Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
+    """
+    found = []
+    for row in rows:
+        more = {} if any(row is each for each in chosen) else {"chosen": False}
+        for run in row.runs:
+            curve = _curve(run.history)
+            found.append(
+                {"settings": run.config, "summary": run.figures, "curve": curve, "clients": run.clients, **more}
+            )
+    return found
 
 
 def _curve(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.results.choice import choose
 from fedbn_flwr.results.report import Row, find_runs, group
+from fedbn_flwr.results.write import write_report
 
 EXPERIMENT = """
 rounds: 2
@@ -47,6 +49,13 @@ def test_the_candidate_with_the_best_validation_accuracy_is_shown_and_all_are_li
     assert shown(rows) == {BEST, OTHER}
     listed = {line[0]: line[-1] for line in choose(list(rows.values())).candidates[1:]}
     assert listed == {BEST: "chosen", WORSE: ""}
+
+
+def test_the_figures_of_all_candidates_are_kept(out: Path, tmp_path: Path) -> None:
+    write_report([out], tmp_path)
+    kept = json.loads((tmp_path / "report.json").read_text())
+    assert len(kept) == 6
+    assert {each["summary"]["label"] for each in kept if each.get("chosen", True)} == {BEST, OTHER}
 
 
 def test_the_test_images_have_no_part_in_the_choice(out: Path) -> None:
