@@ -38,6 +38,7 @@ from fedbn_flwr.results.write import write_report
 from fedbn_flwr.strategies import folding_of
 
 from .compiling import decided, fill_cache
+from .cost import images_of
 from .data import loaded_data, partition_of, resolve
 from .find import from_run_config, run_names
 from .listeners.base import Listener, RunState
@@ -220,9 +221,9 @@ def run_experiment(
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    progress = (
-        Board(titles, rounds, plain=plain, quiet=quiet) if jobs > 1 else Progress(rounds, plain=plain, quiet=quiet)
-    )
+    images = [images_of(run) for run in experiment.runs]
+    show: Callable[..., Progress] = functools.partial(Board, titles) if jobs > 1 else Progress
+    progress = show(rounds, images, plain=plain, quiet=quiet)
     with progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]

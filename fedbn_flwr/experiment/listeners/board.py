@@ -65,9 +65,15 @@ class Board(Progress):
     """All runs of an experiment, of which several are running; on a terminal with a line for each of these."""
 
     def __init__(
-        self, labels: Sequence[str], rounds: Sequence[int], *, plain: bool | None = None, quiet: bool = False
+        self,
+        labels: Sequence[str],
+        rounds: Sequence[int],
+        images: Sequence[int | None] = (),
+        *,
+        plain: bool | None = None,
+        quiet: bool = False,
     ) -> None:
-        super().__init__(rounds, plain=plain, quiet=quiet)
+        super().__init__(rounds, images, plain=plain, quiet=quiet)
         self._labels = labels
         self._running: dict[int, tuple[News, float]] = {}  # by place: its last news, and when it began
         self._ended = 0
@@ -79,7 +85,7 @@ class Board(Progress):
     def skip(self, places: Sequence[int]) -> None:
         """These runs are finished already."""
         self._ended += len(places)
-        self._done_rounds += sum(self._rounds[place] for place in places)
+        self._done += sum(self._rounds[place] * self._work[place] for place in places)
         if places:
             self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
@@ -95,9 +101,9 @@ class Board(Progress):
         if news.message:
             self.message(f"{self._title(place)}: {news.message}")
         if (more := news.round - before.round) > 0:
-            self._done_rounds += more
+            self._done += more * self._work[place]
             if before.round or more == 1:  # else a resumed run reports the rounds of earlier sessions
-                self._counted += more
+                self._counted += more * self._work[place]
                 self._last_round = time.monotonic()
         self._tell()
 
@@ -106,7 +112,7 @@ class Board(Progress):
         now = time.monotonic()
         last, began = self._running.pop(place)
         self._ended += 1
-        self._done_rounds += self._rounds[place] - last.round
+        self._done += (self._rounds[place] - last.round) * self._work[place]
         what = problem or f"{last.round} rounds in {duration(now - began)}  {last.figures}".rstrip()
         self.message(f"{self._title(place)}: {what}")
         self._tell()

@@ -35,9 +35,19 @@ _BAR = 30  # characters
 
 
 class Progress(Listener):
-    """The progress of an experiment's runs, which follow one another; `rounds` has the number of rounds of each."""
+    """The progress of an experiment's runs, which follow one another; `rounds` has the number of rounds of each.
 
-    def __init__(self, rounds: Sequence[int], *, plain: bool | None = None, quiet: bool = False) -> None:
+    `images` has the number of images that each run trains on: the time that is left is estimated from it.
+    """
+
+    def __init__(
+        self,
+        rounds: Sequence[int],
+        images: Sequence[int | None] = (),
+        *,
+        plain: bool | None = None,
+        quiet: bool = False,
+    ) -> None:
         self.console = Console(highlight=False)
         self._name = ""  # the run's label
         self.label = ""  # the same with its number
@@ -45,11 +55,16 @@ class Progress(Listener):
         self._draws = not quiet and (draws if plain is None else not plain)
         self._quiet = quiet
         self._rounds = rounds
+        known = [count for count in images if count]
+        # The work of a round of each run, in images or, if those of a run are not known, in rounds.
+        self._work = [count / of for count, of in zip(known, rounds, strict=False)]
+        if len(known) < len(rounds):
+            self._work = [1.0] * len(rounds)
         self._number = 0  # of the run, from 1
         self._round = self._total = 0  # of the run: the last finished round, and all
         self._figures = ""  # of that round
         self._within = ""  # how far the current round is, or the current activity between runs
-        self._done_rounds = self._counted = 0  # of all runs, and without those of earlier sessions
+        self._done = self._counted = 0.0  # the work of all runs, and without that of earlier sessions
         self._began = self._run_began = self._printed = time.monotonic()
         self._training_began: float | None = None
         self._last_round = 0.0  # when it ended
@@ -120,12 +135,12 @@ class Progress(Listener):
         self.label = f"[{self._number}/{len(self._rounds)}] {label}"
 
     def skip_run(self) -> None:
-        self._done_rounds += self._rounds[self._number - 1]
+        self._done += self._rounds[self._number - 1] * self._work[self._number - 1]
         self.message(f"{self.label}: finished already")
 
     def on_start(self, state: RunState) -> None:
         rounds, done = state.run.rounds, state.round
-        self._done_rounds += done
+        self._done += done * self._work[self._number - 1]
         self._round, self._total, self._figures, self._within = done, rounds, "", "starting"
         self._run_began = self._printed = self._last_round = time.monotonic()
         if self._training_began is None:
@@ -148,8 +163,9 @@ class Progress(Listener):
 
     def on_round(self, state: RunState) -> None:
         state.stop = self._stop_asked
-        self._done_rounds += 1 if state.ended is None else 1 + state.run.rounds - state.round
-        self._counted += 1
+        work = self._work[self._number - 1]
+        self._done += work * (1 if state.ended is None else 1 + state.run.rounds - state.round)
+        self._counted += work
         self._round, self._within = state.round, ""
         self._last_round = now = time.monotonic()
         self._figures = figures_of(state.line)
@@ -177,10 +193,11 @@ class Progress(Listener):
     # --- output ---
 
     def _left(self, now: float) -> float:
-        """Seconds to the end of all runs, if all rounds take as long as those of this session did on average."""
+        """Seconds to the end of all runs, if all images take as long as those of this session did on average."""
         assert self._training_began is not None
         each = (self._last_round - self._training_began) / self._counted
-        return max(0.0, each * (sum(self._rounds) - self._done_rounds) - (now - self._last_round))
+        total = sum(rounds * work for rounds, work in zip(self._rounds, self._work, strict=True))
+        return max(0.0, each * (total - self._done) - (now - self._last_round))
 
     def render(self, width: int) -> Group:
         """The bar of the current run, and how far the current round is."""

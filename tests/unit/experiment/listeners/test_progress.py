@@ -134,6 +134,18 @@ def test_the_bar_has_rounds_time_passed_and_time_left(clock: SimpleNamespace) ->
     assert len(drawn(progress, 50)) == 2
 
 
+@pytest.mark.parametrize(("images", "left"), [([40, 360], "3 min"), ([40, None], "25 s"), ([], "25 s")])
+def test_the_time_left_is_that_of_the_images_left(images: list[int | None], left: str, clock: SimpleNamespace) -> None:
+    """A round of the second run takes nine times as long as one of the first, if that is known."""
+    progress = Progress([4, 4], images, quiet=True)
+    progress.next_run("5 clients")
+    progress.on_start(state(0))
+    for done in (1, 2, 3):
+        clock.seconds += 5
+        progress.on_round(state(done))
+    assert f"about {left} left" in drawn(progress, 110)[0]
+
+
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), Progress([4], quiet=True):
         os.kill(os.getpid(), 2)
