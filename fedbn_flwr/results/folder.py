@@ -276,6 +276,7 @@ def environment() -> dict[str, Any]:
         import torch
 
         found["threads"] = torch.get_num_threads()
+        found["instructions"] = torch.backends.cpu.get_cpu_capability()
         found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return found
 
@@ -298,10 +299,12 @@ def _commit() -> str | None:
 
 
 def _processor() -> str:
+    """Name, family and model: a virtual machine may give the same name to processors whose rounding differs."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:
-        pass
-    return platform.processor()
+        return platform.processor()
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in found:
+        return platform.processor()
+    return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"

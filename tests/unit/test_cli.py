@@ -143,7 +143,7 @@ def test_a_run_leaves_what_the_design_promises(tmp_path: Path, capsys: pytest.Ca
     assert (folder / "model.safetensors").exists()
     assert (folder / "config.yaml").read_text().startswith("name: quick")
     environment_file = json.loads((folder / "environment.json").read_text())
-    assert {"commit", "versions", "processor", "command"} <= set(environment_file)
+    assert {"commit", "versions", "processor", "instructions", "command"} <= set(environment_file)
     printed = capsys.readouterr().out
     assert "communication rounds" in printed
     assert str(out / "report.png") in printed
