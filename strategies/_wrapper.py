@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.aggregate import Arrays, is_finite
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import (
     Reply,
@@ -28,7 +28,7 @@ from fedbn_flwr.messages.gate import (
     refuse,
     refused,
 )
-from fedbn_flwr.messages.screening import alike, check_some_left, fault_problems, refuse_records, with_records
+from fedbn_flwr.messages.screening import alike, check_some_left, fault_problems, overflow, refuse_records, with_records
 
 from ._records import inside, load, nested, save
 from ._rule import Round, Rule
@@ -236,7 +236,12 @@ class Foreign(_Around):
         if contents and self._weight_key and not any(metrics_of(content)[self._weight_key] for content in contents):
             raise RunFailed(f"round {server_round}: the weights of all clients ({self._weight_key}) are zero")
         self.used = [message.metadata.src_node_id for message in messages if message.has_content()]
-        return self.strategy.aggregate_train(server_round, messages)
+        arrays, metrics = self.strategy.aggregate_train(server_round, messages)
+        values = {} if arrays is None else unpack(arrays)
+        if key := next((key for key, value in values.items() if not is_finite(value)), None):
+            reason = f"{type(self.strategy).__name__} made of finite replies a model whose {key!r} is not finite"
+            raise RunFailed(f"round {server_round}: {reason}; bound the replies, or use another strategy")
+        return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = self._screened(f"round {server_round}, evaluation", replies, with_arrays=False)
@@ -271,7 +276,13 @@ class Foreign(_Around):
                     arrays[node] = unpack(only_arrays(content))
             except MessageError as error:
                 problems[node] = str(error)
-        problems |= fault_problems({node: each for node, each in arrays.items() if node not in problems}, self._sent)
+        arrays = {node: each for node, each in arrays.items() if node not in problems}
+        problems |= fault_problems(arrays, self._sent)
+        problems |= {
+            node: problem
+            for node, each in arrays.items()
+            if node not in problems and (problem := overflow(each, self._sent))
+        }
         messages = alike(refuse(messages, problems))
         for message in messages:
             if message.has_error():

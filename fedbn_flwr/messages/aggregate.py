@@ -202,7 +202,7 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
         return None  # they were checked before
     if isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout:
         whole = expected is None or arrays.layout.places.keys() == set(expected)
-        if whole and _is_finite(arrays.flat) and negative_variance(arrays) is None:
+        if whole and is_finite(arrays.flat) and negative_variance(arrays) is None:
             return None  # the common case; the checks below find the first fault
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
@@ -214,7 +214,7 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
             return f"{key!r} has shape {value.shape}, the server's has {like[key].shape}"
         if value.dtype != like[key].dtype:
             return f"{key!r} is {value.dtype}, the server's is {like[key].dtype}"
-        if not _is_finite(value):
+        if not is_finite(value):
             count = int(value.size - np.isfinite(value).sum())
             return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
     if negative := negative_variance(arrays):
@@ -222,7 +222,7 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
     return None
 
 
-def _is_finite(value: Array) -> bool:
+def is_finite(value: Array) -> bool:
     return value.dtype.kind not in "fc" or bool(np.isfinite(value).all())
 
 
@@ -242,7 +242,7 @@ def initial_fault(arrays: Arrays) -> str | None:
     for key, value in arrays.items():
         if value.dtype.kind not in "fiub":
             return f"{key!r} is {value.dtype}; expected real numbers, such as real and imaginary part as two arrays"
-        if not _is_finite(value):
+        if not is_finite(value):
             return f"{key!r} has values that are not finite; register a mask as a buffer with persistent=False"
     if negative := negative_variance(arrays):
         return f"{negative}. If it is no variance, rename it and the running_mean beside it"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import RunFailed
@@ -53,6 +55,22 @@ def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays | None = None) -> 
     like = next((values for node, values in arrays.items() if forms[node] == most), {})
     found = {node: fault(values, values if differ else like) for node, values in arrays.items()}
     return {node: problem for node, problem in found.items() if problem is not None}
+
+
+def overflow(arrays: Arrays, sent: Arrays) -> str | None:
+    """The reason why a strategy that squares the clients' changes cannot use a reply, or None.
+
+    Flower's optimisers and robust strategies do: from one infinite square FedYogi's model is never finite again.
+    """
+    for key, value in arrays.items():
+        if value.dtype.kind != "f" or not value.size:
+            continue
+        with np.errstate(over="ignore"):
+            change = value - sent[key] if key in sent and sent[key].shape == value.shape else value
+        most, limit = float(np.abs(change).max()), math.sqrt(np.finfo(value.dtype).max) / 10
+        if not most <= limit:
+            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, whose squares can be added"
+    return None
 
 
 def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arrays) -> list[Message]:

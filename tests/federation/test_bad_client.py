@@ -22,7 +22,7 @@ from fedbn_flwr.exchange import stream_client
 from fedbn_flwr.exchange.codec import Contribution, to_bytes
 from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.arrays import metrics_in, pack, unpack
 from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.attacks import BAD, Attack, Hostile, Spoil, all_attacks
 from tests.support.federations import Arrays, models_of, same
@@ -164,6 +164,33 @@ def test_strategies_that_another_loop_calls_have_the_gate(federation: Federation
     found, log = own_loop(fed, make(), kind, ATTACKS[name].spoil)
     assert same(found, absent)
     assert len([line for line in log if f"node {BAD + 1}" in line]) == 2, log
+
+
+# The wrapped strategy refuses a reply of which MeanStatistics has the statistics; squares overflow in optimisers.
+INSIDE = [
+    ("FixBN of FedMedian", "train", "records, more arrays"),
+    ("Flower's FedAvgM", "train", "records, arrays under the name config"),
+    ("Flower's FedYogi", "train", "first: array, 1e30"),
+]
+
+
+@pytest.mark.parametrize(("rule", "kind", "name"), INSIDE)
+def test_what_a_strategy_of_flower_refuses_is_refused_whole(rule: str, kind: str, name: str) -> None:
+    assert faults([(rule, kind, ATTACKS[name])]) == []
+
+
+class MakesNaN(flower.FedAvg):
+    def aggregate_train(self, *given: Any) -> Any:
+        arrays, metrics = super().aggregate_train(*given)
+        assert arrays is not None
+        values = {key: value * np.nan if value.ndim == 2 else value for key, value in unpack(arrays).items()}
+        return pack(values), metrics
+
+
+def test_a_model_that_is_not_finite_ends_the_run(federation: Federations) -> None:
+    fed = federation((4, 5, 6, 4, 5), batches=1)
+    with pytest.raises(RunFailed, match=r"round 1: MakesNaN made of finite replies a model whose '.*' is not finite"):
+        own_loop(fed, MeanStatistics(MakesNaN()), "train", None)
 
 
 # --- FedTAN over streams ---

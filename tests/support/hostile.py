@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import re
@@ -74,6 +75,14 @@ RULES: dict[str, list[str]] = {
 }  # fmt: skip
 RULES["Flower's QFedAvg"] = ["strategy={name: QFedAvg, client_learning_rate: 0.1}"]
 RULES["Flower's FedAdam"] = ["strategy={name: FedAdam, eta: 0.01}"]
+# A rule that does not read a part of a reply cannot be spoiled by it.
+UNREAD = {
+    ("FedAvgGlobalStats", "exchanges-left, 0"),  # it has one exchange: none is left after it
+    ("FedTAN of the paper, by batch", "num-examples, missing"),
+    ("Private", "num-examples, missing"),
+    ("Private", "records, empty metrics"),
+    ("Standalone", "records, empty arrays"),
+}
 EXCHANGING = [name for name in RULES if "FedTAN" in name or name == "FedAvgGlobalStats"]
 
 # The libraries' own words must not reach a log.
@@ -258,9 +267,10 @@ def judge(rule: str, kind: str, attack: Attack, whole: bool) -> tuple[str, list[
         wrong.append(f"{found.sent} replies, named {named}; differs {str(pairs[:1])[:400]}")
     else:
         fate = LIE
+    verdict = EITHER if (rule, attack.name) in UNREAD else attack.verdict
     allowed = {REFUSED: {REFUSED}, HARMLESS: {HARMLESS}, EITHER: {REFUSED, HARMLESS}, LIE: {REFUSED, HARMLESS, LIE}}
-    if fate not in allowed[attack.verdict] and not (fate.startswith("refused,") and wrong):
-        wrong.append(f"it is {fate}, expected {attack.verdict}")
+    if fate not in allowed[verdict] and not (fate.startswith("refused,") and wrong):
+        wrong.append(f"it is {fate}, expected {verdict}")
     return fate, wrong
 
 
@@ -294,6 +304,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="runs as `fedbn run` makes them, with their files")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # Flower's QFedAvg collects garbage at each reply
     total, faulty = Counter[str](), 0
     for rule in given.rule or RULES:
         fates: Counter[str] = Counter()
