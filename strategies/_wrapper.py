@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, is_finite
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
     Reply,
     gate,
@@ -28,7 +28,15 @@ from fedbn_flwr.messages.gate import (
     refuse,
     refused,
 )
-from fedbn_flwr.messages.screening import alike, check_some_left, fault_problems, overflow, refuse_records, with_records
+from fedbn_flwr.messages.screening import (
+    alike,
+    check_some_left,
+    fault_problems,
+    overflow,
+    refuse_records,
+    with_arrays,
+    with_records,
+)
 
 from ._records import inside, load, nested, save
 from ._rule import Round, Rule
@@ -231,7 +239,7 @@ class Foreign(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        messages = self._screened(f"round {server_round}", replies, with_arrays=True)
+        messages = self._screened(f"round {server_round}", replies, trained=True)
         contents = [message.content for message in messages if message.has_content()]
         if contents and self._weight_key and not any(metrics_of(content)[self._weight_key] for content in contents):
             raise RunFailed(f"round {server_round}: the weights of all clients ({self._weight_key}) are zero")
@@ -244,19 +252,24 @@ class Foreign(_Around):
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        messages = self._screened(f"round {server_round}, evaluation", replies, with_arrays=False)
+        messages = self._screened(f"round {server_round}, evaluation", replies, trained=False)
         self.used = [message.metadata.src_node_id for message in messages if message.has_content()]
         return self.strategy.aggregate_evaluate(server_round, messages)
 
     @property
     def _weight_key(self) -> str | None:
         """The metric by which a strategy derived from Flower's FedAvg, or one inside it, weights replies."""
-        inside: object = self.strategy
-        while inside is not None and not hasattr(inside, "weighted_by_key"):
-            inside = getattr(inside, "strategy", None)
-        return getattr(inside, "weighted_by_key", None)
+        key: str | None = self._of_some("weighted_by_key")
+        return key
 
-    def _screened(self, what: str, replies: Iterable[Message], *, with_arrays: bool) -> list[Message]:
+    def _of_some(self, attribute: str) -> Any:
+        """An attribute of the strategy, or of the outermost one inside it that has it."""
+        inside: object = self.strategy
+        while inside is not None and not hasattr(inside, attribute):
+            inside = getattr(inside, "strategy", None)
+        return getattr(inside, attribute, None)
+
+    def _screened(self, what: str, replies: Iterable[Message], *, trained: bool) -> list[Message]:
         """The replies, where those that would end or spoil the strategy's aggregation are errors.
 
         Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics, which have the same
@@ -265,14 +278,16 @@ class Foreign(_Around):
         messages, key = gate(replies), self._weight_key
         if key is None:
             return messages
+        loss_key = self._of_some("train_loss_key") if trained else None  # QFedAvg weights by the loss too
         problems: dict[int, str] = {}
         arrays: dict[int, Arrays] = {}
         for message in filter(Message.has_content, messages):
             node, content = message.metadata.src_node_id, message.content
             try:
-                if problem := number_problem(metrics_of(content), key):
-                    raise MessageError(problem)
-                if with_arrays:
+                for needed in filter(None, (key, loss_key)):
+                    if problem := number_problem(metrics_of(content), needed):
+                        raise MessageError(problem)
+                if trained:
                     arrays[node] = unpack(only_arrays(content))
             except MessageError as error:
                 problems[node] = str(error)
@@ -284,12 +299,20 @@ class Foreign(_Around):
             if node not in problems and (problem := overflow(each, self._sent))
         }
         messages = alike(refuse(messages, problems))
+        if trained:  # QFedAvg takes arrays by their place
+            messages = [with_arrays(each, self._in_order) if each.has_content() else each for each in messages]
         for message in messages:
             if message.has_error():
                 reason = one_line(str(message.error.reason))
                 log(WARNING, "%s: left out node %d: %s", what, message.metadata.src_node_id, reason)
         # These strategies only log errors. One around them (for privacy) aggregates nothing if there is an error.
         return list(filter(Message.has_content, messages)) if hasattr(self.strategy, "weighted_by_key") else messages
+
+    def _in_order(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The arrays in the order of those that were sent."""
+        if set(arrays) != set(self._sent) or list(arrays) == list(self._sent):
+            return arrays
+        return record_of({key: arrays[key] for key in self._sent})
 
     def state(self) -> RecordDict:
         values = {name: value for name, value in vars(self.strategy).items() if not isinstance(value, _FUNCTIONS)}

@@ -216,8 +216,11 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     first = next(iter(arrays.values()), None)
     block = first.__dict__["_owner"] if isinstance(first, Array) else None
     if isinstance(block, FlatArrays) and len(block) == len(arrays):
-        attributes = ((key, array.__dict__) for key, array in arrays.items())
-        if all(values.get("_owner") is block and values["_key"] == key for key, values in attributes):
+        entries = zip(block, arrays.items(), strict=True)  # in the same order
+        if all(
+            place == key and array.__dict__.get("_owner") is block and array.__dict__["_key"] == key
+            for place, (key, array) in entries
+        ):
             return block
     return {key: value.value if isinstance(value, Array) else _read(value) for key, value in arrays.items()}
 

@@ -171,6 +171,8 @@ INSIDE = [
     ("FixBN of FedMedian", "train", "records, more arrays"),
     ("Flower's FedAvgM", "train", "records, arrays under the name config"),
     ("Flower's FedYogi", "train", "first: array, 1e30"),
+    ("Flower's QFedAvg", "train", "keys, another order"),
+    ("Flower's QFedAvg", "train", "train-loss, missing"),
 ]
 
 
