@@ -247,7 +247,7 @@ class Foreign(_Around):
         arrays, metrics = self.strategy.aggregate_train(server_round, messages)
         values = {} if arrays is None else unpack(arrays)
         if key := next((key for key, value in values.items() if not is_finite(value)), None):
-            reason = f"{type(self.strategy).__name__} made of finite replies a model whose {key!r} is not finite"
+            reason = f"{type(self.strategy).__name__} made a model whose {key!r} is not finite"
             raise RunFailed(f"round {server_round}: {reason}; bound the replies, or use another strategy")
         return arrays, metrics
 

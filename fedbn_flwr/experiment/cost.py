@@ -42,13 +42,15 @@ def cost_of(experiment: Experiment, *, timed: bool = False) -> Cost:
 
 
 def images_of(run: Settings) -> int | None:
-    """The images that all clients of a run train on, one image counted each time; None if the data set is not listed.
+    """The images that all clients of a run train on, one image counted each time; None if they are not known.
 
     Exact if all clients take part in each round, and else expected. Smaller last batches count as whole ones.
     """
     strategy = _innermost(run.strategy)
-    least = int(strategy.get("min_train_nodes", min(2, run.trained)))
-    clients = max(int(run.trained * float(strategy.get("fraction_train", 1))), least)
+    least, share = strategy.get("min_train_nodes", min(2, run.trained)), strategy.get("fraction_train", 1)
+    if not isinstance(least, int) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        return None  # the strategy will be refused
+    clients = max(int(run.trained * share), least)
     if run.train.steps is not None:
         return run.rounds * clients * run.train.steps * run.train.batch_size
     entry, held = CATALOGUE.get(run.data.name), run.data.images
