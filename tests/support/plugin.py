@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import random
 import shutil
 import sys
 import tomllib
@@ -105,6 +106,7 @@ class Project:
         """Run the ServerApp on a grid, as `flwr run` does."""
         grid = self.grid()
         torch.manual_seed(0)  # the project itself seeds neither its initial model nor its order of images
+        random.seed(0)  # Flower draws the nodes of a round from it
         self.server_app(grid, Context(1, 0, {}, RecordDict(), self.config))
         return grid
 
