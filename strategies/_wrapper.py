@@ -161,12 +161,17 @@ class Wrapper(_Around):
         weights = self.weights(round, found)
         model = pack(self.combine(round, found, weights))
         self.shares, self.used = self.rule.shares, self.rule.used
-        by_node = {reply.node: (reply, weight) for reply, weight in zip(found, weights, strict=True)}
-        found, weights = [by_node[node][0] for node in self.used], [by_node[node][1] for node in self.used]
+        found, weights = self.used_of(found, weights)
         if self.shares is not None:
             weights = list(self.shares.values())
         self.after_round(round, found, weights)
         return model, self._metrics
+
+    def used_of(self, replies: Sequence[Reply], weights: Sequence[float]) -> tuple[list[Reply], list[float]]:
+        """The replies that the wrapped strategy used, which may have refused others, and their weights."""
+        by_node = {reply.node: (reply, weight) for reply, weight in zip(replies, weights, strict=True)}
+        used = [by_node[node] for node in self.rule.used]
+        return [reply for reply, _ in used], [weight for _, weight in used]
 
     # --- the run ---
 
@@ -291,13 +296,8 @@ class Foreign(_Around):
                     arrays[node] = unpack(only_arrays(content))
             except MessageError as error:
                 problems[node] = str(error)
-        arrays = {node: each for node, each in arrays.items() if node not in problems}
-        problems |= fault_problems(arrays, self._sent)
-        problems |= {
-            node: problem
-            for node, each in arrays.items()
-            if node not in problems and (problem := overflow(each, self._sent))
-        }
+        too_large = {node: problem for node, each in arrays.items() if (problem := overflow(each, self._sent))}
+        problems |= too_large | fault_problems(arrays, self._sent)
         messages = alike(refuse(messages, problems))
         if trained:  # QFedAvg takes arrays by their place
             messages = [with_arrays(each, self._in_order) if each.has_content() else each for each in messages]

@@ -99,11 +99,9 @@ class MeanStatistics(Wrapper):
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.
         stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, inner, weights).items()}
         of_norms = split_by_role(sent, roles(sent), OF_NORMS)[0]
-        # The wrapped strategy may have refused others.
-        kept = [number for number, reply in enumerate(replies) if reply.node in set(self.rule.used)]
-        statistics = [{key: replies[number].arrays[key] for key in of_norms} for number in kept]
-        of_kept = [weights[number] for number in kept]
-        combined = median(statistics) if self.statistics == "median" else weighted_mean(statistics, of_kept)
+        used, weights = self.used_of(replies, weights)
+        statistics = [{key: reply.arrays[key] for key in of_norms} for reply in used]
+        combined = median(statistics) if self.statistics == "median" else weighted_mean(statistics, weights)
         model = {**stepped, **combined}
         return {key: model[key] for key in sent}
 

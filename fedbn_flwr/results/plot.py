@@ -56,14 +56,9 @@ def plot(rows: Sequence[Row]) -> Plot:
     for number, kind in enumerate(kinds, start=len(keys)):
         _plot_domains(figure.add_subplot(grid[number, :]), rows, kind)
     if handles:
-        labels = [in_plot(shorten(rows[number].label, 60)) for number in sorted(handles)]
-        figure.legend(
-            [handles[number] for number in sorted(handles)],
-            labels,
-            loc="outside right upper",
-            fontsize="small",
-            handlelength=4,
-        )
+        handles = dict(sorted(handles.items()))
+        labels = [in_plot(shorten(rows[number].label, 60)) for number in handles]
+        figure.legend(handles.values(), labels, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
 
 

@@ -55,11 +55,9 @@ class Progress(Listener):
         self._draws = not quiet and (draws if plain is None else not plain)
         self._quiet = quiet
         self._rounds = rounds
-        known = [count for count in images if count]
         # The work of a round of each run, in images or, if those of a run are not known, in rounds.
-        self._work = [count / of for count, of in zip(known, rounds, strict=False)]
-        if len(known) < len(rounds):
-            self._work = [1.0] * len(rounds)
+        work = [count / of for count, of in zip(images, rounds, strict=False) if count]
+        self._work = work if len(work) == len(rounds) else [1.0] * len(rounds)
         self._number = 0  # of the run, from 1
         self._round = self._total = 0  # of the run: the last finished round, and all
         self._figures = ""  # of that round
