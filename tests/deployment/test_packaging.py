@@ -90,7 +90,7 @@ def test_two_projects_with_packages_of_the_same_name_do_not_mix(tmp_path: Path) 
         "app = ServerApp()\n"
         "@app.main()\n"
         "def main(grid, context):\n"
-        "    end = time.monotonic() + 60\n"
+        "    end = time.monotonic() + 300\n"
         "    while len(nodes := list(grid.get_node_ids())) < 2 and time.monotonic() < end:\n"
         "        time.sleep(0.1)\n"
         "    replies = grid.send_and_receive([Message(RecordDict(), n, 'query') for n in nodes], timeout=60)\n"

@@ -11,7 +11,7 @@ from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 from fedbn_flwr import Result
-from tests.support.command import ROOT
+from tests.support.command import PATIENCE, ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 # Else debugpy warns about modules that are part of the interpreter.
@@ -24,7 +24,7 @@ def test_a_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("FEDBN_OUT", raising=False)
     notebook = nbformat.read(file, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output.text for output in outputs if output.get("name") == "stderr"]
 
@@ -49,18 +49,18 @@ def test_a_kernel_s_interrupt_stops_after_a_round_and_leaves_a_run_to_resume(
     for key, value in QUIET.items():
         monkeypatch.setenv(key, value)
     history = tmp_path / "stopped" / "FedAvg" / "history.jsonl"
-    manager, client = start_new_kernel(startup_timeout=200, cwd=str(tmp_path))
+    manager, client = start_new_kernel(startup_timeout=PATIENCE, cwd=str(tmp_path))
     try:
         request = client.execute(RUN)
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + PATIENCE
         while not (history.exists() and history.stat().st_size):
-            assert time.monotonic() < deadline, "no round in 200 seconds"
+            assert time.monotonic() < deadline, "no round"
             time.sleep(0.05)
         manager.interrupt_kernel()
-        while (reply := client.get_shell_msg(timeout=100))["parent_header"]["msg_id"] != request:
+        while (reply := client.get_shell_msg(timeout=PATIENCE))["parent_header"]["msg_id"] != request:
             pass  # the reply to a question of start_new_kernel
         messages = []
-        while (message := client.get_iopub_msg(timeout=30))["msg_type"] != "error":
+        while (message := client.get_iopub_msg(timeout=PATIENCE))["msg_type"] != "error":
             messages.append(message)
     finally:
         client.stop_channels()

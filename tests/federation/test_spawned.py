@@ -28,7 +28,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from tests.support import places
-from tests.support.command import ROOT, python_blocks
+from tests.support.command import PATIENCE, ROOT, python_blocks
 from tests.support.records import content
 
 CLIENTS = 3
@@ -202,7 +202,7 @@ def train(message, context):
 def test_a_script_without_a_guard_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(guard="if True:"))
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 1
     assert 'put what trains below if __name__ == "__main__"' in ended.stderr
     assert ended.stderr.count("Traceback") == 1, "that of the script itself, none of a worker"
@@ -212,7 +212,7 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
     (code,) = [code for code in python_blocks((ROOT / "docs" / "python.md").read_text()) if "__main__" in code]
     script = tmp_path / "script.py"
     script.write_text(code.replace("workers=2, start", "workers=1, start"))  # each imports PyTorch
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith(" arrays of 2 rounds\n")
 
@@ -223,7 +223,7 @@ import multiprocessing, pathlib, sys, time
 if multiprocessing.parent_process() is not None:
     here = pathlib.Path(__file__).parent
     (here / f"worker-{multiprocessing.current_process().name}").touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(list(here.glob("worker-*"))) < 2:
         if time.monotonic() > deadline:
             sys.exit("the other worker does not start")
@@ -234,7 +234,7 @@ if multiprocessing.parent_process() is not None:
 def test_workers_start_at_the_same_time(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TOGETHER + SCRIPT.format(guard='if __name__ == "__main__":'))
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stdout) == (0, "2 replies True\n"), ended.stderr
 
 
@@ -248,6 +248,6 @@ def test_ctrl_c_while_workers_start_ends_them_without_tracebacks(tmp_path: Path)
     assert process.stdout.readline() == "starts\n"
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to all processes
-    _, errors = process.communicate(timeout=60)  # until the last process of them has closed its output
+    _, errors = process.communicate(timeout=PATIENCE)  # until the last process of them has closed its output
     assert process.returncode == -signal.SIGINT
     assert errors.count("Traceback") <= 1, "that of the script itself, none of a worker"

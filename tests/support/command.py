@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Seconds after which a test gives up on a program. Only one that hangs needs them: a machine that is shared can be many
+# times slower at times.
+PATIENCE = 900
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -16,7 +20,7 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"} | more
 
 
-def fedbn(*words: str | Path, cwd: Path, timeout: float = 300, **more: str) -> subprocess.CompletedProcess[str]:
+def fedbn(*words: str | Path, cwd: Path, timeout: float = PATIENCE, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fedbn_flwr.cli", *map(str, words)]
     return subprocess.run(
         command,

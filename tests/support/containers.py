@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.command import ROOT, environment
+from tests.support.command import PATIENCE, ROOT, environment
 from tests.support.network import copy_app, wait_for
 
 PROJECT = "fedbn"  # the name in docker-compose.yml, the prefix of images and volumes
-PATIENCE = 600.0  # seconds
 
 
 def docker(*words: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(["docker", *words], cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["docker", *words], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, f"docker {' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -29,7 +28,7 @@ def docker(*words: str, cwd: Path | None = None) -> str:
 def skip_without_an_engine() -> None:
     if shutil.which("docker") is None:
         pytest.skip("docker is not installed")
-    if subprocess.run(["docker", "info"], capture_output=True, timeout=60).returncode != 0:
+    if subprocess.run(["docker", "info"], capture_output=True, timeout=PATIENCE).returncode != 0:
         pytest.skip("no Docker engine is running")
     if docker("volume", "ls", "--quiet", "--filter", f"name=^{PROJECT}_"):
         pytest.skip(f"volumes of a deployment {PROJECT!r} exist here, which the test would delete")
@@ -48,7 +47,7 @@ class Containers:
         self.home.mkdir()
 
     def script(self, *words: str) -> None:
-        done = subprocess.run(["sh", *words], cwd=self.checkout, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(["sh", *words], cwd=self.checkout, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def compose(self, *words: str) -> str:
@@ -84,7 +83,7 @@ class Containers:
             env=environment(FLWR_HOME=str(self.home)),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return json.loads(done.stdout)

@@ -31,6 +31,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.support.command import PATIENCE
+
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = ROOT / "docker-compose.yml"
 KEYS = "./deploy/keys"
@@ -50,7 +52,7 @@ def make_keys(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
         ["sh", str(ROOT / "deploy" / "keys.sh"), "--out", str(folder), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 
@@ -77,7 +79,7 @@ def copy_app(folder: Path) -> None:
         shutil.copy(ROOT / name, folder)
 
 
-def wait_for(what: str, ready: Callable[[], bool], seconds: float, every: float = 0.2) -> None:
+def wait_for(what: str, ready: Callable[[], bool], seconds: float = PATIENCE, every: float = 0.2) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:
@@ -121,11 +123,11 @@ class Service:
         """End the rest of the group, and return the exit status."""
         if self.is_ours():
             os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait(timeout=30)
+        return self._process.wait(timeout=PATIENCE)
 
-    def exit_status(self, seconds: float) -> int:
+    def exit_status(self) -> int:
         """Wait for its end."""
-        wait_for(f"the end of {self.name}", self.has_ended, seconds)
+        wait_for(f"the end of {self.name}", self.has_ended)
         return self.kill()
 
     def apps(self) -> list[int]:
@@ -272,7 +274,7 @@ class Deployment:
             [self.rewrite(word, service, mounts, service) for word in words],
             env=self.environment({}, mounts[HOME]),
             capture_output=True,
-            timeout=30,
+            timeout=PATIENCE,
         )
         return check.returncode == 0
 
@@ -287,7 +289,7 @@ class Deployment:
             for name in names:
                 self.launch(name)
         for name in [name for name in self.services if "healthcheck" in self.services[name]]:
-            wait_for(f"{name} healthy", functools.partial(self.is_healthy, name), 60)
+            wait_for(f"{name} healthy", functools.partial(self.is_healthy, name))
 
     def _demands(self, name: str) -> dict[str, str]:
         """The services that it depends on, each with its condition."""
@@ -299,9 +301,9 @@ class Deployment:
     def _wait_for_conditions(self, names: list[str]) -> None:
         for needed, condition in sorted({demand for name in names for demand in self._demands(name).items()}):
             if condition == "service_healthy":
-                wait_for(f"{needed} healthy", functools.partial(self.is_healthy, needed), 60)
+                wait_for(f"{needed} healthy", functools.partial(self.is_healthy, needed))
             elif condition == "service_completed_successfully":
-                status = self.running[needed].exit_status(60)
+                status = self.running[needed].exit_status()
                 assert status == 0, f"{needed} ended with {status}\n{self.outputs()}"
 
     def _levels(self) -> list[list[str]]:
@@ -389,23 +391,23 @@ class Deployment:
         """The output of the ServerApp, which the SuperLink stores."""
         return self.flwr("log", run_id, "remote", "--show")
 
-    def wait_for_end(self, run_id: str, seconds: float = 300) -> str:
-        """The status of the run when it has ended, or after `seconds`."""
-        deadline = time.monotonic() + seconds
+    def wait_for_end(self, run_id: str) -> str:
+        """The status of the run when it has ended, or after PATIENCE seconds."""
+        deadline = time.monotonic() + PATIENCE
         while not (last := self.status(run_id)).startswith("finished") and time.monotonic() < deadline:
             ended = [name for name, service in self.running.items() if service.is_ours() and service.has_ended()]
             assert not ended, f"{', '.join(ended)} ended\n{self.outputs()}"
             time.sleep(0.2)
         return last
 
-    def run_app(self, run_config: Mapping[str, Any], seconds: float = 300) -> Path:
+    def run_app(self, run_config: Mapping[str, Any]) -> Path:
         """Run this checkout with `run_config`, and return the folder of its one training run."""
         out = Path(run_config["out"]) if "out" in run_config else self.mounts("superexec-serverapp")["/runs"]
         before = set(out.glob("**/config.yaml"))
         run_id = self.submit(run_config)
-        if (last := self.wait_for_end(run_id, seconds)) != "finished:completed":
+        if (last := self.wait_for_end(run_id)) != "finished:completed":
             raise AssertionError(
-                f"the run is {last!r} after at most {seconds:g} s\n{self.log(run_id)}\n{self.outputs()}"
+                f"the run is {last!r} after at most {PATIENCE:g} s\n{self.log(run_id)}\n{self.outputs()}"
             )
         (config,) = set(out.glob("**/config.yaml")) - before
         return config.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import ROOT, environment
+from tests.support.command import PATIENCE, ROOT, environment
 
 UV = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
@@ -21,7 +21,7 @@ CLEAN = {"PYTHONPATH": ""}  # the environment's own packages, not this checkout
 
 def run(*words: str | Path, cwd: Path, **more: str) -> str:
     done = subprocess.run(
-        list(map(str, words)), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=900
+        list(map(str, words)), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import ROOT
+from tests.support.command import PATIENCE, ROOT
 
 HERE = Path(sys.executable).parent
 
@@ -37,7 +37,7 @@ def test_sources_are_clean(command: str, tmp_path: Path) -> None:
         pytest.skip(f"{words[0]} is not installed (pip install '.[dev]')")
     if words[0] == "mkdocs":
         words += ["--site-dir", str(tmp_path)]
-    done = subprocess.run([tool, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([tool, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

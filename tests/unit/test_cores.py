@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.cores import cores, limit_of_container
+from tests.support.command import PATIENCE
 
 TWO, QUOTA, PERIOD = "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 
@@ -36,5 +37,5 @@ def test_the_limit_of_a_container_is_read(files: dict[str, str], limit: float, t
 def test_a_process_that_is_bound_to_one_core_has_one() -> None:
     bound = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})"
     code = f"{bound}; from fedbn_flwr.cores import cores; print(cores())"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "1\n"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=PATIENCE) == "1\n"
     assert 1 <= cores() <= (os.cpu_count() or 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.engines import grid
-from tests.support.command import environment
+from tests.support.command import PATIENCE, environment
 
 # Makes `import NAME` fail as if the package were not installed, then runs the command.
 PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli import main; sys.exit(main(sys.argv[2:]))"
@@ -19,7 +19,7 @@ PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli impo
 
 def fedbn_without(package: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROGRAM, package, *words]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(

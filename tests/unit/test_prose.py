@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import ROOT
+from tests.support.command import PATIENCE, ROOT
 
 # In pieces, as this file is checked too.
 WORD = "".join(("an", "ew"))
@@ -18,7 +18,7 @@ PHRASE = " ".join(("at", "home"))
 def hits(file: Path, text: str) -> list[str]:
     file.write_text(text, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "prose.py"), str(file)], capture_output=True, text=True, timeout=60
+        [sys.executable, str(ROOT / "tools" / "prose.py"), str(file)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == (1 if done.stdout else 0), done.stderr
     return done.stdout.splitlines()

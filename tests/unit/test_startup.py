@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from fedbn_flwr.bench.startup import EXPERIMENT, LIBRARIES
-from tests.support.command import environment
+from tests.support.command import PATIENCE, environment
 
 # Of others: pydantic, yaml, numpy's random generators, and some of Python's own. 2026-11: 96.
 OTHERS = 110
@@ -40,7 +40,7 @@ sys.exit(main(sys.argv[2:]))
 def test_the_first_round_imports_no_more_than_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "modules.txt"
     run = [sys.executable, "-c", PROGRAM, str(file), "run", EXPERIMENT, "--out", str(tmp_path / "runs")]
-    done = subprocess.run(run, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(run, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     loaded, libraries = (set(part.split()) for part in file.read_text(encoding="utf-8").split("\n\n"))
     assert "fedbn_flwr.experiment.run" in loaded - libraries

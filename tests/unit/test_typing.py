@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import PATIENCE
+
 SCRIPT = """
 from pathlib import Path
 from typing import assert_type
@@ -38,5 +40,5 @@ def test_the_types_of_a_script_are_checked(tmp_path: Path) -> None:
     """Strictly: a comment to ignore an error that is not there would be an error too."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr

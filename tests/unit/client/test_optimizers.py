@@ -18,6 +18,7 @@ from fedbn_flwr import BNClient
 from fedbn_flwr.client.optimizers import OptimizerSpec, check_optimizer, decay_of, make_optimizer
 from fedbn_flwr.client.training import LocalOptimizer
 from fedbn_flwr.errors import SettingsError
+from tests.support.command import PATIENCE
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -243,4 +244,4 @@ for options in ({"momentum": 0.9}, {"optimizer": "adamw", "clip": 1.0, "norm_wei
     client.fit([torch.ones(2, 2).numpy(), torch.ones(2).numpy()], {})
 sys.exit("torch._dynamo" in sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
+from tests.support.command import PATIENCE
 
 # What is typed, and the line after TAB.
 LINES = {
@@ -69,7 +70,7 @@ def terminal(shell: str, file: Path) -> Iterator[int]:
 
 def read_until(screen: int, text: str) -> str:
     """What appears on a terminal, up to `text`."""
-    found, deadline = "", time.monotonic() + 60
+    found, deadline = "", time.monotonic() + PATIENCE
     while text not in found:
         assert select.select([screen], [], [], deadline - time.monotonic())[0], f"no {text!r} in {found!r}"
         found += re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\x07", "", os.read(screen, 4096).decode())
@@ -92,8 +93,7 @@ def test_tab_completes_the_line(script: tuple[str, Path]) -> None:
 def test_fish_completes_the_line(script: tuple[str, Path]) -> None:
     for typed, expected in LINES.items():
         command = f"source {script[1]}; complete -C '{typed}'"
-        done = subprocess.run(
-            ["fish", "--no-config", "-c", command], cwd=script[1].parent, capture_output=True, text=True, timeout=60
-        )
+        words = ["fish", "--no-config", "-c", command]
+        done = subprocess.run(words, cwd=script[1].parent, capture_output=True, text=True, timeout=PATIENCE)
         words = [line.split("\t")[0] for line in done.stdout.splitlines()]
         assert words == [expected.split()[-1]], (typed, words, done.stderr)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedbn_flwr.experiment.listeners import progress as module
 from fedbn_flwr.experiment.listeners.progress import Progress
-from tests.support.command import environment
+from tests.support.command import PATIENCE, environment
 
 EXPERIMENT = """
 rounds: 2
@@ -46,7 +46,7 @@ def on_a_terminal(*command: str, cwd: Path) -> str:
         pass
     finally:
         os.close(master)
-    assert process.wait(60) == 0, written.decode()
+    assert process.wait(PATIENCE) == 0, written.decode()
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
 
 
