@@ -185,10 +185,29 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
         start_new_session=True,
     ) as process:
         try:
-            _wait_until_healthy(process, port, log)
-            yield environment
+            with _stopped_after_us(process.pid):
+                _wait_until_healthy(process, port, log)
+                yield environment
         finally:
             _stop_group(process)
+
+
+@contextlib.contextmanager
+def _stopped_after_us(group: int) -> Iterator[None]:
+    """Have a shell end a process group when this process was killed and could not: its input ends then."""
+    script = f'cat >/dev/null; kill -TERM -"$1"; sleep {_STOP_TIMEOUT}; kill -KILL -"$1"'
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", script, "sh", str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C and the end of the terminal do not reach it
+    )
+    try:
+        yield
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.communicate()
 
 
 def _tool(name: str) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.strategies import STRATEGIES
-from tests.support.command import ROOT, fedbn
-from tests.support.network import Deployment, copy_app
+from tests.support.command import PATIENCE, ROOT, fedbn
+from tests.support.network import Deployment, copy_app, wait_for
 from tests.support.sessions import BASE, Elsewhere, outcome, overrides, session
 
 pytestmark = pytest.mark.deployment
@@ -83,6 +85,31 @@ def test_flwr_run_of_this_checkout_gives_the_same_arrays(local: Path, tmp_path: 
     done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert arrays(tmp_path / "out") == arrays(local)
+
+
+def living(group: int) -> list[str]:
+    """The processes of a process group, without those that have ended and that nobody has waited for."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, owner, *_ = file.read_text().rpartition(")")[2].split()
+            found += [file.parent.name] if int(owner) == group and state != "Z" else []
+    return found
+
+
+def test_the_superlink_of_a_killed_flwr_run_ends(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom fedbn_flwr.engines.simulation import _superlink\n"
+        f"with _superlink(Path({str(tmp_path)!r})):\n    print('ready', flush=True)\n    time.sleep({PATIENCE})\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (listed,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().splitlines()
+        superlink = int(listed.split()[0])
+        assert living(superlink)
+        process.kill()
+    wait_for("the end of the SuperLink", lambda: not living(superlink))
 
 
 def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: Deployment) -> None:
