@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import signal
 from contextlib import suppress
 from typing import Any
 
@@ -75,6 +76,8 @@ def _frozen(rule: Rule) -> list[str]:
 
 
 def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
+    for stop in (signal.SIGINT, signal.SIGTERM):  # which may reach all processes; the server says that it stops
+        signal.signal(stop, signal.SIG_DFL)
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the workers log why a model cannot be compiled
     labels = [(each.label, each.seed) for each in experiment.runs]
     name = run_names(experiment)[labels.index((run.label, run.seed))]

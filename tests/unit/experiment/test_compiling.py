@@ -1,10 +1,18 @@
-"""Which runs `train.compile: auto` compiles."""
+"""Which runs `train.compile: auto` compiles, and the process that does it."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import time
+
 import pytest
 
+from fedbn_flwr.experiment import compiling
 from fedbn_flwr.experiment.compiling import decided
+from fedbn_flwr.experiment.find import load_experiment
+from tests.support.command import PATIENCE
 from tests.support.experiments import read
 
 # An MLP on the embedded digits: 2 * (64 * 32 + 32 * 10) operations per image and forward pass, three times as many per
@@ -31,3 +39,30 @@ def test_other_values_stay() -> None:
 def test_auto_does_not_compile_without_data_in_this_process() -> None:
     run = decided(read(DIGITS, "rounds=1000000", "evaluate.server=false"))
     assert run.train.compile is False
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_process_that_compiles_prints_nothing(
+    stop: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in a terminal reaches it too, with the handlers of the process that it is a copy of."""
+    ready, compiles = multiprocessing.Pipe(duplex=False)
+
+    def client_of(*_: object) -> None:
+        compiles.send(None)
+        time.sleep(PATIENCE)
+
+    monkeypatch.setattr(compiling, "client_of", client_of)
+    experiment = load_experiment("quick")
+    previous = signal.signal(stop, signal.default_int_handler)
+    process = multiprocessing.get_context("fork").Process(
+        target=compiling._compile, args=(experiment, experiment.runs[0], [])
+    )
+    process.start()
+    signal.signal(stop, previous)
+    assert ready.poll(PATIENCE)
+    assert process.pid is not None
+    os.kill(process.pid, stop)
+    process.join(PATIENCE)
+    assert process.exitcode == -stop
+    assert capfd.readouterr().err == ""
