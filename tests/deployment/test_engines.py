@@ -88,7 +88,7 @@ def test_flwr_run_of_this_checkout_gives_the_same_arrays(local: Path, tmp_path: 
 
 
 def living(group: int) -> list[str]:
-    """The processes of a process group, without those that have ended and that nobody has waited for."""
+    """The processes of a process group, without those that have ended and were not waited for."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile

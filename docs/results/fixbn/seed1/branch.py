@@ -1,0 +1,43 @@
+"""Continue a run under another label of an experiment file, from the round of its checkpoint.
+
+python branch.py RUN_FOLDER EXPERIMENT LABEL OUT [OVERRIDE ...]
+fedbn run EXPERIMENT [OVERRIDE ...] --out OUT --resume
+
+FixBN and ordinary batch norm are the same computation up to the freeze, so one run serves both.
+"""
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from fedbn_flwr.experiment.data import resolve
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.run import run_folders
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.yaml_text import dump_yaml
+
+source, file, label, out, *overrides = sys.argv[1:]
+experiment = load_experiment(file, overrides)
+place = [run.label for run in experiment.runs].index(label)
+run, target = experiment.runs[place], run_folders(experiment, Path(out))[place]
+checkpoint = RunFolder(Path(source)).checkpoint
+snapshot, clients = checkpoint.read(), checkpoint.clients()
+assert snapshot.strategy is not None, snapshot.unsaved
+
+rule = make_rule(run)
+rule.begin(run.rounds, snapshot.model["arrays"])
+state = rule.state()
+# Which partition each node has is in the state of the innermost strategy.
+partitions = next(
+    values["partitions"] for values in snapshot.strategy.config_records.values() if "partitions" in values
+)
+for values in state.config_records.values():
+    if "partitions" in values:
+        values["partitions"] = partitions
+
+shutil.copytree(source, target.path)
+(target.path / "summary.json").unlink(missing_ok=True)
+(target.path / "config.yaml").write_text(dump_yaml(resolve(run).model_dump(mode="json")))
+target.checkpoint.write(replace(snapshot, strategy=state), None if clients is None else list(clients))
