@@ -20,7 +20,7 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"} | more
 
 
-def fedbn(*words: str | Path, cwd: Path, timeout: float = PATIENCE, **more: str) -> subprocess.CompletedProcess[str]:
+def fedbn(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fedbn_flwr.cli", *map(str, words)]
     return subprocess.run(
         command,
@@ -28,7 +28,7 @@ def fedbn(*words: str | Path, cwd: Path, timeout: float = PATIENCE, **more: str)
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
     )
 

@@ -31,9 +31,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.support.command import PATIENCE
+from tests.support.command import PATIENCE, ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 COMPOSE = ROOT / "docker-compose.yml"
 KEYS = "./deploy/keys"
 HOME = "/app"  # home and working folder in Flower's images

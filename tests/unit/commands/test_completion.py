@@ -93,7 +93,7 @@ def test_tab_completes_the_line(script: tuple[str, Path]) -> None:
 def test_fish_completes_the_line(script: tuple[str, Path]) -> None:
     for typed, expected in LINES.items():
         command = f"source {script[1]}; complete -C '{typed}'"
-        words = ["fish", "--no-config", "-c", command]
-        done = subprocess.run(words, cwd=script[1].parent, capture_output=True, text=True, timeout=PATIENCE)
+        fish = ["fish", "--no-config", "-c", command]
+        done = subprocess.run(fish, cwd=script[1].parent, capture_output=True, text=True, timeout=PATIENCE)
         words = [line.split("\t")[0] for line in done.stdout.splitlines()]
         assert words == [expected.split()[-1]], (typed, words, done.stderr)
