@@ -65,7 +65,8 @@ def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
     experiment = tmp_path / "every.yaml"
     experiment.write_text(
         "rounds: 2\nclients: 3\ndata: {name: digits, partition: {kind: dirichlet, alpha: 1.0}}\nmodel: {name: cnn}\n"
-        f"train: {{lr: 0.05, momentum: 0.9, batch_size: 32, steps: 3}}\nengine: {{device: cpu}}\nruns:\n{runs}"
+        f"train: {{lr: 0.05, momentum: 0.9, batch_size: 32, steps: 3}}\nruns:\n{runs}"
+        f"engine: {{device: cpu, node_timeout: {PATIENCE}}}\n"
     )
     run_here(experiment, "--engine", "local", "--out", tmp_path / "local")
     done = fedbn("run", experiment, "--engine", "ray", "--out", tmp_path / "ray", cwd=tmp_path)

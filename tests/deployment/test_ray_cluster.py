@@ -30,12 +30,10 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
-from tests.support.command import environment, fedbn
+from tests.support.command import PATIENCE, ROOT, environment, fedbn
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("ray")]
 
-START = 120  # seconds
-ROOT = Path(fedbn_flwr.__file__).parents[1]
 CACHE = str(Path(tempfile.gettempdir()) / "fedbn-pycache")
 RAY = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": CACHE}  # or every actor compiles PyTorch again
 
@@ -62,10 +60,10 @@ def ray_node(*options: str) -> Iterator[subprocess.Popen[bytes]]:
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + PATIENCE
         while b"Ray runtime started" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, f"not started after {START} s\n{log.read_text()}"
+            assert time.monotonic() < deadline, f"not started after {PATIENCE} s\n{log.read_text()}"
             time.sleep(0.1)
         yield process
     finally:
@@ -123,6 +121,10 @@ def app() -> ClientApp:
     return made
 
 
+def ray_grid(nodes: int, **options: Any) -> RayGrid:
+    return RayGrid(app(), nodes, start_timeout=PATIENCE, **options)
+
+
 def count(message: Message, context: Context) -> Message:
     """Count this node's messages; where the config asks for it, end the process or sleep instead."""
     import ray
@@ -132,7 +134,7 @@ def count(message: Message, context: Context) -> Message:
     if do == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if do in ("sleep", f"sleep on {machine}"):
-        time.sleep(600)
+        time.sleep(PATIENCE)
     if do == "pause":
         time.sleep(0.2)
     had = context.state.metric_records.get("had", MetricRecord({"count": 0}))["count"]
@@ -158,9 +160,9 @@ def counts(replies: Any) -> list[Any]:
 
 def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: Actors) -> None:
     place = Place(cpus=1, gpus=0.5)
-    with RayGrid(app(), 4, place=place) as grid:
+    with ray_grid(4, place=place) as grid:
         assert grid.start() == 2, "half of the GPU each"
-        replies = list(grid.send_and_receive(map(to, (1, 2, 3, 4)), timeout=START))
+        replies = list(grid.send_and_receive(map(to, (1, 2, 3, 4)), timeout=PATIENCE))
     for reply in replies:
         where = reply.content["where"]
         assert where["gpus"] == "0"
@@ -179,7 +181,7 @@ def test_arrays_arrive_as_they_were_sent(idle: Actors) -> None:
     """Those of a large model go through the object store."""
     sent = [np.arange(size, dtype=np.float32) for size in (3, 200_000)]
     content = RecordDict({str(i): pack({"values": values}) for i, values in enumerate(sent)})
-    with RayGrid(app(), 3, idle=idle) as grid:
+    with ray_grid(3, idle=idle) as grid:
         for reply in grid.send_and_receive([Message(content, node, "query.echo") for node in (1, 2, 3)]):
             assert reply.metadata.message_type == "query.echo"
             for i, values in enumerate(sent):
@@ -187,7 +189,7 @@ def test_arrays_arrive_as_they_were_sent(idle: Actors) -> None:
 
 
 def test_a_client_that_ends_its_process_loses_no_state(idle: Actors) -> None:
-    with RayGrid(app(), 4, idle=idle) as grid:
+    with ray_grid(4, idle=idle) as grid:
         assert counts(grid.send_and_receive(map(to, (1, 2, 3, 4)))) == [1, 1, 1, 1]
         replies = list(grid.send_and_receive([to(1), to(2, "die"), to(3), to(4)]))
         assert counts(replies) == [2, "error", 2, 2]
@@ -198,7 +200,7 @@ def test_a_client_that_ends_its_process_loses_no_state(idle: Actors) -> None:
 
 
 def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: Actors) -> None:
-    with RayGrid(app(), 2, workers=2, idle=idle) as grid:
+    with ray_grid(2, workers=2, idle=idle) as grid:
         rounds, processes = 0, 1
         while processes < 2:  # until both actors are ready; one of them could answer both clients
             assert (rounds := rounds + 1) < 600
@@ -207,7 +209,7 @@ def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: Actors) -> None:
         began = time.monotonic()
         assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=5)) == [rounds + 1]
         assert grid.read_state(2)["had"]["count"] == rounds
-    assert time.monotonic() - began < START
+    assert time.monotonic() - began < PATIENCE
 
 
 @pytest.mark.parametrize("case", ["FedAvg", "FedBN", "FedTAN"])
@@ -216,31 +218,32 @@ def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: Actor
     run_config = {"experiment": sessions.BASE, "set": " ".join(f"'{word}'" for word in sessions.overrides(case))}
     sessions.session(case, tmp_path / "local")
     for stop in (2, 0):
-        with RayGrid(client_app(make_client), 3, workers=1, run_config=run_config, idle=idle) as grid:
+        nodes = client_app(make_client)
+        with RayGrid(nodes, 3, workers=1, run_config=run_config, start_timeout=PATIENCE, idle=idle) as grid:
             sessions.session(case, tmp_path / "ray", stop, grid=grid)
     assert sessions.outcome(tmp_path / "ray") == sessions.outcome(tmp_path / "local")
 
 
 def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(idle: Actors, address: str) -> None:
     idle.close()
-    with ray_node(f"--address={address}", "--num-cpus=1") as machine, RayGrid(app(), 3, workers=3) as grid:
-        deadline = time.monotonic() + START
+    with ray_node(f"--address={address}", "--num-cpus=1") as machine, ray_grid(3, workers=3) as grid:
+        deadline = time.monotonic() + PATIENCE
         processes: set[int] = set()
         while len(processes) < 3:  # until all actors are ready
             assert time.monotonic() < deadline
-            replies = list(grid.send_and_receive(map(to, (1, 2, 3)), timeout=START))
+            replies = list(grid.send_and_receive(map(to, (1, 2, 3)), timeout=PATIENCE))
             processes = {reply.content["where"]["process"] for reply in replies}
         before = counts(replies)[0]
         machines = [str(reply.content["where"]["machine"]) for reply in replies]
         (second,) = (each for each in machines if machines.count(each) == 1)
         killer = threading.Timer(1, lose, (machine,))
         killer.start()
-        replies = list(grid.send_and_receive([to(node, f"sleep on {second}") for node in (1, 2, 3)], timeout=START))
+        replies = list(grid.send_and_receive([to(node, f"sleep on {second}") for node in (1, 2, 3)], timeout=PATIENCE))
         killer.join()
         assert sorted(map(str, counts(replies))) == [str(before + 1)] * 2 + ["error"]
         (lost,) = (node for node, reply in enumerate(replies, 1) if reply.has_error())
         expected = [before + 1 if node == lost else before + 2 for node in (1, 2, 3)]
-        assert counts(grid.send_and_receive(map(to, (1, 2, 3)), timeout=START)) == expected
+        assert counts(grid.send_and_receive(map(to, (1, 2, 3)), timeout=PATIENCE)) == expected
 
 
 PARTS = """
@@ -264,7 +267,8 @@ def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine
     (tmp_path / "my_parts.py").write_text(PARTS)
     (tmp_path / "my_layers.py").write_text("from torch import nn\n\ndef layer(n):\n    return nn.Linear(8, n)\n")
     (tmp_path / "mine.yaml").write_text(EXPERIMENT)
-    for words in (["--out", "local"], [f"engine.address={address}", "--engine", "ray", "--out", "ray"]):
+    cluster = [f"engine.address={address}", f"engine.node_timeout={PATIENCE}", "--engine", "ray", "--out", "ray"]
+    for words in (["--out", "local"], cluster):
         done = fedbn("run", "mine.yaml", *words, cwd=tmp_path, **RAY)
         assert done.returncode == 0, done.stdout + done.stderr
     for run in ("three", "two"):
