@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
 import shutil
 import signal
 import subprocess
@@ -363,3 +364,26 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
     assert 2 <= run.checkpoint.round() < 20
     assert cli.main([*words, "--out", str(stopped), "--resume"]) == 0
     assert outcome(stopped / "FedBN") == outcome(straight)
+
+
+@pytest.mark.parametrize(
+    ("source", "label"), [("FixBN", "BN"), ("FixBN", "Affine"), ("FedAvg", "FixBN")], ids=lambda name: name
+)
+def test_a_branch_made_by_the_script_of_a_result_equals_the_whole_run(
+    source: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that branches is another one up to round 2, in which FixBN freezes."""
+    (tmp_path / "e.yaml").write_text(
+        f"{BASE}runs:\n  BN: {{}}\n  FixBN: {{strategy: {{name: FixBN, freeze_round: 2}}}}\n"
+        "  Affine: {strategy: {name: FixBN, freeze_round: 2, freeze: [affine]}}\n"
+    )
+    words = [str(tmp_path / "e.yaml"), f"only={label}"]
+    session(source, tmp_path / "source", 2)
+    script = ROOT / "docs" / "results" / "fixbn" / "seed1" / "branch.py"
+    arguments = [tmp_path / "source", words[0], label, tmp_path / "branch", words[1]]
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+    runpy.run_path(str(script))
+    assert RunFolder(tmp_path / "branch" / label).checkpoint.round() == 2
+    assert cli.main(["run", *words, "--out", str(tmp_path / "branch"), "--resume"]) == 0
+    assert cli.main(["run", *words, "--out", str(tmp_path / "whole")]) == 0
+    assert outcome(tmp_path / "branch" / label) == outcome(tmp_path / "whole" / label)
