@@ -201,7 +201,8 @@ class RayGrid(WorkersGrid["ActorWorker"]):
         if seconds > self._start_timeout:
             raise RunFailed(
                 f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs {self._place}, and "
-                f"the machines are {cluster_text()}, which other programs may use"
+                f"the machines are {cluster_text()}, which other programs may use; if their processes start slowly, "
+                "set a longer start_timeout (engine.node_timeout of an experiment)"
             )
 
 
