@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.command import PATIENCE
+
 # Flower and datasets read these when they are imported.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="fedbn-tests-")
 os.environ["HF_HOME"] = os.environ["FLWR_HOME"] + "/huggingface"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRACKIO_DIR"] = os.environ["FLWR_HOME"] + "/trackio"
-os.environ["RAY_worker_register_timeout_seconds"] = "900"  # noqa: SIM112  # Ray's spelling; after 60 s it would start another process
+os.environ["RAY_worker_register_timeout_seconds"] = str(PATIENCE)  # noqa: SIM112  # after 60 s Ray starts another process
 os.environ["FEDBN_CACHE"] = os.environ["FLWR_HOME"] + "/cache"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # Tests start many processes: without compiled files each would compile torch again.

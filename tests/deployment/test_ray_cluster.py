@@ -218,8 +218,8 @@ def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: Actor
     run_config = {"experiment": sessions.BASE, "set": " ".join(f"'{word}'" for word in sessions.overrides(case))}
     sessions.session(case, tmp_path / "local")
     for stop in (2, 0):
-        nodes = client_app(make_client)
-        with RayGrid(nodes, 3, workers=1, run_config=run_config, start_timeout=PATIENCE, idle=idle) as grid:
+        made = client_app(make_client)
+        with RayGrid(made, 3, workers=1, run_config=run_config, start_timeout=PATIENCE, idle=idle) as grid:
             sessions.session(case, tmp_path / "ray", stop, grid=grid)
     assert sessions.outcome(tmp_path / "ray") == sessions.outcome(tmp_path / "local")
 
