@@ -94,7 +94,7 @@ def page_data(rows: Sequence[Row]) -> dict[str, Any]:
     shown = [key for key in (first, f"clients_own_{first}") if any(measure.key == key for measure in found)]
     return {
         "rows": [
-            {"label": printable(row.label), "runs": repetitions(row) if len(row.runs) > 1 else ""} for row in rows
+            {"label": printable(row.title), "runs": repetitions(row) if len(row.runs) > 1 else ""} for row in rows
         ],
         "colours": len(COLOURS),
         "repeated": any(len(row.runs) > 1 for row in rows),

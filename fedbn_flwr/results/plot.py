@@ -57,7 +57,7 @@ def plot(rows: Sequence[Row]) -> Plot:
         _plot_domains(figure.add_subplot(grid[number, :]), rows, kind)
     if handles:
         handles = dict(sorted(handles.items()))
-        labels = [in_plot(shorten(rows[number].label, 60)) for number in handles]
+        labels = [in_plot(shorten(rows[number].title, 60)) for number in handles]
         figure.legend(handles.values(), labels, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
 

@@ -17,7 +17,8 @@ def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """A line for each published figure; nothing if there are none.
 
     A difference is within both spreads if the intervals of one standard deviation around the two means overlap. Of a
-    run with another set-up, such as a smaller size, there is no difference, since it would say nothing about either.
+    run with another set-up, such as a smaller size, and of one that has not finished, there is no difference, since it
+    would say nothing about either.
     """
     lines: list[tuple[str, ...]] = []
     for row in rows:
@@ -30,6 +31,8 @@ def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             known = figure([mean], scale, 2, unit)
             if differs:
                 verdict = ("-", f"other set-up ({differs})")
+            elif row.unfinished:
+                verdict = ("-", "not finished")
             elif not measured:
                 verdict = ("-", "-")
             else:
@@ -37,7 +40,7 @@ def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
                 verdict = (f"{scale * difference:+.2f}", _within(difference, measured, deviation))
             lines.append(
                 (
-                    row.label,
+                    row.title,
                     title,
                     known if deviation is None else f"{known} ± {scale * deviation:.2f}",
                     figure(measured, scale, 2, unit),

@@ -94,6 +94,16 @@ class Row:
     runs: tuple[Run, ...]
     accuracy_of: str = ""  # where rows differ: what `accuracy` is of, if not the global model; a part of the label
 
+    @cached_property
+    def unfinished(self) -> str:
+        """The states of its runs that have not finished, for instance `failed`."""
+        return ", ".join(sorted({run.summary.status for run in self.runs} - {"finished"}))
+
+    @property
+    def title(self) -> str:
+        """The label, and a mark if figures are not those of finished runs."""
+        return self.label + (f" [{self.unfinished}]" if self.unfinished else "")
+
     def figures(self, key: str) -> list[float]:
         return [float(run.figures[key]) for run in self.runs if key in run.figures]
 
@@ -151,11 +161,9 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     present = {key: name for key, name in columns.items() if any(row.figures(key) for row in rows)}
     lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
     for row in rows:
-        unfinished = {run.summary.status for run in row.runs} - {"finished"}
-        status = f" [{', '.join(sorted(unfinished))}]" if unfinished else ""
         lines.append(
             (
-                row.label + (f" ({repetitions(row)})" if len(row.runs) > 1 else "") + status,
+                row.title + (f" ({repetitions(row)})" if len(row.runs) > 1 else ""),
                 figure(row.figures("accuracy"), 100, 2, "%"),
                 figure(row.figures("best_test_accuracy"), 100, 2, "%"),
                 *(figure(row.figures(key), *_unit(key)) for key in present),
@@ -202,7 +210,7 @@ class Domains:
         for row in rows:
             columns = [*(row.figures(self.prefix + name) for name in self.names), self.averages(row)]
             if any(columns):
-                lines.append((row.label, *(figure(values, 100, 1, "%") for values in columns)))
+                lines.append((row.title, *(figure(values, 100, 1, "%") for values in columns)))
         return lines
 
 
@@ -236,7 +244,7 @@ def client_table(rows: Sequence[Row], *, every: bool) -> list[tuple[str, ...]]:
             figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
             unit = (100, 2, "%") if is_fraction(metric) else (1, 4, "")
             shown = (figure(values, *unit) for values in figures)
-            lines.append((row.label, heading(metric), figure([len(values) for values in seeds], 1, 0), *shown))
+            lines.append((row.title, heading(metric), figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
 
 
@@ -246,15 +254,16 @@ class Cell(str):
     value: float | None = None
 
 
-def figure(values: Sequence[float], scale: float, digits: int, unit: str = "") -> Cell:
-    """The mean, and the standard deviation if values differ."""
+def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *, mark: str = "") -> Cell:
+    """The mean, and the standard deviation if values differ; and a mark."""
+    mark = f" [{mark}]" if mark else ""
     if not values:
-        return Cell("-")
+        return Cell("-" + mark)
     scaled = [value * scale for value in values]
     text = f"{statistics.fmean(scaled):,.{digits}f}{unit}"
     if len(scaled) > 1 and max(scaled) > min(scaled):
         text += f" ± {statistics.stdev(scaled):,.{digits}f}"
-    cell = Cell(text)
+    cell = Cell(text + mark)
     cell.value = statistics.fmean(scaled)
     return cell
 

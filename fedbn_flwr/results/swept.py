@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
 
 _MARKERS = "osD^vP*X<>ph"
+_UNFINISHED = "not finished"
 
 
 @dataclass
@@ -78,11 +79,15 @@ def tables(sweeps: Sequence[Sweep]) -> list[tuple[str, list[tuple[str, ...]]]]:
         measure = _measure(sweep)
         lines: list[tuple[str, ...]] = [(sweep.key, *sweep.values)]
         for label, line in sweep.lines.items():
-            columns = (line[word].figures(measure) if word in line else [] for word in sweep.values)
-            lines.append((label, *(figure(column, 100, 2, "%") for column in columns)))
+            cells = (line.get(word) for word in sweep.values)
+            lines.append((label, *("-" if row is None else _cell(row, measure) for row in cells)))
         title = f"{Measure.of(measure).full_title} by {sweep.key}"
         found.append((title + (f", {sweep.title}" if sweep.title else ""), lines))
     return found
+
+
+def _cell(row: Row, measure: str) -> str:
+    return figure(row.figures(measure), 100, 2, "%", mark=row.unfinished)
 
 
 def _measure(sweep: Sweep) -> str:
@@ -94,7 +99,8 @@ def _measure(sweep: Sweep) -> str:
 
 
 def plot(sweeps: Sequence[Sweep]) -> Plot:
-    """A panel for each sweep; published figures are hollow markers on a dotted line."""
+    """A panel for each sweep; published figures are hollow markers on a dotted line, and runs that have not finished
+    have a cross."""
     from .figure import Plot
 
     columns = min(3, len(sweeps))
@@ -120,6 +126,8 @@ def plot(sweeps: Sequence[Sweep]) -> Plot:
         panel.grid(alpha=0.3)
     for panel in panels[len(sweeps) :]:
         panel.set_visible(False)
+    if _UNFINISHED in handles:
+        handles[_UNFINISHED] = handles.pop(_UNFINISHED)  # the last one
     names = [in_plot(shorten(label, 60)) for label in handles]
     picture.legend(handles.values(), names, loc="outside upper center", ncols=4, fontsize="small")
     return picture
@@ -139,6 +147,9 @@ def _draw(panel: Any, sweep: Sweep, label: str, measure: str, number: int) -> di
     measured = [
         (place, values) for word, place in places.items() if word in line and (values := line[word].figures(measure))
     ]
+    unfinished = {place for word, place in places.items() if word in line and line[word].unfinished}
+    if crossed := [(place, 100 * statistics.fmean(values)) for place, values in measured if place in unfinished]:
+        (drawn[_UNFINISHED],) = panel.plot(*zip(*crossed, strict=True), "kx", markersize=10, zorder=3)
     if measured:
         drawn[label] = panel.errorbar(
             [place for place, _ in measured],

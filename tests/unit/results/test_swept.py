@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from PIL import Image
 
 from fedbn_flwr.results import swept
 from fedbn_flwr.results.choice import choose
+from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.published import published
-from fedbn_flwr.results.report import Row, find_runs, group
+from fedbn_flwr.results.report import Row, find_runs, group, tables
 from fedbn_flwr.results.write import write_html, write_report
 from tests.support.runs import write_run
 
@@ -58,7 +60,27 @@ def test_figures_of_another_set_up_are_not_compared(tmp_path: Path) -> None:
         assert "70.00" not in written, "there is no difference"
 
 
+@pytest.mark.parametrize("status", ["interrupted", "failed", "running"])
+def test_a_run_that_has_not_finished_is_marked_and_not_compared(tmp_path: Path, status: str) -> None:
+    known = {"accuracy": [0.9, 0.01], **SOURCE}
+    for seed in (0, 1):
+        write_run(tmp_path / str(seed), "A", seed, config={"published": known}, accuracy=0.2, accuracy_red=0.3)
+    set_status(tmp_path / "1", status)
+    rows = rows_of(tmp_path)
+    (head, line) = published(rows)
+    found = dict(zip(head, line, strict=True))
+    assert found["run"] == f"A [{status}]"
+    assert (found["difference"], found["within both spreads"]) == ("-", "not finished")
+    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (2 seeds)", f"A [{status}]"]
+
+
 # --- sweeps ---
+
+
+def set_status(run: Path, status: Any) -> None:
+    summary = RunFolder(run).summary()
+    assert summary is not None
+    RunFolder(run).write_summary(replace(summary, status=status))
 
 
 def write_cell(folder: Path, row: str, sweep: dict[str, Any], accuracy: float, seed: int = 0, **more: Any) -> None:
@@ -76,6 +98,20 @@ def test_a_sweep_is_a_table_with_a_column_for_each_value(tmp_path: Path) -> None
     ((title, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path)))
     assert title == "accuracy (global model) by alpha"
     assert lines == [("alpha", "0.1", "1.0"), ("BN", "55.00% ± 7.07", "75.00% ± 7.07"), ("GN", "40.00%", "-")]
+
+
+def test_a_run_of_a_sweep_that_has_not_finished_is_marked(tmp_path: Path) -> None:
+    for steps in (1, 100):
+        write_cell(tmp_path, "BN", {"steps": steps}, 0.5, seed=steps)
+    set_status(next(tmp_path.glob("BN, steps=1-*")), "failed")
+    found = swept.sweeps(rows_of(tmp_path))
+    ((_, lines),) = swept.tables(found)
+    assert lines[1] == ("BN", "50.00% [failed]", "50.00%")
+    picture = swept.plot(found)
+    (legend,) = picture.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["BN", "not finished"]
+    (cross,) = [line for line in picture.axes[0].lines if line.get_marker() == "x"]
+    assert cross.get_xydata().tolist() == [[1.0, 50.0]]
 
 
 def test_a_wrapped_rule_s_setting_is_on_the_axis_of_the_others(tmp_path: Path) -> None:
