@@ -1,4 +1,4 @@
-"""The base class of rules: ten hooks, fixed properties in `traits`, and the rule's state in `memory`.
+"""The base class of rules: hooks, fixed properties in `traits`, and the rule's state in `memory`.
 
 The hooks in the order of a run: `check` and `begin` prepare it. In each round, `instructions` and `records` are sent to
 the clients, `problem` checks each reply, `weights` and `combine` compute the new model, and `after_round` updates the

@@ -95,7 +95,8 @@ class FedAvg(Rule, FlowerFedAvg):
         The same, relative to the median norm of the round's updates.
     plausible : float or None (default: None)
         Leaves out clients whose statistics are further from the cohort's median than this factor times the norm of the
-        median (or times the clients' median distance from it). It applies to the tensors of FedTAN's exchanges too.
+        median, or times the clients' median distance from it if that is larger. It applies to the tensors of FedTAN's
+        exchanges too.
     """
 
     @dataclass

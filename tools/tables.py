@@ -70,7 +70,7 @@ def section(prefix: str, model: type[BaseModel], whole: tuple[type[BaseModel], .
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel) and inner.model_fields and inner not in whole:
             yield from section(f"{prefix}{name}.", inner)
-        elif name not in ("partition", "label"):
+        elif name != "partition":
             yield f"`{prefix}{name}`", default_of(field), None
 
 

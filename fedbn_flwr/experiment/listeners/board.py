@@ -99,7 +99,7 @@ class Board(Progress):
         before, began = self._running[place]
         self._running[place] = (news, began)
         if news.message:
-            self.message(f"{self._title(place)}: {news.message}")
+            self._message(place, news.round, news.message)
         if (more := news.round - before.round) > 0:
             self._done += more * self._work[place]
             if before.round or more == 1:  # else a resumed run reports the rounds of earlier sessions
@@ -114,8 +114,14 @@ class Board(Progress):
         self._ended += 1
         self._done += (self._rounds[place] - last.round) * self._work[place]
         what = problem or f"{last.round} rounds in {duration(now - began)}  {last.figures}".rstrip()
-        self.message(f"{self._title(place)}: {what}")
+        self._message(place, last.round, what)
         self._tell()
+
+    def _message(self, place: int, number: int, text: str) -> None:
+        """A line about one run; other lines are about all of them."""
+        self._name, self._round = self._labels[place], number
+        self.message(f"{self._title(place)}: {text}")
+        self._name, self._round = "", 0
 
     def _title(self, place: int) -> str:
         return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
