@@ -102,7 +102,7 @@ WHOLE = {
 }
 
 # Sections for which a file may give only the value of this key.
-_SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}
+SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     result = dict(base)
     for key, value in changes.items():
         old = result.get(key)
-        if isinstance(value, Mapping) and isinstance(old, str) and key in _SHORT:
-            old = {_SHORT[key]: old}
+        if isinstance(value, Mapping) and isinstance(old, str) and key in SHORT:
+            old = {SHORT[key]: old}
         if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
             result[key] = merge(old, value)
         else:

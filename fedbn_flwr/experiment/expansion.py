@@ -18,6 +18,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 
+from .content import SHORT, WHOLE
 from .evaluation import Section
 
 PAPER, SMOKE = "paper", "smoke"
@@ -65,13 +66,26 @@ class Lists:
         """The lists after overrides: an override of a listed key leaves its value only, and so selects cells."""
 
         def left(lists: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-            return {key: [_at(given, key)] if _has(given, key) else values for key, values in lists.items()}
+            return {key: _selected(key, values, given) if _has(given, key) else values for key, values in lists.items()}
 
         return Lists(left(self.sweep), left(self.tune))
 
     def first(self) -> Lists:
         """Only the first value of each list."""
         return Lists(*({key: values[:1] for key, values in each.items()} for each in (self.sweep, self.tune)))
+
+
+def _selected(key: str, values: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
+    """What an override of a listed key leaves: its value, or all values if it adds a part to each of them."""
+    value = _at(given, key)
+    if value in values or not isinstance(value, Mapping) or WHOLE.get(key.rpartition(".")[2]) in value:
+        return [value]
+    parts = {part for each in values if isinstance(each, Mapping) for part in flat_settings(each)}
+    if both := parts & flat_settings(value).keys():
+        raise SettingsError(
+            f"{key}.{min(both)} is overridden, and the values listed for {key} have it; give a whole value of {key}"
+        )
+    return values
 
 
 def lists_of(where: str, *levels: Mapping[str, Any]) -> Lists:
@@ -122,6 +136,31 @@ def check_count(name: str, counts: Mapping[str, int], seeds: int) -> None:
             f"{name}: {total:,} runs ({shorten(rows, 200)}, each with {seeds} seed{'s' if seeds > 1 else ''}); "
             f"expected at most {MOST:,}; shorten the lists of sweep and tune"
         )
+
+
+def check_parents(settings: Mapping[str, Any], key: str, where: str) -> None:
+    """SettingsError if a listed key is below one whose value in the file is no mapping, and would replace it."""
+    found: Any = settings
+    parts = key.split(".")
+    for number, part in enumerate(parts[:-1], start=1):
+        if part not in found:
+            return
+        found = found[part]
+        if isinstance(found, str) and part in SHORT:
+            return
+        if not isinstance(found, Mapping):
+            above = ".".join(parts[:number])
+            raise SettingsError(f"{where}: {above} is {found!r}; expected a mapping, since {key} has a list of values")
+
+
+def left_sweep(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes for settings of another run that no longer have the values of its place in a sweep."""
+    values = flat_settings(nested({**cell.get("sweep", {}), **cell.get("tune", {})}))
+    now = flat_settings(settings)
+    if all(now.get(key) == value for key, value in values.items()):
+        return {}
+    row, label = str(cell.get("row", "")), str(settings.get("label", ""))
+    return {"cell": Cell().model_dump(), "label": row if label.startswith(f"{row}, ") else label}
 
 
 # --- labels -------------------------------------------------------------------

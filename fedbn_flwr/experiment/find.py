@@ -15,7 +15,7 @@ from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.yaml_text import DEPTH, parse_yaml
 
 from .check import KEYS_OF_A_FILE, check_settings
-from .content import WHOLE, merge, read_content
+from .content import SHORT, WHOLE, merge, read_content
 from .expansion import (
     LISTS,
     PAPER,
@@ -26,7 +26,9 @@ from .expansion import (
     changed,
     changes_of_size,
     check_count,
+    check_parents,
     check_size,
+    left_sweep,
     lists_of,
     nested,
     values_in_words,
@@ -71,6 +73,8 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     variants = content.get("runs") or {"": {}}
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
+    if len({str(label) for label in variants}) < len(variants):
+        raise SettingsError(f"{name}: runs has two labels with the same text, of {', '.join(map(repr, variants))}")
     variants = {str(label): variant or {} for label, variant in variants.items()}
     changes = parse_overrides(overrides)
     for key in ("runs", "sizes", "extends"):
@@ -87,6 +91,9 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     if seeds is not None and (not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds)):
         raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
     only = changes.pop("only", whole.get("only"))
+    as_written = [word.partition("=")[2] for word in overrides if word.startswith("only=")]
+    if as_written and as_written[-1] in variants:  # not as YAML, in which "A #2" is A
+        only = as_written[-1]
     lists = {kind: changes.pop(kind) for kind in LISTS if kind in changes}
     if size == SMOKE:
         seeds = seeds and seeds[:1]
@@ -102,6 +109,8 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         given = lists_of(where, in_file, variant, resized, lists).with_given(resized).with_given(changes)
         resized = {key: value for key, value in resized.items() if key not in LISTS}
         rows[label] = _Row(label, own, merge(base, own), resized, given.first() if size == SMOKE else given)
+    if published is not None:  # whose labels are compared with those of all cells
+        check_count(name, {label: len(lists) for label, lists in lists_in_file.items()}, 1)
     figures = figures_by_label(published, lists_in_file, name)
     chosen = rows if only is None else _select(rows, only, name)
     check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
@@ -134,11 +143,19 @@ def _defaults() -> dict[str, Any]:
 
 
 def _without(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists of the whole file without the keys that a run gives itself."""
+    """The lists of the whole file without the keys of which a run gives the value or a part of it."""
     keys = flat_settings(own)
     lists = {kind: content[kind] for kind in LISTS if kind in content}
+
+    def given(listed: str) -> bool:
+        # `optimizer: adam` is the optimiser's name, and leaves its options to the lists.
+        names = {key for key, value in keys.items() if isinstance(value, str) and key.rpartition(".")[2] in SHORT}
+        return any(f"{key}.".startswith(f"{listed}.") for key in keys) or any(
+            listed.startswith(f"{key}.") for key in keys.keys() - names
+        )
+
     return {
-        kind: {key: values for key, values in flat_settings(each).items() if key not in keys}
+        kind: {key: values for key, values in flat_settings(each).items() if not given(key)}
         if isinstance(each, Mapping)
         else each
         for kind, each in lists.items()
@@ -155,21 +172,25 @@ def _settings_of(
 ) -> dict[str, Any]:
     """The settings of a cell: those of its row, its values, the changes of the size, and the overrides."""
     where = _where(name, row, cell)
-    written = merge(row.written, nested({**cell.sweep, **cell.tune}))
+    values = {**cell.sweep, **cell.tune}
+    for key in values:
+        check_parents(row.written, key, where)
+    written = merge(row.written, nested(values))
+    if tuned:
+        # All rows train on the same images, also those without a choice.
+        written = merge({"evaluate": {"validation": VALIDATION}}, written)
     of_size: Mapping[str, Any] = row.of_size
     if size == SMOKE:
         of_size = merge(smoke(check_settings(merge(written, changes), where)), of_size)
     planned = merge(written, of_size)
     settings = merge(planned, changes)
-    if tuned:
-        # All rows train on the same images, also those without a choice.
-        share = merge({"evaluate": {"validation": VALIDATION}}, settings)["evaluate"].get("validation")
-        if share == 0 and cell.tune:
-            raise SettingsError(
-                f"{where}: evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by "
-                f"held-out training images; leave it out for {VALIDATION}"
-            )
-        settings = merge(settings, {"evaluate": {"validation": share}})
+    if cell.tune and flat_settings(settings).get("evaluate.validation") == 0:
+        raise SettingsError(
+            f"{where}: evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by "
+            f"held-out training images; leave it out for {VALIDATION}"
+        )
+    if not values and (cell_before := settings.get("cell")):
+        settings |= left_sweep(cell_before, settings)
     label = row.label or str(settings.get("label") or _strategy_name(settings))
     if size != PAPER:
         defaults = _defaults()
@@ -177,7 +198,9 @@ def _settings_of(
         given = flat_settings(changes)
         settings["size"] = {"name": size, "changed": {key: found[key] for key in found if key not in given}}
     if "cell" not in row.written or cell.sweep or cell.tune:  # another run's settings keep their place
-        settings["cell"] = cell.model_copy(update={"row": label}).model_dump()
+        # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
+        own = row.label if any(key.partition(".")[0] == "strategy" for key in values) else label
+        settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
     more = _changed_by_overrides(
         flat_settings(row.variant), flat_settings(planned), flat_settings(settings), compared, where
     )

@@ -19,6 +19,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.protocol import METRICS
+from fedbn_flwr.results.summary import is_taken
 from fedbn_flwr.strategies import Rule
 
 from .data import Shape, partition_of
@@ -192,9 +193,14 @@ def _check_loss(run: Settings, logits: Tensor, labels: Tensor) -> None:
 def _check_metrics(run: Settings, logits: Tensor, labels: Tensor) -> None:
     metrics = metrics_of(run)
     names = [name_of(metric) for metric in metrics]
-    for name in names:
-        if names.count(name) > 1 or name in ("loss", "accuracy", "num_examples"):
-            raise SettingsError(f"evaluate.metrics has the name {name!r} twice, or a run reports it already")
+    for name, metric in zip(names, metrics, strict=True):
+        if names.count(name) > 1:
+            raise SettingsError(f"evaluate.metrics has the name {name!r} twice")
+        if callable(metric) and is_taken(name):
+            raise SettingsError(
+                f"evaluate.metrics: a function is called {name!r}, and a run reports another figure under this name; "
+                f"rename the function, for instance to my_{name}"
+            )
     if logits.ndim > 2 and "auc" in names:
         raise SettingsError(
             "evaluate.metrics has 'auc', which ranks images, but segmentation data have masks of labels; "

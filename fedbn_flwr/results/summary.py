@@ -164,5 +164,13 @@ def keys_of(metrics: Iterable[str]) -> list[str]:
     return [key for key in keys if key not in _LATEST]
 
 
+def is_taken(name: str) -> bool:
+    """Whether a metric of the user with this name would have the key of another figure in history or summary."""
+    keys = {"round", "clients", "num_examples", "broadcast_mib_per_round"}
+    keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
+    prefixes = ("accuracy_", "clients_", "own_", "train_", "validation_", "unseen_", "tuned_")
+    return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "images"))
+
+
 def _is_spread(key: str) -> bool:
     return key.startswith("clients_") and key.endswith(SPREAD)

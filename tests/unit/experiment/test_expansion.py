@@ -65,6 +65,62 @@ def test_a_run_that_gives_a_listed_key_keeps_its_value() -> None:
     assert [(run.label, run.train.lr) for run in runs(text)] == [("A, lr=0.1", 0.1), ("A, lr=0.2", 0.2), ("B", 0.5)]
 
 
+def test_a_run_that_gives_a_listed_section_keeps_it() -> None:
+    text = """
+    sweep: {strategy: [{name: FedAvg}, {name: Scaffold}], data.partition: [{kind: iid}]}
+    tune: {train.optimizer.eps: [1.0e-8]}
+    runs:
+      A: {train: {optimizer: adam}}
+      Own: {strategy: {name: FedBN}, data: {partition: {kind: shards, shards_per_client: 2}}, tune: null}
+    """
+    found = [(run.label, run.strategy["name"], run.data.partition.model_dump()["kind"]) for run in runs(text)]
+    assert found == [
+        ("A, strategy=FedAvg, partition=iid, eps=1e-08", "FedAvg", "iid"),
+        ("A, strategy=Scaffold, partition=iid, eps=1e-08", "Scaffold", "iid"),
+        ("Own", "FedBN", "shards"),
+    ]
+
+
+STRATEGIES = "sweep: {strategy: [{name: FedAvg}, {name: FedProx, proximal_mu: 0.1}]}\n"
+
+
+def test_an_override_of_a_part_of_a_listed_section_is_for_all_its_values() -> None:
+    file = STRATEGIES + "strategy: {name: FedAvg}\nruns: {A: {}}\nsizes: {small: {strategy: {seed: 3}}}"
+    for override in ("strategy.seed=3", "size=small"):
+        found = [(run.strategy["name"], run.strategy["seed"]) for run in runs(file, override)]
+        assert found == [("FedAvg", 3), ("FedProx", 3)]
+    assert [run.strategy for run in runs(file, "strategy={name: FedAvg}")] == [{"name": "FedAvg"}]
+    assert "strategy.proximal_mu is overridden, and the values listed" in fault(file, "strategy.proximal_mu=1.0")
+
+
+def test_candidates_that_are_strategies_belong_to_one_row() -> None:
+    assert {run.cell.row for run in runs(STRATEGIES.replace("sweep", "tune"))} == {""}
+    assert {run.cell.row for run in runs("tune: {train.lr: [0.1, 0.2]}")} == {"FedAvg"}
+
+
+def test_a_changed_run_of_a_sweep_leaves_its_place() -> None:
+    before = runs("sweep: {train.lr: [0.1, 0.2]}\nruns: {A: {}}")[0].model_dump(mode="json")
+
+    def again(*overrides: str) -> Settings:
+        return read_experiment(before, overrides).runs[0]
+
+    assert (again("rounds=7").label, again("rounds=7").cell.sweep) == ("A, lr=0.1", {"train.lr": 0.1})
+    assert (again("train.lr=0.7").label, again("train.lr=0.7").cell.sweep) == ("A", {})
+    assert again("train.lr=0.7", "label=other").label == "other"
+
+
+def test_a_share_to_validate_by_is_no_override() -> None:
+    text = "tune: {train.lr: [0.1]}\nruns: {A: {}, B: {evaluate: {validation: 0.2}}}"
+    assert labels(text) == ["A, lr=0.1", "B, lr=0.1"]
+    assert labels(text, "evaluate.validation=0.3", "only=A") == ["A, lr=0.1, evaluate.validation=0.3"]
+
+
+def test_a_label_is_selected_as_it_is_written() -> None:
+    text = "runs: {A: {}, 'A #2': {rounds: 3}, 'yes': {rounds: 4}, '1e3': {rounds: 5}}"
+    for label in ("A", "A #2", "yes", "1e3"):
+        assert labels(text, f"only={label}") == [label]
+
+
 def test_seeds_repeat_each_cell() -> None:
     found = runs(SWEPT, "seeds=[0, 1]", "only=BN")
     assert [(run.label, run.seed) for run in found] == [
@@ -115,6 +171,15 @@ def test_keys_that_end_alike_are_named_in_full() -> None:
         ("sweep: {train.lr: [0.1]}\ntune: {train.lr: [0.1]}", "train.lr is in sweep and in tune"),
         ("sweep: {data.partition: [{kind: iid}], data.partition.alpha: [1.0]}", "data.partition.alpha is a part of"),
         ("sweep: {trian.lr: [0.1]}", "unknown key 'trian'"),
+        ("tune: {train.lr: [0.1]}\nevaluate:", "evaluate is None: expected a mapping"),
+        ("tune: {train.lr: [0.1]}\nevaluate: 3", "evaluate is 3: expected a mapping"),
+        ("tune: {train.lr: [0.1]}\ntrain: 3", "train is 3; expected a mapping, since train.lr has a list"),
+        ("runs: {1: {}, '1': {rounds: 3}}", "runs has two labels with the same text, of 1, '1'"),
+        (
+            f"published: {{A: {{accuracy: 0.5, source: x}}}}\nruns: {{A: {{}}}}\nsweep: {{train.lr: "
+            f"{[n / 1000 for n in range(1, 900)]}, rounds: {list(range(1, 900))}, train.steps: {list(range(1, 900))}}}",
+            "expected at most 1,000",
+        ),
         ("sweep: {train.lr: [0.1, fast]}", "run 'lr=fast': train.lr is 'fast'"),
         (
             f"sweep: {{train.lr: {[n / 100 for n in range(1, 50)]}, rounds: {list(range(1, 50))}}}",

@@ -38,6 +38,11 @@ def broken(logits, labels):
 
 def loss(logits, labels):
     return 0.5
+
+precision, error, seconds, clients, mean_iou, accuracy_top3, f1_std, own_score = [
+    type("Named", (), {"__name__": name, "__call__": lambda self, logits, labels: 0.5})()
+    for name in "precision error seconds clients mean_iou accuracy_top3 f1_std own_score".split()
+]
 """
 
 
@@ -98,7 +103,11 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         (
             "evaluate: {metrics: ['training_parts:loss']}",
-            "evaluate.metrics has the name 'loss' twice, or",
+            "evaluate.metrics: a function is called 'loss', and a run reports another figure under this name",
+        ),
+        *(
+            (f"evaluate: {{metrics: ['training_parts:{name}']}}", f"a function is called '{name}'")
+            for name in ("precision", "error", "seconds", "clients", "mean_iou", "accuracy_top3", "f1_std", "own_score")
         ),
         ("evaluate: {metrics: [auc, auc]}", "evaluate.metrics has the name 'auc' twice"),
     ],
