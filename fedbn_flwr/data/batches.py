@@ -51,7 +51,10 @@ class TestBatches:
         self._normalise = _normaliser(normalise, data.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        plan = (BatchRequest(rows, None) for rows in self.indices.split(self.batch_size))
+        parts = list(self.indices.split(self.batch_size))
+        if len(parts) > 1 and len(parts[-1]) == 1 < self.batch_size:  # one image may have no batch statistics
+            parts[-2:] = [torch.cat(parts[-2:])]
+        plan = (BatchRequest(rows, None) for rows in parts)
         for images, targets, _ in self.data.batches(plan):
             yield self._normalise(images), targets
 

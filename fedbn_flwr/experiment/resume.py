@@ -9,18 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.results.checkpoint import Snapshot
 from fedbn_flwr.results.folder import RunFolder
 
 from .prepare import Prepared
 from .settings import strategy_name
-
-
-def read_snapshot(folder: RunFolder) -> Snapshot:
-    snapshot = folder.checkpoint.read()
-    if snapshot.strategy is None:
-        raise SettingsError(f"{str(folder.path)!r} cannot be resumed: {snapshot.unsaved}")
-    return snapshot
 
 
 def restore_clients(

@@ -58,7 +58,7 @@ from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
 from .prepare import Prepared, prepare
-from .resume import read_snapshot, restore_clients
+from .resume import restore_clients
 from .settings import Experiment, Settings
 from .side_by_side import jobs_of, side_by_side
 from .training import check_partition, work_of
@@ -69,7 +69,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
     run, rule = prepared.run, prepared.rule
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
     capabilities(grid).start()
-    snapshot = read_snapshot(folder) if done else None
+    snapshot = folder.checkpoint.read() if done else None
     ledger = MeteredGrid(GatedGrid(WatchedGrid(grid, progress.report), run.clients))
     if snapshot is None:
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: secrets.token_hex(16)}
@@ -87,9 +87,11 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         listeners.insert(1, Best(folder, run.evaluate.patience, run.evaluate.min_delta))
     if run.evaluate.dynamics:
         listeners.insert(0, Dynamics(folder))
-    for listener in listeners:
-        listener.on_start(state)
+    begun: list[Listener] = []
     try:
+        for listener in listeners:
+            listener.on_start(state)
+            begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) > 1 else {}
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
         if prepared.dataset is not None and not nodes.own_data:
@@ -117,7 +119,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         state.error = error
         raise
     finally:
-        end(listeners, state)
+        end(begun, state)
 
 
 def end(listeners: Sequence[Listener], state: RunState) -> None:

@@ -42,10 +42,15 @@ class CheckpointFile:
 
     def round(self) -> int:
         """The round after which a run continues; 0 if there is no checkpoint."""
+        return self.progress()[0]
+
+    def progress(self) -> tuple[int, str | None]:
+        """This round, and the reason why a run cannot continue from it."""
         if not self.path.exists():
-            return 0
+            return 0, None
         with self._opened() as store:
-            return int(_state(store)["round"])
+            state = _state(store)
+            return int(state["round"]), None if "strategy" in store else str(state["unsaved"])
 
     def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None = None) -> None:
         """`clients` yields the state of one node at a time; None if the nodes store it."""

@@ -105,7 +105,9 @@ class RunFolder:
 
     def begin(self, config: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
-        done = self.checkpoint.round()
+        done, unsaved = self.checkpoint.progress()
+        if unsaved is not None:
+            raise SettingsError(f"{str(self.path)!r} cannot be resumed: {unsaved}")
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
         if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(
@@ -119,6 +121,8 @@ class RunFolder:
         write_text(self.path / "config.yaml", dump_yaml(dict(config)))
         write_text(self.path / "environment.json", json.dumps({**environment(), **more}, indent=2) + "\n")
         write_lines(self.path, kept)
+        if (summary := self.summary()) is not None:  # of the lines that are left, should the run not begin
+            self.write_summary(summary.of(kept["history.jsonl"]))
         return done
 
     def config(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_type_hints
 
@@ -31,6 +31,17 @@ _LATEST = (
 )
 
 _BEST = ("best_test_accuracy", "best_round", "best_round_accuracy", "best_validation_accuracy")
+
+# The fields that follow from the history, and their values before its first line.
+_OF_HISTORY: Mapping[str, Callable[[], Any]] = {
+    "rounds": int,
+    "seconds": float,
+    "traffic": Traffic,
+    "measured": dict,
+    "spread": dict,
+    "domains": dict,
+    **dict.fromkeys((*_LATEST, *_BEST), lambda: None),
+}
 
 # Endings of the keys of a spread over clients, which follow the name of the metric.
 SPREAD = ("_std", "_worst_tenth")
@@ -136,21 +147,17 @@ class Summary:
             check_types(figures, dict.fromkeys(figures, float))
         return cls(**own, traffic=Traffic(**traffic), measured=measured, spread=spread, domains=domains, notes=rest)
 
+    def of(self, history: Iterable[Mapping[str, Any]]) -> Summary:
+        """The same run's summary with the figures of this history."""
+        found = replace(self, **{key: empty() for key, empty in _OF_HISTORY.items()})
+        for line in history:
+            found.account(line)
+        return found
+
     def check(self, history: Sequence[Mapping[str, Any]]) -> None:
         """ValueError if these are not the figures of the history, which has checksums."""
-        empty: dict[str, Any] = {
-            "rounds": 0,
-            "seconds": 0.0,
-            "traffic": Traffic(),
-            "measured": {},
-            "spread": {},
-            "domains": {},
-        }
-        empty |= dict.fromkeys((*_LATEST, *_BEST))
-        again = replace(self, **empty)
-        for line in history[: self.rounds]:
-            again.account(line)
-        for key in empty:
+        again = self.of(history[: self.rounds])
+        for key in _OF_HISTORY:
             if repr(found := getattr(self, key)) != repr(expected := getattr(again, key)):  # NaN is not NaN
                 raise ValueError(f"{key} is {found}, but {expected} by the lines of history.jsonl")
 

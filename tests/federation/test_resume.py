@@ -26,6 +26,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.checkpoint import CheckpointFile
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.report import find_runs
 from fedbn_flwr.strategies import (
     CannotSave,
     FedBS,
@@ -196,9 +197,24 @@ def test_a_strategy_that_cannot_be_saved_trains_and_is_not_resumed(
         return MeanStatistics(inner)
 
     monkeypatch.setitem(OPTIMISERS, "FedAdam", make)
-    session("FedAdam", tmp_path / "run", 2)
+    session("FedAdam", tmp_path / "run", 3)
+    run = RunFolder(tmp_path / "run")
+    run.checkpoint.write(dataclasses.replace(run.checkpoint.read(), round=2), ())  # as if round 3 had been interrupted
+    before = (run.path / "history.jsonl").read_text()
     with pytest.raises(SettingsError, match=r"cannot be resumed: FedAvg\.generator is a Generator"):
         session("FedAdam", tmp_path / "run")
+    assert (run.path / "history.jsonl").read_text() == before
+    (found,) = find_runs([tmp_path])
+    assert found.summary.rounds == len(found.history) == 3
+
+
+def test_a_folder_can_be_read_if_a_resume_fails_before_its_first_round(tmp_path: Path) -> None:
+    session("FedAvg", tmp_path / "run", 3)
+    run = RunFolder(tmp_path / "run")
+    run.checkpoint.write(dataclasses.replace(run.checkpoint.read(), round=2), ())
+    run.begin(run.config())
+    (found,) = find_runs([tmp_path])
+    assert found.summary.rounds == len(found.history) == 2
 
 
 def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ class Reporter(Listener):
         self._round = 0
         self._figures = ""
         self._sent = 0.0
+        self._alone = False  # no process reads
 
     def on_start(self, state: RunState) -> None:
         self._round = state.round
@@ -50,7 +51,7 @@ class Reporter(Listener):
     def on_round(self, state: RunState) -> None:
         self._round, self._figures = state.round, figures_of(state.line)
         self._send(News(state.round, self._figures))
-        if self._connection.poll() or os.getppid() != self._parent:  # asked to stop, or no process reads
+        if self._alone or self._connection.poll() or os.getppid() != self._parent:  # or asked to stop
             state.stop = True
 
     def message(self, text: str) -> None:
@@ -58,7 +59,10 @@ class Reporter(Listener):
 
     def _send(self, news: News) -> None:
         self._sent = time.monotonic()
-        self._connection.send(news)
+        try:
+            self._connection.send(news)
+        except OSError:  # the run stops after this round, with a checkpoint
+            self._alone = True
 
 
 class Board(Progress):

@@ -14,6 +14,7 @@ from fedbn_flwr.client.metrics import key_of
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.context_cache import return_freed_memory
+from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
@@ -51,9 +52,18 @@ class Evaluate(Listener):
             self.validation = TestBatches(dataset.train, normalisation, run.evaluate.batch_size, held)
 
     def on_round(self, state: RunState) -> None:
-        run = state.run
         if not state.is_evaluated:
             return
+        try:
+            self._evaluate(state)
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, FedbnError):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise RunFailed(f"round {state.round}: the model cannot be evaluated: {reason}") from error
+
+    def _evaluate(self, state: RunState) -> None:
+        run = state.run
         if self.asks_clients:
             state.line |= self._on_clients(state)
         if self.rule.traits.has_global_model:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import multiprocessing
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.nn import functional as F
 
-from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr import LocalGrid, client_app, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.batches import TestBatches
-from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.errors import RunFailed, StorageError
+from fedbn_flwr.experiment.content import merge
+from fedbn_flwr.experiment.find import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.listeners.board import Reporter
 from fedbn_flwr.experiment.listeners.checkpoint import Checkpoint
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
 from fedbn_flwr.experiment.listeners.history import History
@@ -29,6 +33,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.report import find_runs
+from fedbn_flwr.results.result import Result
+from fedbn_flwr.yaml_text import parse_yaml
 
 EXPERIMENT = """
 rounds: 5
@@ -80,6 +87,46 @@ def test_models_are_evaluated_every_other_round_and_after_the_last(state: RunSta
     assert (state.line["accuracy"], state.line["loss"]) == (twin["accuracy"], twin["loss"])
     assert state.line["evaluated_with"] == "model"
     assert state.line["clients_accuracy"] == state.line["accuracy"], "FedAvg's clients have the same model and images"
+
+
+@pytest.mark.parametrize("words", [("model.norm=sbn",), ("evaluate.statistics=reestimated",)])
+def test_a_batch_of_one_image_is_evaluated_with_the_one_before(words: tuple[str, ...], tmp_path: Path) -> None:
+    """It has no batch statistics where batch norm follows a fully connected layer."""
+    outcome = run_of("data.test_images=101", *words, out=tmp_path)
+    assert outcome.summary.status == "finished"
+
+
+def test_a_model_that_cannot_be_evaluated_ends_its_run_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="round 1: the model cannot be evaluated: ValueError: Expected more"):
+        run_of("data.test_images=10", "evaluate.batch_size=1", "model.norm=sbn", out=tmp_path)
+
+
+def run_of(*words: str, out: Path) -> Result:
+    data = {"name": "digits", "images": 100}
+    changes = parse_overrides(["rounds=1", "evaluate={every: 1}", "model.name=mlp", *words])
+    return run(merge({**parse_yaml(EXPERIMENT), "data": data}, changes), out=out, progress=False)
+
+
+def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Checkpoint, state: RunState) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(Checkpoint, "on_start", full)
+    with pytest.raises(StorageError, match="the disk is full"):
+        run_of(out=tmp_path)
+    (found,) = find_runs([tmp_path])
+    assert (found.summary.status, found.summary.error) == ("failed", "the disk is full")
+
+
+def test_a_run_whose_parent_has_died_stops_with_a_checkpoint(state: RunState) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    reporter = Reporter(ours, os.getppid())
+    reporter.on_start(state)
+    theirs.close()
+    train_round(state)
+    reporter.on_round(state)
+    reporter.message("a line")
+    assert state.stop
 
 
 def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(state: RunState, tmp_path: Path) -> None:
