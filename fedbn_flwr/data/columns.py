@@ -64,7 +64,7 @@ def check_classes(
     splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None
 ) -> tuple[str, ...]:
     """The class names, which must be the same in both splits and as many as the catalogue lists."""
-    names = {part: _class_names(split, columns[part][1]) for part, split in splits.items()}
+    names = {part: _class_names(split, name, columns[part][1]) for part, split in splits.items()}
     if names["train"] != names["test"]:
         raise DataError(
             f"data.name={name!r}: the training split has {len(names['train'])} classes in {columns['train'][1]!r}, "
@@ -85,17 +85,36 @@ def check_classes(
     return found
 
 
-def _class_names(split: Any, column: str) -> tuple[str, ...]:
+def _class_names(split: Any, name: str, column: str) -> tuple[str, ...]:
+    import datasets
+
     feature = split.features[column]
     if hasattr(feature, "names"):
         return tuple(feature.names)
-    return tuple(str(value) for value in sorted(split.unique(column)))
+    if not isinstance(feature, datasets.Value):
+        raise DataError(
+            f"data.label={column!r} of {name!r} has the type {type(feature).__name__}; expected a number or a text for "
+            f"each image. Its columns: {_kinds(split)}"
+        )
+    found = split.unique(column)
+    if None in found:
+        _all_values(split, name, column)  # names the row
+    return tuple(str(value) for value in sorted(found))
+
+
+def _all_values(split: Any, name: str, column: str) -> Sequence[Any]:
+    """The values of a column; DataError if one is missing."""
+    values: Sequence[Any] = split[column][:]  # all at once: single rows take 0.2 ms each
+    for row, value in enumerate(values):
+        if value is None:
+            raise DataError(f"{name!r}: row {row} has no value in {column!r}; expected one in each row")
+    return values
 
 
 def labels_of(split: Any, name: str, column: str, class_names: tuple[str, ...]) -> Tensor:
     """The class number of each row; -1 for a class that is not in `class_names`."""
-    values = split[column][:]  # all at once: single rows take 0.2 ms each
-    own = _class_names(split, column)
+    values = _all_values(split, name, column)
+    own = _class_names(split, name, column)
     if hasattr(split.features[column], "names"):
         labels = torch.tensor([int(value) for value in values], dtype=torch.int64)
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(own):
@@ -129,13 +148,16 @@ def domain_column(split: Any, name: str, domain: str | None, domains: Sequence[s
 
 def _values(split: Any, name: str, column: str) -> list[str]:
     feature = split.features[column]
-    values = split[column][:]
-    if hasattr(feature, "names"):
-        return [feature.names[value] for value in values]
+    values = _all_values(split, name, column)
+    if not hasattr(feature, "names"):
+        return [str(value) for value in values]
     for row, value in enumerate(values):
-        if value is None:
-            raise DataError(f"{name!r}: row {row} has no value in {column!r}")
-    return [str(value) for value in values]
+        if not 0 <= value < len(feature.names):
+            raise DataError(
+                f"{name!r}: row {row} has {int(value)} in {column!r}; expected 0 to {len(feature.names) - 1}, the "
+                "numbers of its names"
+            )
+    return [feature.names[value] for value in values]
 
 
 def rows_of_domains(splits: Splits, name: str, column: str, domains: Sequence[str]) -> dict[str, Tensor]:

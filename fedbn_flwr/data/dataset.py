@@ -52,6 +52,12 @@ class DataSet:
     def size(self) -> Size:
         return self.train.shape[1:]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; images on the disk take none."""
+        values = (*vars(self.train).values(), *vars(self.test).values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
     @cached_property
     def moments(self) -> Moments:
         """Mean and standard deviation of each channel over the training images; uint8 pixels count from 0 to 1.

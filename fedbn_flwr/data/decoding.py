@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.cores import cores
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, StorageError
 
 from . import IGNORED, Size
 from .augment import Window, crop_and_resize
@@ -132,12 +133,23 @@ class Files:
 
     def _cached(self, what: str, make: Any) -> Tensor:
         facts = (self.split._fingerprint, self.column, self.masks, self.size, self.fit, self.ids, self.classes)
-        key = hashlib.sha256(f"2|{what}|{facts}".encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"3|{what}|{facts}|{self._stamps()}".encode()).hexdigest()[:24]
         file = _cache_folder() / f"{key}.npy"
-        if not file.is_file():
-            _write(file, make())
-        # Copy-on-write, because torch warns about read-only arrays; no code writes to it.
-        return torch.from_numpy(np.load(file, mmap_mode="c"))
+        with suppress(OSError, ValueError, EOFError):  # absent or damaged
+            return _mapped(file)
+        _write(file, make())
+        return _mapped(file)
+
+    def _stamps(self) -> str:
+        """A hash of the times and sizes of the rows' files; the split's fingerprint has their paths only."""
+        facts = hashlib.sha256()
+        for column in self._files.column_names:
+            for chunk in self._files.data.column(column).chunks:
+                for path in chunk.field("path").filter(chunk.field("bytes").is_null()).to_pylist():
+                    with suppress(OSError, TypeError, ValueError):  # decoding it will raise an error that has the row
+                        stat = os.stat(path)
+                        facts.update(f"{os.path.abspath(path)}|{stat.st_mtime_ns}|{stat.st_size}\n".encode())
+        return facts.hexdigest()
 
     # --- one file ---
 
@@ -150,8 +162,19 @@ class Files:
         return _array(self._fitted(picture)), np.asarray(self._fitted(mask, smooth=False))
 
     def _picture(self, item: Any, row: int) -> Any:
+        from PIL import Image
+
         opened = self._read(item, row, "image")
-        return opened.convert("L" if opened.mode in ("1", "L", "I;16") else "RGB")
+        # Pillow would set values above 255 to 255. PNG and PGM have no more than 16 bits, also in mode I.
+        if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
+            return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+        if opened.mode in ("I", "F"):
+            kind = "whole" if opened.mode == "I" else "floating-point"
+            raise DataError(
+                f"{self.name!r}: the image in row {row}{_where(item)} has {kind} numbers of 32 bits (mode "
+                f"{opened.mode}), whose range is unknown; expected 8 or 16 bits"
+            )
+        return opened.convert("L" if opened.mode in ("1", "L") else "RGB")
 
     def _mask(self, item: Any, row: int) -> Any:
         """A mask of class numbers, with 255 for ignored pixels."""
@@ -180,16 +203,15 @@ class Files:
         return Image.fromarray(labels.astype(np.uint8))
 
     def _read(self, item: Any, row: int, what: str) -> Any:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
         try:
             source = io.BytesIO(item["bytes"]) if item.get("bytes") is not None else item["path"]
             with Image.open(source) as opened:
                 opened.load()
                 return opened
-        except (UnidentifiedImageError, OSError, TypeError, AttributeError, SyntaxError, ValueError) as error:
-            where = f" ({item['path']})" if isinstance(item, dict) and item.get("path") else ""
-            raise DataError(f"{self.name!r}: the {what} in row {row}{where} cannot be read: {error}") from None
+        except Exception as error:  # Pillow's formats raise many kinds, and one of its own for images above its limit
+            raise DataError(f"{self.name!r}: the {what} in row {row}{_where(item)} cannot be read: {error}") from None
 
     def _fitted(self, picture: Any, *, smooth: bool = True) -> Any:
         from PIL import Image
@@ -215,6 +237,10 @@ def coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
     return np.repeat(pixels, channels, 0) if len(pixels) == 1 < channels else pixels
 
 
+def _where(item: Any) -> str:
+    return f" ({item['path']})" if isinstance(item, dict) and item.get("path") else ""
+
+
 def _array(picture: Any) -> np.ndarray:
     array = np.asarray(picture)
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
@@ -236,9 +262,24 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"
 
 
+def _mapped(file: Path) -> Tensor:
+    # Copy-on-write, because torch warns about read-only arrays; no code writes to it.
+    return torch.from_numpy(np.load(file, mmap_mode="c"))
+
+
 def _write(file: Path, array: np.ndarray) -> None:
     """Write so that other processes see the whole file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as temporary:
-        np.save(temporary, array)
-    os.replace(temporary.name, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as temporary:
+            try:
+                np.save(temporary, array)
+                temporary.close()
+                os.replace(temporary.name, file)
+            finally:
+                Path(temporary.name).unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the cache of decoded images, {str(file.parent)!r}, cannot be written: {error.strerror or error}; set "
+            f"FEDBN_CACHE to a folder with {array.nbytes // 2**20 + 1} MiB of free space"
+        ) from None

@@ -131,10 +131,10 @@ def _columns(where: str, split: Any) -> dict[str, Any]:
 def _images(where: str, given: Any, memory: float) -> Tensor | list[Tensor]:
     """Images as one tensor [N, C, H, W], or as a list of tensors [C, H, W] of several sizes; uint8 or float32."""
     if isinstance(given, list | tuple):
-        each = [_pixels(where, _tensor(image), 3) for image in given]
+        each = [_pixels(where, _tensor(where, image), 3) for image in given]
         one = torch.stack(each) if len({image.shape for image in each}) == 1 else None
     else:
-        each = [one := _pixels(where, _tensor(given), 4)]
+        each = [one := _pixels(where, _tensor(where, given), 4)]
     if sum(image.numel() * image.element_size() for image in each) > memory * 2**30:
         raise DataError(
             f"{where} takes more than data.memory, {memory:g} GiB; return a datasets.DatasetDict, whose images are "
@@ -143,8 +143,11 @@ def _images(where: str, given: Any, memory: float) -> Tensor | list[Tensor]:
     return each if one is None else one
 
 
-def _tensor(values: Any) -> Tensor:
-    return values.cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+def _tensor(where: str, values: Any) -> Tensor:
+    try:
+        return values.cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} has images that are not arrays of numbers: {error}") from None
 
 
 def _pixels(where: str, values: Tensor, dimensions: int) -> Tensor:
@@ -162,8 +165,12 @@ def _pixels(where: str, values: Tensor, dimensions: int) -> Tensor:
         if not values.isfinite().all():
             raise DataError(f"{where} has pixels that are not finite; expected numbers")
         return values.float().contiguous()
-    if values.dtype == torch.bool or (values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= 255):
-        kind = str(values.dtype).removeprefix("torch.")
+    kind = str(values.dtype).removeprefix("torch.")
+    if kind in ("uint16", "uint32", "uint64"):  # torch finds no minimum of these; what does not fit becomes negative
+        values = values.long()
+    if kind.startswith(("bool", "complex")) or (
+        values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= 255
+    ):
         raise DataError(f"{where} has {kind} pixels; expected whole numbers from 0 to 255, or floating-point numbers")
     return values.to(torch.uint8).contiguous()
 

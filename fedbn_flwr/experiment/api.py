@@ -19,6 +19,7 @@ from fedbn_flwr.results.folder import default_out
 from fedbn_flwr.results.result import Result, Results
 
 from .content import extended, read_content
+from .data import forget_data
 from .find import read_experiment
 from .run import carry_out, run_folders
 from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
@@ -205,6 +206,7 @@ def _carry_out(
     folder = folder.resolve()  # the caller may change the working directory
     resume = resume and any(each.config() for each in run_folders(planned, folder))
     with _settings_of_the_process():
+        forget_data()  # files may have changed since the last run
         try:
             carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
         except KeyboardInterrupt:

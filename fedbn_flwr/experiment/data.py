@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.data.random_images import random_images
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.results.summary import SPREAD
 
 from . import settings
 from .settings import AUGMENTATIONS, Part, Settings
@@ -53,8 +55,39 @@ def resolve(run: Settings) -> Settings:
 PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
 
 
+_Made = TypeVar("_Made")
+_kept: dict[tuple[settings.Data, str, str], DataSet] = {}  # by settings, device and working directory
+
+
 def load_data(data: settings.Data, device: str) -> DataSet:
-    return _loaded(_plain(data), device)
+    """The data set, which the process keeps: the last two, and more while all take at most `data.memory`.
+
+    Nodes with own data have a data set each. A relative name counts from the working directory.
+    """
+    plain = _plain(data)
+    if (received := _received.get((plain, device))) is not None:
+        return received
+    key = plain, device, os.getcwd()
+    if (found := _kept.get(key)) is None:
+        found = _kept[key] = _loaded(plain, device)
+        while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > data.memory * 2**30:
+            _kept.pop(next(iter(_kept)), None)
+    return found
+
+
+def forget_data() -> None:
+    """Load data sets again when they are next needed: their files may have changed."""
+    _kept.clear()
+    partition_of.cache_clear()
+    own_test.cache_clear()
+
+
+def _cached(make: Callable[..., _Made]) -> functools._lru_cache_wrapper[_Made]:
+    """Keep eight results of a function of settings, by the working directory too."""
+    kept = functools.lru_cache(maxsize=8)(lambda _, *given: make(*given))
+    found: Any = functools.wraps(make)(lambda *given: kept(os.getcwd(), *given))
+    found.cache_clear = kept.cache_clear
+    return cast("functools._lru_cache_wrapper[_Made]", found)
 
 
 @dataclass(frozen=True)
@@ -93,14 +126,12 @@ def _plain(data: settings.Data) -> settings.Data:
     return data.model_copy(update={"partition": kept, **PLAIN})
 
 
-@functools.lru_cache(maxsize=2)
 def _loaded(data: settings.Data, device: str) -> DataSet:
-    if (received := _received.get((data, device))) is not None:
-        return received
     dataset = _random(data) if data.random else fewer(_read(data), data.images, data.test_images)
     for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
         if (expected := getattr(data, key)) is not None and expected != count:
             raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
+    rows_by_domain(dataset)  # checks the names
     return dataset.to(torch.device(device))
 
 
@@ -138,7 +169,7 @@ def _read(data: settings.Data) -> DataSet:
     )
 
 
-@functools.lru_cache(maxsize=8)
+@_cached
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
@@ -152,7 +183,7 @@ def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> l
     return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
 
 
-@functools.lru_cache(maxsize=8)
+@_cached
 def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     """Indices of each client's own test images."""
     dataset = load_data(data, device)
@@ -177,12 +208,29 @@ def validation_rows(run: Settings, device: str) -> Tensor:
 
 
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
-    """Indices of each domain's test images. The names are valid in metric keys."""
+    """Indices of each domain's test images. The names are valid in metric keys; DataError if two keys would agree."""
     domains = dataset.domains
     if domains is None or domains.test is None:
         return {}
-    rows = {name: (domains.test == number).nonzero()[:, 0] for number, name in enumerate(domains.names)}
-    return {re.sub(r"\W+", "_", name): indices for name, indices in rows.items() if len(indices)}
+    rows: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    for number, name in enumerate(domains.names):
+        if not len(indices := (domains.test == number).nonzero()[:, 0]):
+            continue
+        key = re.sub(r"\W+", "_", name)
+        if key in rows:
+            raise DataError(
+                f"{dataset.name!r} has the domains {names[key]!r} and {name!r}, whose figures would both be called "
+                f"accuracy_{key}; rename one of them, or leave one out with data.domains"
+            )
+        if key == "of" or f"_{key}".endswith(SPREAD):
+            raise DataError(
+                f"{dataset.name!r} has the domain {name!r}; expected a name other than 'of', and without 'std' or "
+                "'worst_tenth' as its last word, because accuracy_of and clients_own_accuracy_std are other figures; "
+                "rename it, or leave it out with data.domains"
+            )
+        rows[key], names[key] = indices, name
+    return rows
 
 
 def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Normalise:

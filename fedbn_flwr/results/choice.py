@@ -30,12 +30,10 @@ class Choice:
 def choose(rows: Sequence[Row]) -> Choice:
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        cell = row.runs[0].cell
-        if cell.get("tune"):
-            key = json.dumps(
-                [row.runs[0].summary.name, cell.get("row"), cell.get("sweep")], sort_keys=True, default=str
-            )
-            groups.setdefault(key, []).append(row)
+        run = row.runs[0]
+        if run.cell.get("tune"):
+            place = [run.summary.name, run.cell.get("row"), run.cell.get("sweep"), run.fixed_settings]
+            groups.setdefault(json.dumps(place, sort_keys=True, default=str), []).append(row)
     best = [max(group, key=_mean) for group in groups.values() if any(_validation(row) for row in group)]
     dropped = {id(row) for group in groups.values() for row in group if any(each in group for each in best)}
     dropped -= {id(row) for row in best}
@@ -61,13 +59,15 @@ def _validation(row: Row) -> list[float]:
 
 
 def _last(run: Run) -> float | None:
+    if run.summary.status == "failed":  # what it reached before says nothing about its setting
+        return None
     found = [line["validation_accuracy"] for line in run.history if line.get("validation_accuracy") is not None]
     return float(found[-1]) if found and math.isfinite(found[-1]) else None
 
 
 def _mean(row: Row) -> float:
     values = _validation(row)
-    # A run that diverged has no figure: its row is not preferred for the seeds that did not.
+    # A run that diverged or failed has no figure: its row is not preferred for the seeds that did not.
     return statistics.fmean(values) * len(values) / len(row.runs) if values else -math.inf
 
 

@@ -8,13 +8,12 @@ the whole group (divisor n), not an estimate from a sample.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from fedbn_flwr.messages.protocol import METRICS
 
 from .text import in_plot, shorten
 
@@ -22,6 +21,7 @@ Values = Mapping[str, float]  # by client, of one metric
 
 _FIRST = ("accuracy", "own_accuracy")
 _MAIN = (*_FIRST, "mean_iou", "own_mean_iou", "unseen_accuracy", "unseen_accuracy_tuned")
+_COUNT = re.compile(r"(own_|test_|validation_)?images(_|$)")  # numbers of images, also of a domain
 _PANELS = 3  # of a box plot beside each other
 
 
@@ -59,18 +59,13 @@ def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
 
 def evaluated(values: Mapping[str, Values]) -> dict[str, Values]:
     """The metrics without losses and numbers of images; those on the clients' own test images come first."""
-    shown = {key: each for key, each in values.items() if not ("images" in key.split("_") or is_loss(key))}
+    shown = {key: each for key, each in values.items() if not (_COUNT.match(key) or is_loss(key))}
     return dict(sorted(shown.items(), key=lambda item: (not item[0].startswith("own_"), item[0] not in _FIRST)))
 
 
 def main(values: Mapping[str, Values]) -> dict[str, Values]:
     """The metrics that a terminal and a picture have room for: not those of domains, validation and of the user."""
     return {key: each for key, each in evaluated(values).items() if key in _MAIN}
-
-
-def is_fraction(metric: str) -> bool:
-    """Whether a metric is between 0 and 1 and shown in percent; those of the user need not be."""
-    return any(f"_{name}_" in f"_{metric}_" for name in ("accuracy", *METRICS))
 
 
 def heading(metric: str) -> str:

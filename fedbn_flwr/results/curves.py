@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,10 +29,12 @@ _WORDS = {"auc": "AUC", "mean_iou": "mean IoU", "macro_f1": "macro F1"}
 _OF = {
     "clients_own_": "clients, own test images",
     "clients_": "clients, all test images",
+    "validation_": "held-out training images",
+    "unseen_": "new clients, own test images",
     "train_": "training",
     "": "global model",
 }
-_SPREADS = {"_worst_tenth": "mean of the worst tenth", "_std": "deviation over clients"}
+_ENDINGS = {"_worst_tenth": "mean of the worst tenth", "_std": "deviation over clients", "_tuned": "fine-tuned"}
 _NO_MEASURES = {"round", "clients", "seconds", *(field.name for field in fields(Traffic))}
 
 
@@ -46,21 +48,36 @@ class Measure:
     is_fraction: bool
 
     @classmethod
-    def of(cls, key: str) -> Measure:
+    def of(cls, key: str, keys: Collection[str] = ()) -> Measure:
+        """`auc_sea` is the AUC of a domain if `accuracy_sea` is among the other `keys`, else a metric of the user."""
         prefix = next(prefix for prefix in _OF if key.startswith(prefix))
         rest = key.removeprefix(prefix)
-        spread = next((ending for ending in _SPREADS if rest.endswith(ending)), "")
-        name = rest.removesuffix(spread)
-        base = next((base for base in _FRACTIONS if name == base or name.startswith(f"{base}_")), "")
+        ending = next((ending for ending in _ENDINGS if rest.endswith(ending)), "")
+        name = rest.removesuffix(ending)
+
+        def is_of(base: str) -> bool:
+            accuracy = f"{prefix}accuracy{name.removeprefix(base)}"
+            return name == base or (name.startswith(base) and (accuracy == key or accuracy in keys))
+
+        base = next(filter(is_of, _FRACTIONS), "")
         domain = name.removeprefix(f"{base}_") if base and name != base else ""
         words = _WORDS.get(base or name, (base or name).replace("_", " "))
-        details = [part for part in (f"domain {domain}" if domain else "", _SPREADS.get(spread, "")) if part]
+        details = [part for part in (f"domain {domain}" if domain else "", _ENDINGS.get(ending, "")) if part]
         title = ", ".join([f"training {words}" if prefix == "train_" else words, *details])
         return cls(key, _OF[prefix], title, bool(base))
+
+    @classmethod
+    def of_client(cls, key: str, keys: Iterable[str] = ()) -> Measure:
+        """A key of `clients.jsonl`."""
+        return cls.of(_in_history(key), set(map(_in_history, keys)))
 
     @property
     def full_title(self) -> str:
         return self.title if self.group == "training" else f"{self.title} ({self.group})"
+
+
+def _in_history(key: str) -> str:
+    return key if key.startswith(("train_", "validation_", "unseen_")) else f"clients_{key}"
 
 
 def measures(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[Measure]:
@@ -71,8 +88,8 @@ def measures(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[Measure]:
             for key, value in line.items():
                 if key not in keys and key not in _NO_MEASURES and type(value) in (int, float):
                     keys[key] = None
-    found = [Measure.of(key) for key in keys]
-    groups = ["global model", "clients, own test images", "clients, all test images", "training"]
+    found = [Measure.of(key, keys) for key in keys]
+    groups = ["global model", *(group for group in _OF.values() if group != "global model")]
     return sorted(found, key=lambda measure: (", domain " in measure.title, groups.index(measure.group)))
 
 
@@ -134,11 +151,3 @@ def is_number(value: object) -> bool:
 
 def _has(line: Mapping[str, Any], key: str) -> bool:
     return is_number(line.get(key))
-
-
-def headline(histories: Iterable[Sequence[Mapping[str, Any]]]) -> str:
-    """The measure that runs are compared by: mean IoU if every evaluation has it (segmentation), else accuracy."""
-    evaluated = [line for history in histories for line in history if line.get("accuracy") is not None]
-    if evaluated and all(line.get("mean_iou") is not None for line in evaluated):
-        return "mean_iou"
-    return "accuracy"

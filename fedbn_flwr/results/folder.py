@@ -121,8 +121,9 @@ class RunFolder:
         write_text(self.path / "config.yaml", dump_yaml(dict(config)))
         write_text(self.path / "environment.json", json.dumps({**environment(), **more}, indent=2) + "\n")
         write_lines(self.path, kept)
-        if (summary := self.summary()) is not None:  # of the lines that are left, should the run not begin
-            self.write_summary(summary.of(kept["history.jsonl"]))
+        with suppress(UserError):  # a damaged summary is written again when the run begins
+            if (summary := self.summary()) is not None:  # of the lines that are left, should the run not begin
+                self.write_summary(summary.of(kept["history.jsonl"]))
         return done
 
     def config(self) -> dict[str, Any]:

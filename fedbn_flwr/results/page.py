@@ -29,10 +29,10 @@ from fedbn_flwr.errors import MissingPackage
 from . import sections, swept
 from .choice import TITLE as CANDIDATES
 from .choice import Choice
-from .curves import AXES, POINTS, Curves, Measure, curves, headline, is_number, measures
+from .curves import AXES, POINTS, Curves, Measure, curves, is_number, measures
 from .folder import RunFolder
 from .published import published
-from .report import COLOURS, Cell, Row, by_domain, repetitions, table
+from .report import COLOURS, Cell, Row, by_domain, headline, repetitions, table
 from .text import in_csv, in_html, in_script, printable
 
 
@@ -90,7 +90,7 @@ def page_data(rows: Sequence[Row]) -> dict[str, Any]:
     flat = [history for row in histories for history in row]
     found = measures(flat)
     drawn = [curves(row, [measure.key for measure in found]) for row in histories]
-    first = headline(flat)
+    first = headline(run for row in rows for run in row.runs)
     shown = [key for key in (first, f"clients_own_{first}") if any(measure.key == key for measure in found)]
     return {
         "rows": [
@@ -156,7 +156,7 @@ def as_html(title: str, lines: Sequence[Sequence[str]], identity: str) -> str:
 def _sorted_by(cell: str) -> str:
     value = cell.value if isinstance(cell, Cell) else None
     number = ' class="number"' if isinstance(cell, Cell) else ""
-    return number if value is None else f'{number} data-value="{value!r}"'
+    return number if not is_number(value) else f'{number} data-value="{value!r}"'
 
 
 def _run(row: Row, place: int) -> str:

@@ -97,7 +97,7 @@ def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
         colours = class_colours(len(partition.classes))
         bottom = [0] * len(partition.counts)
         many = len(partition.counts) > _SHOWN_CLIENTS
-        for label, name in enumerate(partition.classes):
+        for label, colour in enumerate(colours):
             heights = [row[label] for row in partition.counts]
             # A thin white line separates classes if the bars are wide enough for it.
             panel.bar(
@@ -105,8 +105,7 @@ def plot_partitions(partitions: Sequence[PartitionCounts], file: Path) -> None:
                 heights,
                 1.0 if many else 0.8,
                 bottom,
-                color=colours[label],
-                label=in_plot(name),
+                color=colour,
                 edgecolor="white",
                 linewidth=0 if many or len(partition.classes) > 2 * _SHOWN_CLASSES else 0.4,
             )
@@ -135,9 +134,9 @@ def _explain_colours(figure: Any, panel: Any, partition: PartitionCounts, colour
     if len(partition.classes) == 1:
         return
     if len(partition.classes) <= 2 * _SHOWN_CLASSES:
-        handles, names = panel.get_legend_handles_labels()
-        # In the order of the bars, the first class at the bottom.
-        panel.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+        # In the order of the bars, the first class at the bottom. Without names, matplotlib omits those such as _other.
+        names = [in_plot(name) for name in partition.classes[::-1]]
+        panel.legend(panel.containers[::-1], names, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
         return
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize

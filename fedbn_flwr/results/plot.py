@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .curves import AXES, Curves, Measure, curves, headline
-from .report import COLOURS, Domains, Row, by_domain, repetitions
+from .curves import AXES, Curves, Measure, curves
+from .report import COLOURS, Domains, Row, by_domain, headline, repetitions
 from .text import in_plot, shorten
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def plot(rows: Sequence[Row]) -> Plot:
     from matplotlib.ticker import MaxNLocator
 
     kinds = by_domain(rows)
-    measure = headline([run.history for row in rows for run in row.runs])
+    measure = headline(run for row in rows for run in row.runs)
     own = f"clients_own_{measure}"
     keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
     heights = [4.2] * len(keys) + [2.8] * len(kinds)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .curves import Measure, is_number
-from .report import Row, figure
+from .report import Row, deviation, figure, mean
 
 TITLE = "published and measured figures"
 _HEADINGS = ("run", "figure", "published", "measured", "seeds", "difference", "within both spreads", "source")
@@ -24,11 +23,12 @@ def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     for row in rows:
         found = row.runs[0].config.get("published") or {}
         source, differs = str(found.get("source", "-")), found.get("differs")
-        for key, (mean, deviation) in published_figures(found).items():
-            measure, measured = Measure.of(key.removeprefix("best_test_")), row.figures(key)
+        for key, (value, spread) in published_figures(found).items():
+            best = next((words for words in ("best_test_", "best_round_") if key.startswith(words)), "")
+            measure, measured = Measure.of(key.removeprefix(best)), row.figures(key)
             scale, unit = (100, "%") if measure.is_fraction else (1, "")
-            title = ("best test " if key.startswith("best_test_") else "") + measure.full_title
-            known = figure([mean], scale, 2, unit)
+            title = best.replace("_", " ") + measure.full_title
+            known = figure([value], scale, 2, unit)
             if differs:
                 verdict = ("-", f"other set-up ({differs})")
             elif row.unfinished:
@@ -36,13 +36,13 @@ def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             elif not measured:
                 verdict = ("-", "-")
             else:
-                difference = statistics.fmean(measured) - mean
-                verdict = (f"{scale * difference:+.2f}", _within(difference, measured, deviation))
+                difference = mean(measured) - value
+                verdict = (f"{scale * difference:+.2f}", _within(difference, deviation(measured), spread))
             lines.append(
                 (
                     row.title,
                     title,
-                    known if deviation is None else f"{known} ± {scale * deviation:.2f}",
+                    known if spread is None else f"{known} ± {scale * spread:.2f}",
                     figure(measured, scale, 2, unit),
                     str(len(measured)),
                     *verdict,
@@ -62,7 +62,7 @@ def published_figures(found: Mapping[str, Any]) -> dict[str, tuple[float, float 
     return figures
 
 
-def _within(difference: float, measured: Sequence[float], deviation: float | None) -> str:
-    if len(measured) < 2 or deviation is None:
+def _within(difference: float, measured: float | None, known: float | None) -> str:
+    if measured is None or known is None:
         return "no spread"
-    return "yes" if abs(difference) <= statistics.stdev(measured) + deviation else "no"
+    return "yes" if abs(difference) <= measured + known else "no"

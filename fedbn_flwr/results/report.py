@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.messages.protocol import METRICS
 
-from .clients import evaluated, heading, is_fraction, last_values, main, spread
-from .curves import MIB
+from .clients import evaluated, heading, last_values, main, spread
+from .curves import MIB, Measure
 from .files import damaged
 from .folder import RunFolder, deciding, flat_settings
 from .summary import BY_DOMAIN, GLOBAL_MODEL, Summary, keys_of
@@ -59,6 +59,27 @@ class Run:
         """The settings that affect results, without the seed and names, by dotted key."""
         config = deciding(self.config)
         return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
+
+    @property
+    def fixed_settings(self) -> dict[str, Any]:
+        """The settings without those that its experiment varies by `sweep` and `tune`."""
+        lists = (found for kind in ("sweep", "tune") if isinstance(found := self.cell.get(kind), Mapping))
+        # The value of a key can be a section, and the kind of a partition decides which other keys the section has.
+        varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
+        return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
+
+    @cached_property
+    def is_segmentation(self) -> bool:
+        """Segmentation always has mean IoU; classification has it if `evaluate.metrics` names it."""
+        if self.summary.mean_iou is not None and "mean_iou" in self.summary.metrics:
+            return (RunFolder(self.path).partition() or {}).get("classes") == ["images"]  # not counted by class
+        return self.summary.mean_iou is not None
+
+
+def headline(runs: Iterable[Run]) -> str:
+    """The measure that runs are compared by: mean IoU if all that were evaluated are of segmentation, else accuracy."""
+    segmented = {run.is_segmentation for run in runs if run.summary.accuracy is not None}
+    return "mean_iou" if segmented == {True} else "accuracy"
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -120,18 +141,23 @@ def group(runs: Sequence[Run]) -> list[Row]:
                 variants.append([run])
             else:
                 same.append(run)
-        found = [variant[0].settings for variant in variants]
-        differing = [key for key in dict.fromkeys(key for each in found for key in each) if _differs(key, found)]
-        for variant, settings in zip(variants, found, strict=True):
-            values = ", ".join(f"{key}={settings[key]}" for key in differing if key in settings)
+        for variant, values in zip(variants, differences([each[0].settings for each in variants]), strict=True):
             of = variant[0].summary.accuracy_of.removesuffix(", mean")
             note = f" ({of})" if mixed and of != GLOBAL_MODEL else ""
             rows.append(Row((f"{label}, {values}" if values else label) + note, tuple(variant), note))
     return rows
 
 
-def _differs(key: str, variants: Sequence[Mapping[str, Any]]) -> bool:
-    return any(variant.get(key) != variants[0].get(key) for variant in variants)
+def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values differ."""
+    keys = dict.fromkeys(key for each in found for key in each)
+    return [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
+
+
+def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each of several settings in words: its values where they differ; empty if they are equal."""
+    keys = differing(found)
+    return [", ".join(f"{key}={each[key]}" for key in keys if key in each) for each in found]
 
 
 def repetitions(row: Row) -> str:
@@ -187,8 +213,7 @@ def _title(key: str) -> str:
 
 def _unit(key: str) -> tuple[float, int, str]:
     """Scale, digits and unit of a column: metrics of the user need not be fractions."""
-    known = key in _OPTIONAL or key.endswith(METRICS)
-    return (100, 2, "%") if known else (1, 4, "")
+    return (100, 2, "%") if key in _OPTIONAL or Measure.of(key).is_fraction else (1, 4, "")
 
 
 @dataclass(frozen=True)
@@ -242,7 +267,8 @@ def client_table(rows: Sequence[Row], *, every: bool) -> list[tuple[str, ...]]:
             seeds = [list(run.clients[metric].values()) for run in row.runs if metric in run.clients]
             measured = [spread(values, metric) for values in seeds]
             figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
-            unit = (100, 2, "%") if is_fraction(metric) else (1, 4, "")
+            names = [name for run in row.runs for name in run.clients]
+            unit = (100, 2, "%") if Measure.of_client(metric, names).is_fraction else (1, 4, "")
             shown = (figure(values, *unit) for values in figures)
             lines.append((row.title, heading(metric), figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
@@ -260,12 +286,22 @@ def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *
     if not values:
         return Cell("-" + mark)
     scaled = [value * scale for value in values]
-    text = f"{statistics.fmean(scaled):,.{digits}f}{unit}"
-    if len(scaled) > 1 and max(scaled) > min(scaled):
-        text += f" ± {statistics.stdev(scaled):,.{digits}f}"
+    text = f"{mean(scaled):,.{digits}f}{unit}"
+    if spread := deviation(scaled):
+        text += f" ± {spread:,.{digits}f}"
     cell = Cell(text + mark)
-    cell.value = statistics.fmean(scaled)
+    cell.value = mean(scaled)
     return cell
+
+
+def mean(values: Sequence[float]) -> float:
+    """Infinite or NaN if a value is: a metric of the user may be."""
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else sum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """The standard deviation of at least two values, all of which are finite."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:

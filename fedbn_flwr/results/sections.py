@@ -10,7 +10,7 @@ from typing import Any
 from .clients import Values, spread
 from .curves import Measure, is_number, thinned
 from .folder import RunFolder
-from .report import Domains, Row, Run, by_domain
+from .report import Domains, Row, Run, by_domain, differing
 
 _CELLS = 100  # rows and columns of a heat map
 _POINTS = 200  # clients of a row drawn as points; beyond that only outliers are
@@ -27,14 +27,14 @@ def name_of(run: Run, row: Row) -> str:
 def clients(rows: Sequence[Row]) -> dict[str, Any] | None:
     """For each measure of clients and each row, the spread over clients in the last round that has the measure."""
     found = [[_finite(run.clients) for run in row.runs] for row in rows]
-    keys = list(dict.fromkeys(key for runs in found for values in runs for key in values))
+    keys = dict.fromkeys(key for runs in found for values in runs for key in values)
     if not keys:
         return None
     boxes = {
         key: [_box([values.get(key, {}) for values in runs], row, key) for runs, row in zip(found, rows, strict=True)]
         for key in keys
     }
-    return {"measures": [_measure_of_client(key) for key in keys], "boxes": boxes}
+    return {"measures": [_measure_of_client(key, keys) for key in keys], "boxes": boxes}
 
 
 def _finite(values: Mapping[str, Values]) -> dict[str, dict[str, float]]:
@@ -42,10 +42,10 @@ def _finite(values: Mapping[str, Values]) -> dict[str, dict[str, float]]:
     return {key: {name: value for name, value in each.items() if is_number(value)} for key, each in values.items()}
 
 
-def _measure_of_client(key: str) -> dict[str, Any]:
-    measure = Measure.of(key if key.startswith("train_") else f"clients_{key}")
+def _measure_of_client(key: str, keys: Iterable[str]) -> dict[str, Any]:
+    measure = Measure.of_client(key, keys)
     title = "training images" if key == "images" else measure.full_title
-    return {"key": key, "title": title.replace("clients, ", ""), "fraction": measure.is_fraction}
+    return {"key": key, "title": title.replace("(clients, ", "("), "fraction": measure.is_fraction}
 
 
 def _box(runs: Sequence[Mapping[str, float]], row: Row, key: str) -> dict[str, Any] | None:
@@ -186,8 +186,7 @@ def domains(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """A table of the settings that differ between rows; empty if none do."""
     settings = [row.runs[0].settings for row in rows]
-    keys = list(dict.fromkeys(key for each in settings for key in each))
-    different = [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
+    different = differing(settings)
     lines = [(row.label, *(_shown(each, key) for key in different)) for row, each in zip(rows, settings, strict=True)]
     return [("run", *different), *lines] if different else []
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .curves import Measure, headline, is_number
+from .curves import Measure, is_number
 from .published import published_figures
-from .report import COLOURS, Row, figure
+from .report import COLOURS, Row, deviation, differences, figure, headline, mean
 from .text import in_plot, in_words, shorten
 
 if TYPE_CHECKING:
@@ -46,26 +46,42 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     for _, condition in placed:
         for key, value in condition.items():
             values.setdefault(key, {})[in_words(value)] = value
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], Sweep] = {}
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[Row, Any]]] = {}
     for row, condition in placed:
         # Numbers are the better axis, and among several keys the one with most values.
         key = max(condition, key=lambda key: (all(map(is_number, values[key].values())), len(values[key])))
         if len(values[key]) < 2:
             continue
         rest = tuple((other, in_words(value)) for other, value in condition.items() if other != key)
-        sweep = found.setdefault((key, rest), Sweep(key, rest))
-        word = in_words(condition[key])
-        sweep.values[word] = condition[key]
-        sweep.lines.setdefault(_label(row), {}).setdefault(word, row)
-    for sweep in found.values():
-        if sweep.is_scale:
-            sweep.values = dict(sorted(sweep.values.items(), key=lambda item: float(item[1])))
-    return list(found.values())
+        found.setdefault((key, rest), []).append((row, condition[key]))
+    return [_sweep(*place, rows) for place, rows in found.items()]
+
+
+def _sweep(key: str, conditions: tuple[tuple[str, str], ...], rows: Sequence[tuple[Row, Any]]) -> Sweep:
+    """Rows of one label whose other settings differ are lines of their own, which name these settings."""
+    sweep = Sweep(key, conditions, values={in_words(value): value for _, value in rows})
+    if sweep.is_scale:
+        sweep.values = dict(sorted(sweep.values.items(), key=lambda item: float(item[1])))
+    alike: dict[str, list[tuple[Row, Any]]] = {}
+    for row, value in rows:
+        alike.setdefault(_label(row), []).append((row, value))
+    for label, same in alike.items():
+        others = differences([row.runs[0].fixed_settings for row, _ in same])
+        for (row, value), other in zip(same, others, strict=True):
+            line = sweep.lines.setdefault(f"{label}, {other}" if other else label, {})
+            if in_words(value) in line:  # candidates of `tune` none of which is chosen
+                line = sweep.lines.setdefault(row.label, {})
+            line[in_words(value)] = row
+    return sweep
 
 
 def _of_all_rules(condition: Mapping[str, Any]) -> dict[str, Any]:
     """The keys, with a wrapped rule's `strategy.base.fraction_train` as the `strategy.fraction_train` of others."""
-    return {re.sub(r"^strategy\.(base\.)+", "strategy.", key): value for key, value in condition.items()}
+    found: dict[str, Any] = {}
+    for key, value in condition.items():
+        short = re.sub(r"^strategy\.(base\.)+", "strategy.", key)
+        found[key if short in {*condition, *found} else short] = value
+    return found
 
 
 def _label(row: Row) -> str:
@@ -94,7 +110,7 @@ def _measure(sweep: Sweep) -> str:
     """What the published figures are of; without some, what runs are compared by."""
     runs = [run for line in sweep.lines.values() for row in line.values() for run in row.runs]
     known = dict.fromkeys(key for run in runs for key in published_figures(run.config.get("published") or {}))
-    first = headline([run.history for run in runs])
+    first = headline(runs)
     return next((key for key in known if Measure.of(key).is_fraction), first) if first not in known else first
 
 
@@ -145,16 +161,18 @@ def _draw(panel: Any, sweep: Sweep, label: str, measure: str, number: int) -> di
     places = dict(zip(sweep.values, _places(sweep), strict=True))
     drawn: dict[str, Any] = {}
     measured = [
-        (place, values) for word, place in places.items() if word in line and (values := line[word].figures(measure))
+        (place, values)
+        for word, place in places.items()
+        if word in line and (values := line[word].figures(measure)) and math.isfinite(mean(values))
     ]
     unfinished = {place for word, place in places.items() if word in line and line[word].unfinished}
-    if crossed := [(place, 100 * statistics.fmean(values)) for place, values in measured if place in unfinished]:
+    if crossed := [(place, 100 * mean(values)) for place, values in measured if place in unfinished]:
         (drawn[_UNFINISHED],) = panel.plot(*zip(*crossed, strict=True), "kx", markersize=10, zorder=3)
     if measured:
         drawn[label] = panel.errorbar(
             [place for place, _ in measured],
-            [100 * statistics.fmean(values) for _, values in measured],
-            [100 * statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in measured],
+            [100 * mean(values) for _, values in measured],
+            [100 * (deviation(values) or 0.0) for _, values in measured],
             color=colour,
             marker=marker,
             capsize=3,
@@ -167,8 +185,8 @@ def _draw(panel: Any, sweep: Sweep, label: str, measure: str, number: int) -> di
     if known:
         drawn[f"{label}, published"] = panel.errorbar(
             [place for place, _, _ in known],
-            [100 * mean for _, mean, _ in known],
-            [100 * (deviation or 0.0) for _, _, deviation in known],
+            [100 * value for _, value, _ in known],
+            [100 * (spread or 0.0) for _, _, spread in known],
             color=colour,
             marker=marker,
             markerfacecolor="none",

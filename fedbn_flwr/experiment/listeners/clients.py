@@ -43,7 +43,7 @@ def name_of(key: str) -> str:
 def own_means(clients: ByClient) -> dict[str, float]:
     """Means over the clients' own test images, with equal weights, over the clients that have some (of a domain)."""
     metrics = {name: each for name, each in by_metric(clients).items() if name.startswith("own_")}
-    return {name: statistics.fmean(each) for name, each in metrics.items() if "images" not in name.split("_")}
+    return {name: statistics.fmean(each) for name, each in metrics.items() if not f"{name}_".startswith("own_images_")}
 
 
 def validation_means(clients: ByClient) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,8 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition
-from fedbn_flwr.errors import DataError
-from tests.support.images import pixels, png, write_split
+from fedbn_flwr.errors import DataError, StorageError
+from tests.support.images import picture, pixels, png, write_split
 
 # --- the embedded digits -----------------------------------------------------
 
@@ -405,6 +407,83 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
     assert data.train.labels.tolist() == [2, 2, 2]
 
 
+def cached(folder: Path) -> list[Path]:
+    return sorted((folder.parent / "cache").iterdir())
+
+
+@pytest.mark.parametrize("size", [0, 50, 140])
+def test_a_damaged_file_of_the_cache_is_made_again(folder: Path, size: int) -> None:
+    write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
+    first = load(str(folder)).train.images.clone()
+    for file in cached(folder):
+        with file.open("r+b") as opened:
+            opened.truncate(size)
+    assert load(str(folder)).train.images.equal(first)
+    assert load(str(folder)).train.images.equal(first)
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
+    (folder.parent / "file").touch()
+    monkeypatch.setenv("FEDBN_CACHE", str(folder.parent / "file" / "cache"))
+    with pytest.raises(StorageError, match=r"file/cache', cannot be written: .*; set FEDBN_CACHE to a folder with 1 M"):
+        load(str(folder))
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(folder: Path) -> None:
+    for file in ("train/a/0.png", "test/a/0.png"):
+        save(folder / file, pixels(1, (40, 40))[0])
+    _, most = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, most))
+    try:
+        with pytest.raises(StorageError, match="cannot be written: File too large; set FEDBN_CACHE"):
+            load(str(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert cached(folder) == []
+    assert load(str(folder)).size == (40, 40)
+
+
+def save(file: Path, array: np.ndarray) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array).save(file)
+
+
+DEEP = np.array([[0, 255, 256, 511], [4_096, 40_000, 65_279, 65_535]], dtype=np.uint16)
+
+
+@pytest.mark.parametrize("kind", ["png", "tiff", "tiff, big-endian", "pgm"])
+def test_images_of_16_bits_are_scaled_to_8(folder: Path, kind: str) -> None:
+    for split in ("train", "test"):
+        save(file := folder / split / "a" / f"0.{kind.partition(',')[0]}", DEEP)
+        if kind == "pgm":
+            file.write_bytes(b"P5 4 2 65535 " + DEEP.astype(">u2").tobytes())
+        elif kind == "tiff, big-endian":
+            Image.frombytes("I;16B", (4, 2), DEEP.astype(">u2").tobytes()).save(file)
+    images = load(str(folder)).train.images
+    assert images.tolist() == [[[[0, 0, 1, 1], [16, 156, 254, 255]]]]
+    assert load(str(folder), stream=True).train.files.pixels(0).tolist() == images[0].tolist()
+
+
+@pytest.mark.parametrize(("kind", "words"), [(np.int32, "whole"), (np.float32, "floating-point")])
+def test_images_of_32_bits_are_an_error_that_names_the_file(folder: Path, kind: Any, words: str) -> None:
+    for split in ("train", "test"):
+        save(folder / split / "a" / "0.tiff", DEEP.astype(kind))
+    with pytest.raises(
+        DataError, match=rf"in row 0 \(.*a/0\.tiff\) has {words} numbers of 32 bits .* expected 8 or 16"
+    ):
+        load(str(folder))
+
+
+def test_an_image_above_pillow_s_limit_is_named_by_its_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_both(folder, [pixels(1, shape)[0] for shape in ((4, 4), (8, 8))], [0, 1])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
+    with pytest.raises(DataError, match=r"row 1 cannot be read: .* exceeds limit of 40 pixels"):
+        load(str(folder), size=4)
+
+
 def test_grey_images_have_one_channel(folder: Path) -> None:
     images = pixels(3, (4, 4))
     write_both(folder, images, [0, 1, 2])
@@ -491,6 +570,32 @@ def test_a_wrong_column_lists_the_columns(folder: Path, options: dict[str, str],
     with pytest.raises(DataError, match=message) as caught:
         load(str(folder), **options)
     assert "picture (Image), kind (ClassLabel), number (Value)" in str(caught.value)
+
+
+NAMED = datasets.ClassLabel(names=["x", "y"])
+TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "values", "message"),
+    [
+        ("label", NAMED, [0, 1, None], "row 2 has no value in 'label'; expected one in each row"),
+        ("label", TEXT, ["a", None, "b"], "row 1 has no value in 'label'"),
+        ("label", NUMBER, [1, None, 2], "row 1 has no value in 'label'"),
+        ("label", datasets.Sequence(NUMBER), [[1], [2], [3]], r"data\.label='label' of .* expected a number or a text"),
+        ("domain", NAMED, [0, None, 1], "row 1 has no value in 'domain'"),
+        ("domain", NAMED, [0, 1, -1], "row 2 has -1 in 'domain'; expected 0 to 1"),
+    ],
+)
+def test_a_wrong_value_is_named_by_column_and_row(
+    folder: Path, column: str, kind: Any, values: list[Any], message: str
+) -> None:
+    columns = {"image": [picture(i, (4, 4)) for i in range(3)], "label": [0, 1, 0], column: values}
+    features = datasets.Features({"image": datasets.Image(), "label": NAMED, column: kind})
+    for split in ("train", "test"):
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
+    with pytest.raises(DataError, match=message):
+        load(str(folder), label="label")
 
 
 def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:

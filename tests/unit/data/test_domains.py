@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from fedbn_flwr import cli
+from fedbn_flwr.data.dataset import DataSet, Groups
+from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.data import own_test, resolve, rows_by_domain
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.listeners.clients import own_means
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.images import numbered, write_parquet
 
@@ -84,3 +88,30 @@ def test_rows_by_domain_leave_out_domains_without_test_images(data: Path) -> Non
     rows = rows_by_domain(load(str(data), domains=["sea", "farm yard"]))
     assert {name: found.tolist() for name, found in rows.items()} == {"sea": [0, 2, 3, 4, 5], "farm_yard": [1, 6, 7]}
     assert rows_by_domain(load("digits")) == {}
+
+
+def test_a_domain_may_have_the_word_images_in_its_name() -> None:
+    values = {"own_accuracy": 0.5, "own_images": 4, "own_accuracy_night_images": 0.25, "own_images_night_images": 4}
+    assert own_means({0: values}) == {"own_accuracy": 0.5, "own_accuracy_night_images": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["farm yard", "farm-yard"],
+            "has the domains 'farm yard' and 'farm-yard', whose .* called accuracy_farm_yard;",
+        ),
+        (["of", "sea"], "has the domain 'of'; expected a name other than 'of'"),
+        (["std", "sea"], "has the domain 'std'; expected"),
+        (["sea", "x worst-tenth"], "has the domain 'x worst-tenth'; expected"),
+    ],
+)
+def test_domains_whose_figures_have_no_name_of_their_own_are_refused(names: list[str], message: str) -> None:
+    rows = torch.tensor([0, 1, 1])
+    images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), rows)
+    data = DataSet("sites", images, images, ("a", "b"), Groups("domain", tuple(names), rows, rows))
+    with pytest.raises(DataError, match=message):
+        rows_by_domain(data)
+    alone = Groups("domain", tuple(names), rows, None)
+    assert rows_by_domain(DataSet("sites", images, images, ("a", "b"), alone)) == {}, "no figures of domains"

@@ -143,6 +143,29 @@ def test_images_of_floating_point_numbers_are_normalised_by_their_own_moments(ow
     assert (inputs != inputs.round()).any()
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64])
+def test_whole_numbers_of_any_type_are_pixels(own: Own, kind: Any) -> None:
+    found = load(own(lambda: {"train": (PIXELS.astype(kind), LABELS), "test": (list(PIXELS.astype(kind)), LABELS)}))
+    for part in (found.train, found.test):
+        assert part.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
+
+
+def test_changed_files_of_a_dataset_dict_are_read_again(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+    features = datasets.Features(picture=datasets.Image(), kind=datasets.ClassLabel(names=["only"]))
+
+    def made() -> Any:
+        split = datasets.Dataset.from_dict({"picture": [str(tmp_path / "0.png")], "kind": [0]}, features=features)
+        return datasets.DatasetDict(train=split, test=split)
+
+    name = own(made)
+    for pixels in PIXELS[:2]:
+        Image.fromarray(pixels).save(tmp_path / "0.png")
+        assert load(name).train.images[0].equal(torch.from_numpy(pixels).permute(2, 0, 1))
+
+
 def test_masks_make_a_segmentation_data_set(own: Own) -> None:
     masks = np.where(RNG.random((12, 6, 8)) < 0.1, 255, RNG.integers(0, 3, (12, 6, 8)))
     found = load(own(lambda: {"train": (PIXELS, masks), "test": (PIXELS, masks), "classes": ["a", "b", "c"]}))
@@ -169,6 +192,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "part labels": ({"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)}, {}, "labels of type float64"),
     "not finite": ({"train": (PIXELS * np.nan, LABELS), "test": (PIXELS, LABELS)}, {}, "not finite"),
     "large": ({"train": (PIXELS.astype(int) * 300, LABELS), "test": (PIXELS, LABELS)}, {}, "from 0 to 255"),
+    "very large": (
+        {"train": (PIXELS.astype(np.uint64) << 56, LABELS), "test": (PIXELS, LABELS)},
+        {},
+        "uint64 pixels; expected whole",
+    ),
+    "complex": ({"train": (PIXELS * 1j, LABELS), "test": (PIXELS, LABELS)}, {}, "has complex128 pixels; expected"),
+    "texts": ({"train": (LABELS.astype(str), LABELS), "test": (PIXELS, LABELS)}, {}, "images that are not arrays of"),
     "memory": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"memory": 1e-7}, r"more than data\.memory"),
     "stream": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"stream": True}, r"data\.stream is true"),
     "column": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"image": "x"}, r"data\.image is 'x', which is"),

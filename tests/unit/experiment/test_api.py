@@ -156,6 +156,18 @@ def test_a_deployment_is_rehearsed_with_the_data_of_each_site(tmp_path: Path) ->
         run(TINY, engine={"name": "ray", "workers": "auto"}, node_config=sites, progress=False)
 
 
+def test_data_that_changed_between_two_runs_are_read_again(tmp_path: Path) -> None:
+    images = []
+    for count in (12, 6):
+        for split in ("train", "test"):
+            labels: dict[str, list[int] | list[str]] = {"label": [0, 1, 2] * (count // 3)}
+            write_parquet(tmp_path / "data" / f"{split}.parquet", (8, 8), labels, {"label": ["a", "b", "c"]}, "image")
+        result = run(TINY, data={"name": str(tmp_path / "data")}, out=tmp_path / str(count), progress=False)
+        (line,) = (json.loads(line) for line in (result.folder / "clients.jsonl").read_text().splitlines())
+        images.append(sum(values["images"] for values in line["clients"].values()))
+    assert images == [12, 6]
+
+
 def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     logging.getLogger("flwr").setLevel(logging.INFO)

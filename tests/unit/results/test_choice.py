@@ -72,6 +72,18 @@ def test_a_candidate_that_diverged_is_not_chosen(out: Path) -> None:
     assert shown(rows) == {WORSE, OTHER}
 
 
+def test_a_candidate_that_failed_is_not_chosen(out: Path) -> None:
+    rows = rows_of(out)
+    for run in rows[BEST].runs:
+        run.summary.status = "failed"
+    assert shown(rows) == {WORSE, OTHER}
+    listed = {line[0]: line[1:] for line in choose(list(rows.values())).candidates}
+    assert (listed[BEST][0], *listed[BEST][2:]) == ("-", "0 of 2 finished", "")
+    for run in rows[WORSE].runs:
+        run.summary.status = "failed"
+    assert shown(rows) == {BEST, WORSE, OTHER}, "none is chosen"
+
+
 def test_the_report_names_the_size_and_what_it_changed(out: Path) -> None:
     for name in ("report.md", "report.html"):
         text = (out / name).read_text()

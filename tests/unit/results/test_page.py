@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.results.curves import POINTS, Measure, curves, headline, measures, thinned
+from fedbn_flwr.results.curves import POINTS, Measure, curves, measures, thinned
 from fedbn_flwr.results.page import write_page
 from fedbn_flwr.results.report import as_markdown, as_text, find_runs, group, table
 from fedbn_flwr.results.write import write_html, write_report
@@ -114,17 +114,25 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
         ("clients_accuracy_std", "clients, all test images", "accuracy, deviation over clients", True),
         ("train_loss", "training", "training loss", False),
         ("my_metric", "global model", "my metric", False),
+        ("auc_macro", "global model", "auc macro", False),
+        ("validation_accuracy", "held-out training images", "accuracy", True),
+        ("unseen_accuracy_tuned", "new clients, own test images", "accuracy, fine-tuned", True),
     ],
 )
 def test_measures_are_named_in_words(key: str, group_: str, title: str, fraction: bool) -> None:
     assert Measure.of(key) == Measure(key, group_, title, fraction)
 
 
-def test_runs_are_compared_by_mean_iou_if_all_have_it() -> None:
-    assert headline([history(2, mean_iou=0.1)]) == "mean_iou"
-    assert headline([history(2, mean_iou=0.1), history(2)]) == "accuracy"
+def test_every_metric_can_have_domains() -> None:
+    lines = history(2, accuracy_sea=0.5, auc_sea=0.5, auc_macro=0.5, clients_own_dice_sea=0.5)
+    titles = {measure.key: measure.title for measure in measures([lines])}
+    assert titles["auc_sea"] == "AUC, domain sea"
+    assert (titles["auc_macro"], titles["clients_own_dice_sea"]) == ("auc macro", "dice sea"), "not beside an accuracy"
+
+
+def test_traffic_and_seconds_are_no_measures() -> None:
     keys = [measure.key for measure in measures([history(2, mean_iou=0.1, accuracy_sea=0.5)])]
-    assert keys == ["accuracy", "mean_iou", "accuracy_sea"], "traffic and seconds are axes, not measures"
+    assert keys == ["accuracy", "mean_iou", "accuracy_sea"]
 
 
 # --- content ------------------------------------------------------------------
@@ -160,6 +168,20 @@ def test_the_page_has_the_charts_whose_files_exist(tmp_path: Path) -> None:
     assert layers["series"] == {"mean_drift": [[1, 0.5]], "mean_deviation, mean over clients": [[0.5, 0.5]]}
     assert layers["by_client"] == {"mean_deviation": [[0.5]]}
     assert [bars for kind in data["domains"] for bars in kind["bars"]] == [[None, None], [[0.5, 0], [0.5, 0]]]
+
+
+def test_measures_of_clients_name_their_images(tmp_path: Path) -> None:
+    names = ("images", "accuracy", "own_auc_macro", "validation_accuracy", "unseen_accuracy", "unseen_accuracy_tuned")
+    lines = [{"round": 3, "clients": {"0": dict.fromkeys(names, 0.5)}}]
+    write_run(tmp_path / "run", "FedBN", files={"clients.jsonl": lines})
+    assert [(each["title"], each["fraction"]) for each in page_of(tmp_path).data["clients"]["measures"]] == [
+        ("training images", False),
+        ("accuracy (all test images)", True),
+        ("auc macro (own test images)", False),
+        ("accuracy (held-out training images)", True),
+        ("accuracy (new clients, own test images)", True),
+        ("accuracy, fine-tuned (new clients, own test images)", True),
+    ]
 
 
 def test_a_large_matrix_is_averaged_in_blocks(tmp_path: Path) -> None:

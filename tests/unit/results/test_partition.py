@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.partition import count_partitions
+from fedbn_flwr.results.figure import Plot
 from fedbn_flwr.results.partition import PartitionCounts, class_colours, partition_table, plot_partitions
 
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
@@ -50,6 +52,16 @@ def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
     heights = [np.sort((np.abs(picture - colour).sum(2) < 6).sum(0))[-20] for colour in colours]
     assert heights[1] == pytest.approx(4 * heights[0], rel=0.05)
     assert heights[0] == pytest.approx(3 * heights[2], rel=0.15)
+
+
+def test_the_legend_has_every_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Plot] = []
+    monkeypatch.setattr(Plot, "savefig", lambda figure, *_, **__: kept.append(figure))
+    plot_partitions([replace(SMALL, classes=("_background", "cat", "dog"))], tmp_path / "held.png")
+    legend = kept[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["dog", "cat", "_background"]
+    colours = [patch.get_facecolor() for patch in legend.get_patches()]
+    assert colours == [(*colour, 1) for colour in reversed(class_colours(3))]
 
 
 def test_runs_that_split_alike_share_a_table() -> None:

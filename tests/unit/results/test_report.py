@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +14,7 @@ from PIL import Image
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.plot import plot
-from fedbn_flwr.results.report import by_domain, find_runs, group, table
+from fedbn_flwr.results.report import by_domain, figure, find_runs, group, headline, table
 from fedbn_flwr.results.write import write_report
 from tests.support.runs import write_run
 
@@ -113,6 +115,47 @@ def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -
     write_report([tmp_path], tmp_path / "out")
     (figures,) = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [point["mean_iou"] for point in figures["curve"]] == [0.31] * 3
+
+
+def test_runs_are_compared_by_mean_iou_if_all_are_of_segmentation(tmp_path: Path) -> None:
+    partition = {"title": "masks", "classes": ["images"], "counts": [[3]], "clients": []}
+    for name, metrics, files in (
+        ("a", [], {}), ("b", ["mean_iou"], {"partition.json": partition}), ("c", ["mean_iou"], {}),
+    ):  # fmt: skip
+        write_run(tmp_path / name, name, files=files, mean_iou=0.3)
+        change_summary(tmp_path / name, metrics=metrics)
+    assert headline(find_runs([tmp_path / "a", tmp_path / "b"])) == "mean_iou"
+    assert headline(find_runs([tmp_path / "c"])) == "accuracy", "of classification"
+    assert headline(find_runs([tmp_path])) == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [([math.inf, 1.0], "inf"), ([math.inf, -math.inf], "nan"), ([1.0, math.nan], "nan"), ([1.0, 2.0], "1.50 ± 0.71")],
+)
+def test_a_deviation_is_of_finite_values(values: list[float], text: str) -> None:
+    assert figure(values, 1, 2) == text
+
+
+def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
+    known = {"published": {"odd": [1.0, 0.5], "dice": [0.5, 0.1], "source": "Paper"}}
+    for steps in (1, 2):
+        for seed, odd in enumerate((math.inf, 1.0)):
+            folder = tmp_path / f"{steps}-{seed}"
+            clients = [{"round": 3, "clients": {"0": {"own_odd": odd}, "1": {"own_odd": 1.0}}}]
+            config = {"cell": {"row": "A", "sweep": {"steps": steps}}, **known}
+            write_run(folder, f"A {steps}", seed, config=config, files={"clients.jsonl": clients}, odd=odd, dice=odd)
+            change_summary(folder, metrics=["odd", "dice"], odd=odd, dice=odd)
+    text, page, _ = write_report([tmp_path], tmp_path / "out")
+    for shown in (text, page.read_text()):
+        assert "+inf" in shown
+        assert "no spread" in shown
+    assert 'data-value="inf"' not in (tmp_path / "out" / "report.html").read_text()
+
+
+def change_summary(run: Path, **values: Any) -> None:
+    file = run / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def test_the_command_writes_into_a_new_folder(

@@ -132,11 +132,60 @@ def test_the_axis_is_the_number_with_most_values_and_other_keys_are_panels(tmp_p
     assert [list(sweep.values) for sweep in found] == [["1", "20", "100"]] * 2
 
 
+def test_keys_of_a_rule_and_of_the_one_that_it_wraps_are_two(tmp_path: Path) -> None:
+    for name in ("FixBN", "MeanStatistics"):
+        for base in ("FedAvg", "FedProx"):
+            write_cell(tmp_path, "A", {"strategy.name": name, "strategy.base.name": base}, 0.5)
+    found = swept.sweeps(rows_of(tmp_path))
+    assert {(sweep.title, value) for sweep in found for value in sweep.lines["A"]} == {
+        (f"strategy.name={name}", base) for name in ("FixBN", "MeanStatistics") for base in ("FedAvg", "FedProx")
+    }
+
+
+def test_rows_with_other_settings_are_chosen_and_shown_by_themselves(tmp_path: Path) -> None:
+    for rounds in (2, 4):
+        for alpha in (0.1, 1.0):
+            for lr in (0.1, 0.3):
+                config = {"rounds": rounds, "train": {"lr": lr}, "data": {"partition": {"alpha": alpha}}}
+                more = {"tune": {"train.lr": lr}, "config": config, "validation_accuracy": lr}
+                write_cell(tmp_path, "BN", {"data.partition.alpha": alpha}, rounds / 10, **more)
+    choice = choose(rows_of(tmp_path))
+    assert [row.runs[0].config["train"]["lr"] for row in choice.rows] == [0.3] * 4
+    ((_, lines),) = swept.tables(swept.sweeps(choice.rows))
+    assert lines[1:] == [("BN, rounds=2", "20.00%", "20.00%"), ("BN, rounds=4", "40.00%", "40.00%")]
+
+
+@pytest.mark.parametrize("key", ["data.partition", "data.partition.kind"])
+def test_settings_below_a_varied_key_do_not_divide_a_line(tmp_path: Path, key: str) -> None:
+    partitions: list[dict[str, Any]] = [{"kind": "iid"}, {"kind": "domain", "clients_per_domain": None}]
+    for given in (*partitions, {"kind": "domain", "clients_per_domain": 2}):
+        value = given["kind"] if key.endswith("kind") else given
+        config = {"data": {"partition": given}}
+        write_cell(tmp_path / "swept", "BN", {key: value}, 0.5, config=config)
+        write_cell(tmp_path / "tuned", "BN", {}, 0.5, tune={key: value}, config=config, validation_accuracy=0.5)
+    ((_, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path / "swept")))
+    other = [] if key == "data.partition" else ["BN, data.partition.kind=domain, data.partition.clients_per_domain=2"]
+    assert [line[0] for line in lines[1:]] == ["BN", *other]
+    assert len(choose(rows_of(tmp_path / "tuned")).rows) == 1
+
+
+def test_candidates_none_of_which_is_chosen_are_all_shown(tmp_path: Path) -> None:
+    for alpha in (0.1, 1.0):
+        for lr in (0.1, 0.3):
+            write_cell(tmp_path, "BN", {"alpha": alpha}, lr, tune={"train.lr": lr}, config={"train": {"lr": lr}})
+    ((_, lines),) = swept.tables(swept.sweeps(choose(rows_of(tmp_path)).rows))
+    assert lines[1:] == [
+        ("BN", "10.00%", "10.00%"),
+        ("BN, alpha=0.1, train.lr=0.3", "30.00%", "-"),
+        ("BN, alpha=1.0, train.lr=0.3", "-", "30.00%"),
+    ]
+
+
 def test_of_tuned_values_a_sweep_shows_the_best_by_validation(tmp_path: Path) -> None:
     for alpha in (0.1, 1.0):
         for lr, validation, test in ((0.1, 0.8, 0.5), (0.3, 0.7, 0.9)):
-            figures = {"validation_accuracy": validation}
-            write_cell(tmp_path, "BN", {"alpha": alpha}, test, tune={"lr": lr}, config={"train": {"lr": lr}}, **figures)
+            more = {"tune": {"train.lr": lr}, "config": {"train": {"lr": lr}}, "validation_accuracy": validation}
+            write_cell(tmp_path, "BN", {"alpha": alpha}, test, **more)
     ((_, lines),) = swept.tables(swept.sweeps(choose(rows_of(tmp_path)).rows))
     assert lines[1] == ("BN", "50.00%", "50.00%"), "the higher test accuracy has the lower validation accuracy"
 

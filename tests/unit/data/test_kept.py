@@ -1,0 +1,104 @@
+"""The data sets that a process keeps: which are loaded once, and which again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.images import Images
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.experiment import data as module
+from fedbn_flwr.experiment.data import forget_data, load_data, own_test, partition_of
+from fedbn_flwr.experiment.node import data_of
+from fedbn_flwr.experiment.settings import Data, Settings
+from tests.support.images import numbered, write_parquet
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+    forget_data()
+    yield
+    forget_data()
+
+
+def write(folder: Path, value: int, count: int = 4) -> None:
+    for split in ("train", "test"):
+        for i in range(count):
+            (place := folder / split / f"class {i % 2}").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((8, 8), value, np.uint8)).save(place / f"{i}.png")
+
+
+def value_of(data: Data) -> int:
+    (value,) = load_data(data, "cpu").train.images.unique().tolist()
+    return int(value)
+
+
+def test_a_relative_folder_is_that_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data(name="./pictures")
+    for site, count in (("one", 4), ("two", 6)):
+        write(tmp_path / site / "pictures", count * 10, count)
+    for site, count in (("one", 4), ("two", 6), ("one", 4)):
+        monkeypatch.chdir(tmp_path / site)
+        for parts in (partition_of(data, 2, 0, "cpu"), own_test(data, 2, 0, "cpu")):
+            assert sum(map(len, parts)) == count
+        assert value_of(data) == count * 10
+
+
+def test_changed_files_are_read_after_data_are_forgotten(tmp_path: Path) -> None:
+    data = Data(name=str(tmp_path / "pictures"))
+    write(tmp_path / "pictures", 10)
+    first = load_data(data, "cpu")
+    assert load_data(data, "cpu") is first
+    write(tmp_path / "pictures", 20, count=6)
+    forget_data()
+    assert value_of(data) == 20
+    assert sum(map(len, partition_of(data, 2, 0, "cpu"))) == 6
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a data set was loaded: four images of 100 bytes for training, and as many for testing."""
+    found: Counter[str] = Counter()
+
+    def load(name: str, **_: Any) -> DataSet:
+        found[name] += 1
+        part = Images(torch.zeros(4, 1, 10, 10, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
+        return DataSet(name, part, part, ("only",))
+
+    monkeypatch.setattr(module, "load", load)
+    return found
+
+
+@pytest.mark.parametrize(("memory", "times"), [(8.0, 1), (1_800 / 2**30, 3)], ids=["all fit", "two fit"])
+def test_each_site_s_data_are_loaded_once_if_all_fit_into_memory(
+    loads: Counter[str], memory: float, times: int
+) -> None:
+    run = Settings(clients=4, data=Data(name="a", memory=memory))
+    for _ in range(3):
+        for site in "abcd":
+            assert data_of(run, {"data-path": site}, 0, "cpu")[0].name == site
+    assert loads == dict.fromkeys("abcd", times)
+
+
+def test_two_data_sets_are_kept_however_large_they_are(loads: Counter[str]) -> None:
+    for name in "abab":
+        load_data(Data(name=name, memory=1e-9), "cpu")
+    assert loads == {"a": 1, "b": 1}
+
+
+def test_names_of_domains_are_checked_when_data_are_loaded(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        rows: dict[str, Any] = {"label": [0, 1], "domain": ["a b", "a-b"]}
+        write_parquet(tmp_path / f"{split}.parquet", (8, 8), rows, {"label": numbered(2)}, "image")
+    with pytest.raises(DataError, match="has the domains 'a b' and 'a-b', whose"):
+        load_data(Data(name=str(tmp_path)), "cpu")
+    assert load_data(Data(name=str(tmp_path), domains=("a b",)), "cpu").domains.names == ("a b",)
