@@ -49,6 +49,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if sys.stdout is None:  # closed: `fedbn ... >&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     arguments = _parsed(argv)
     try:
         code = int(arguments.command(arguments) or 0)
@@ -66,9 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        full = error.errno in _NO_SPACE
+        if os.environ.get("FEDBN_DEBUG") or (error.filename is None and not full):
             raise
-        print(f"fedbn: error: {error.filename or 'the output'!s} cannot be written: {error.strerror}", file=sys.stderr)
+        what = "the output" if error.filename is None else repr(str(error.filename))
+        reason = error.strerror or type(error).__name__
+        print(f"fedbn: error: {what}{' cannot be written' if full else ''}: {reason}", file=sys.stderr)
         return 1
 
 

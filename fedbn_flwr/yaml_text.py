@@ -37,11 +37,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
 
-for _class in (_Loader, _Dumper):
+for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
@@ -49,7 +49,7 @@ for _class in (_Loader, _Dumper):
 
 def dump_yaml(content: Any) -> str:
     """The text from which `parse_yaml` reads the content; it may be longer than that of an experiment."""
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(content, Dumper=Dumper, sort_keys=False)
 
 
 def parse_yaml(text: str) -> Any:

@@ -31,6 +31,7 @@ from fedbn_flwr.messages.masking import (
     form_of,
     from_bytes,
     from_vector,
+    is_usable,
     join,
     mask_key,
     pair_key,
@@ -214,6 +215,8 @@ class Session:
             value = next((unpack(record).get(key) for record in arrays_in(reply.content).values()), None)
             if value is None or value.shape != shape or value.dtype != np.uint8:
                 errors[node] = refused(reply, f"its answer to the stage {stage} has no bytes {key!r} of shape {shape}")
+            elif stage == "keys" and not all(is_usable(public.tobytes()) for public in value.reshape(-1, KEY_BYTES)):
+                errors[node] = refused(reply, "with one of its public keys no client can agree on a secret")
             else:
                 found[node] = value
         reasons = [f"node {node}: {_reason(error)}" for node, error in sorted(errors.items())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from logging import WARNING
 from typing import Any
 
@@ -38,7 +39,7 @@ from fedbn_flwr.messages.screening import (
     with_records,
 )
 
-from ._records import inside, load, nested, save
+from ._records import CannotSave, inside, load, nested, save
 from ._rule import Round, Rule
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial)
@@ -234,17 +235,32 @@ class Foreign(_Around):
         self.strategy = strategy
         self.memory = self.Memory()
         self._sent: Arrays = {}  # the arrays of the round's messages
+        self._asked = 0  # the number of these messages
+        self._first: RecordDict | None = None  # the state at the first `begin`
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
+        super().begin(num_rounds, arrays)
+        with suppress(CannotSave):
+            if self._first is None:
+                self._first = self.state()
+            elif self.state() != self._first:
+                self.restore(self._first)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._sent = unpack(arrays)
-        return self.strategy.configure_train(server_round, arrays, config, grid)
+        messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
+        self._asked = len(messages)
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        messages = self._screened(f"round {server_round}", replies, trained=True)
+        messages = self._screened(f"round {server_round}", replies := list(replies), trained=True)
+        if self._asked and not replies:
+            raise RunFailed(f"round {server_round}: 0 of {self._asked} clients answered in time")
         contents = [message.content for message in messages if message.has_content()]
         if contents and self._weight_key and not any(metrics_of(content)[self._weight_key] for content in contents):
             raise RunFailed(f"round {server_round}: the weights of all clients ({self._weight_key}) are zero")
@@ -283,6 +299,7 @@ class Foreign(_Around):
         messages, key = gate(replies), self._weight_key
         if key is None:
             return messages
+        messages = list({message.metadata.src_node_id: message for message in messages}.values())  # one for each node
         loss_key = self._of_some("train_loss_key") if trained else None  # QFedAvg weights by the loss too
         problems: dict[int, str] = {}
         arrays: dict[int, Arrays] = {}
@@ -296,6 +313,13 @@ class Foreign(_Around):
                     arrays[node] = unpack(only_arrays(content))
             except MessageError as error:
                 problems[node] = str(error)
+        weights = {
+            each.metadata.src_node_id: metrics_of(each.content)[key]
+            for each in messages
+            if trained and each.has_content() and each.metadata.src_node_id not in problems
+        }
+        if any(weights.values()):  # Krum may choose a reply without examples, and would divide by their sum
+            problems |= {node: f"its {key} is 0" for node, weight in weights.items() if not weight}
         too_large = {node: problem for node, each in arrays.items() if (problem := overflow(each, self._sent))}
         problems |= too_large | fault_problems(arrays, self._sent)
         messages = alike(refuse(messages, problems))

@@ -20,7 +20,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE
+from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE, frozen_roles
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
@@ -157,7 +157,9 @@ class FixBN(Wrapper):
         return {**super().notes(), "freeze_round": self.memory.last_free, "frozen": sorted(self.freeze)}
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {FREEZE: protocol.join(self.freeze)} if self._frozen(round) else {}
+        if not self._frozen(round):
+            return {}
+        return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}  # a rule around it may freeze others
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Refuse the reply of a client that ignored the freeze: it trained a different model."""

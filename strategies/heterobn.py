@@ -78,6 +78,9 @@ class HeteroBN(FedAvg):
             reply = read_reply(message, self.arrayrecord_key)
             if problem := number_problem(reply.metrics, self.weighted_by_key):
                 raise MessageError(problem)
+            of = roles({**round.arrays, **reply.arrays})
+            if wrong := [key for key in reply.arrays if of[key] not in (Role.STATISTICS, Role.COUNTER)]:
+                raise MessageError(f"it sent {wrong[0]!r}; expected only statistics of batch norm")
             return reply
 
         replies = self.screen(what, answers, len(nodes), read)
@@ -88,5 +91,9 @@ class HeteroBN(FedAvg):
         if not sum(weights) > 0:
             raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
         arrays = [reply.arrays for reply in replies]
+        forms = [{key: value.shape for key, value in each.items()} for each in arrays]
+        if other := next((reply for reply, form in zip(replies, forms, strict=True) if form != forms[0]), None):
+            both = f"nodes {replies[0].node} and {other.node}"
+            raise RunFailed(f"{what}: {both} sent statistics of different layers; expected the same model on all nodes")
         mean = weighted_mean(arrays, weights) if self.robust is None else self.robust.average(arrays, weights, what)
         return record_of({**round.arrays, **pack(mean)})

@@ -100,6 +100,8 @@ class MeanStatistics(Wrapper):
         stepped = {key: cast(value, sent[key].dtype) for key, value in super().combine(round, inner, weights).items()}
         of_norms = split_by_role(sent, roles(sent), OF_NORMS)[0]
         used, weights = self.used_of(replies, weights)
+        if not sum(weights) > 0:  # a strategy that does not weight by examples
+            weights = [1.0] * len(used)
         statistics = [{key: reply.arrays[key] for key in of_norms} for reply in used]
         combined = median(statistics) if self.statistics == "median" else weighted_mean(statistics, weights)
         model = {**stepped, **combined}

@@ -19,6 +19,7 @@ for each. What it does with them, for instance a step of FedAdam, cannot cost mo
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,9 +166,15 @@ class Private(Wrapper):
                 raise SettingsError(
                     f"constants has {name!r}, which no array of the model has; {did_you_mean(name, arrays)}"
                 )
+        if (tied := _equal_weights(unpack(arrays))) is not None:
+            raise SettingsError(
+                f"{tied[0]!r} and {tied[1]!r} have the same values, so they may be one parameter with two names, and "
+                "Private would add other noise to each name; expected a model without shared parameters"
+            )
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        asks: dict[str, Any] = {FREEZE: protocol.join({Role.STATISTICS})} if self.statistics == "freeze" else {}
+        frozen = frozen_roles(round.config) | {Role.STATISTICS}
+        asks: dict[str, Any] = {FREEZE: protocol.join(frozen)} if self.statistics == "freeze" else {}
         if self.mode == "central":
             return asks
         noised = self.statistics == "noise"
@@ -368,6 +375,18 @@ def _asking_for(message: Message, returned: frozenset[Role]) -> Message:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _equal_weights(arrays: Arrays) -> tuple[str, str] | None:
+    """Two weights with the same values that are not constant, as a parameter has that two layers share."""
+    seen: dict[bytes, str] = {}
+    for key, role in roles(arrays).items():
+        value = arrays[key]
+        if role is Role.WEIGHTS and value.dtype.kind == "f" and value.size > 1 and (value != value.flat[0]).any():
+            other = seen.setdefault(hashlib.sha256(repr(value.shape).encode() + value.tobytes()).digest(), key)
+            if other != key:
+                return other, key
+    return None
 
 
 def _check_number(name: str, value: Any, expected: str, fits: bool) -> None:

@@ -58,7 +58,8 @@ class Scaffold(FedAvg):
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: c <- c + |S|/N * 1/|S| sum_i (c_i+ - c_i)"""
-        c, total = self.memory.control, len(list(round.grid.get_node_ids()))
+        # Nodes may have left since they answered.
+        c, total = self.memory.control, max(len(list(round.grid.get_node_ids())), self.asked, len(replies))
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
         share = len(replies) / total
         self.memory.control = c | {

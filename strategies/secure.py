@@ -180,7 +180,9 @@ class Secure(Wrapper):
                 like = whole[key]
                 change = fixed.decode(total, kind_of_array(key, like.dtype)) / (by or 1.0)
                 before = self._sent.get(key) if name == "arrays" else None
-                mean[key] = cast(change if before is None else before.astype(np.float64) + change, like.dtype)
+                if before is not None:  # what did not change keeps its bits, also those of -0.0
+                    change = np.where(change == 0, before, before.astype(np.float64) + change)
+                mean[key] = cast(change, like.dtype)
             content[name] = pack({key: mean[key] for key in whole if key in mean})
         metrics = MetricRecord()
         for key, total in totals.items():

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.model_tensors import Initial, ModelTensors, flatten_storage, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.engines.local import LocalGrid
@@ -141,7 +142,10 @@ class Rounds:
     def __init__(
         self, data: Images, steps: np.ndarray, strategy: type[FedAvg], chosen: int, workers: int, how: dict[str, Any]
     ) -> None:
-        tensors = ModelTensors(flatten_storage(resnet20(data.device)))
+        def build() -> nn.Module:
+            return flatten_storage(resnet20(data.device))
+
+        tensors = ModelTensors(build(), initial=Initial(build))
 
         def make_client(context: Context) -> BNClient:
             client = int(context.node_config["partition-id"])

@@ -229,9 +229,15 @@ def _place(context: Context) -> dict[str, Any]:
     return {} if partition is None else {protocol.PARTITION: int(partition)}
 
 
+def _claim(context: Context) -> dict[str, ConfigRecord]:
+    """The partition for answers that do not depend on it, so that no other node can claim it first."""
+    place = _place(context)
+    return {"client": ConfigRecord(place)} if place else {}
+
+
 def _keys(make: Make, message: Message, context: Context) -> RecordDict:
     honoured = known_keys() if isinstance(make(), BNClient) else protocol.OF_RUN
-    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1))})
+    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1)), **_claim(context)})
 
 
 def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
@@ -261,7 +267,7 @@ def _personal(make: Make, message: Message, context: Context) -> RecordDict:
 def _secure(make: Make, message: Message, context: Context) -> RecordDict:
     from . import secure
 
-    return secure.answer(message.content, context)
+    return RecordDict({**secure.answer(message.content, context), **_claim(context)})
 
 
 def _masked(content: RecordDict, before: Arrays, message: Message, context: Context) -> RecordDict:

@@ -28,7 +28,7 @@ from fedbn_flwr.norms.statistics import reestimate
 
 from .evaluation import evaluate_sets
 from .metrics import Metric, name_of
-from .model_tensors import ModelTensors, copied, exclusive
+from .model_tensors import ModelTensors, check_user, copied, exclusive
 from .node_state import NodeState, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
@@ -51,7 +51,7 @@ class BNClient(NumPyClient):
     ----------
     model
         Any module; its batch norms are found by type. Several clients may share a model as ModelTensors, whose
-        tensors must then not be replaced.
+        tensors must then not be replaced; if arrays stay on the client (FedBN), it needs `initial`.
     train_data, eval_data
         Iterables of batches, such as a DataLoader, or, for data whose order is a function of the round, an object with
         `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets) or a dict with common
@@ -385,6 +385,7 @@ class BNClient(NumPyClient):
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
                 "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
             )
+        check_user(self._parts, self._number, arrays, own)
         self._parts.load_all(arrays, own)
 
 

@@ -7,6 +7,7 @@ functions of round and client.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,8 @@ class ParkedRounds(dict[tuple[int, int], _Parked]):
 
 
 parked_rounds = ParkedRounds()
+# A thread that still waits inside PyTorch when Python ends would abort the process.
+atexit.register(parked_rounds.clear)
 
 
 def train_by_messages(

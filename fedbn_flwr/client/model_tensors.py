@@ -72,6 +72,22 @@ class Initial:
             torch._foreach_copy_([tensors[key] for key in keys], [self._values[key] for key in keys])
 
 
+_LAST_USERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # the number of its last client
+
+
+def check_user(parts: ModelTensors, client: int, arrays: Arrays, own: Arrays) -> None:
+    """Refuse a model in which a client would find another client's values of arrays that stay on a client."""
+    last = _LAST_USERS.get(parts.model, client)
+    for key, role in parts.roles.items() if last != client and not parts.has_initial else ():
+        if role is not Role.COUNTER and key not in arrays and key not in own:
+            raise MessageError(
+                f"the server does not send {key!r}, which stays on the client, and this client's model has that of "
+                f"client {last}; give each client a model of its own, or share it as "
+                "ModelTensors(model, initial=Initial(build))"
+            )
+    _LAST_USERS[parts.model] = client
+
+
 class ModelTensors:
     """The tensors of a model on its device: `roles` and `tensors` by state dict key, `parameters` by name."""
 
@@ -156,6 +172,11 @@ class ModelTensors:
                 where = "the message" if key in received else "the client's state"
                 raise MessageError(f"{key!r} has shape {shape} in {where} and {expected[key]} in this client's model")
 
+    @property
+    def has_initial(self) -> bool:
+        """Whether a client that has no values of its own begins with those of a new model."""
+        return self._initial is not None
+
     def leave(self) -> None:
         """Let another client use the model; the values stay until it loads its own or reads them."""
         self._is_left = not self._is_new
@@ -164,7 +185,7 @@ class ModelTensors:
 
     def load_all(self, arrays: Arrays, own: Arrays) -> None:
         """Copy the received arrays and the client's own ones; all other tensors get the values of a new model."""
-        if self._initial is not None and (self._is_new or self._is_left):
+        if self._initial is not None:
             absent = [key for key in self.tensors if key not in arrays and key not in own]
             if self._is_new:
                 self._initial.note(self.tensors, absent)
@@ -181,7 +202,7 @@ class ModelTensors:
             return
         for key, value in arrays.items():
             tensor = self.tensors[key]
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() and value.dtype.kind == "f":
                 # Flower's mean returns integer counters as floats with a rounding error.
                 value = np.rint(value)
             if (view := self._views.get(key)) is not None:

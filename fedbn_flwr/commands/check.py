@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command
+from .common import Commands, add_command, check_seconds
 
 if TYPE_CHECKING:
     from fedbn_flwr.engines.reach import Check
@@ -43,8 +44,7 @@ def add(commands: Commands) -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    if not arguments.timeout > 0:
-        raise SettingsError(f"--timeout is {arguments.timeout:g}; expected seconds, more than 0")
+    check_seconds("--timeout", arguments.timeout)
     if arguments.insecure and arguments.root_certificates:
         raise SettingsError("--insecure and --root-certificates exclude each other; give one")
     checks: list[Check] = []
@@ -62,8 +62,8 @@ def check(arguments: argparse.Namespace) -> int:
     return 1 if counts["failed"] else 0
 
 
-def _checks(arguments: argparse.Namespace) -> Any:
-    from fedbn_flwr.engines.reach import check_authority, check_key, check_server
+def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
+    from fedbn_flwr.engines.reach import Check, check_authority, check_key, check_server
     from fedbn_flwr.engines.simulation import parse_pairs
     from fedbn_flwr.experiment.find import load_experiment
     from fedbn_flwr.experiment.site import check_data, check_machine, check_node_config, check_versions
@@ -79,7 +79,13 @@ def _checks(arguments: argparse.Namespace) -> Any:
         yield from check_server(
             arguments.superlink, arguments.root_certificates, arguments.timeout, insecure=arguments.insecure
         )
-    yield from check_node_config(node)
-    if experiment is not None or "data-path" in node:
-        yield from check_data(experiment, node)
-    yield from check_machine(experiment, Path(str(node.get("state", "."))))
+    steps: dict[str, Callable[[], Iterable[Check]]] = {
+        "node config": lambda: check_node_config(node),
+        "data": lambda: check_data(experiment, node) if experiment is not None or "data-path" in node else (),
+        "machine": lambda: check_machine(experiment, Path(str(node.get("state", ".")))),
+    }
+    for name, step in steps.items():
+        try:
+            yield from step()
+        except OSError as error:
+            yield Check(name, "failed", str(error), "correct the path, or let this user read it")

@@ -70,7 +70,7 @@ def clean(arguments: argparse.Namespace) -> None:
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+)([hdw])", text)
+    match = re.fullmatch(r"(\d{1,5})([hdw])", text)
     if match is None:
-        raise SettingsError(f"--older-than is {text!r}; expected a number with h, d or w, such as 30d")
+        raise SettingsError(f"--older-than is {text!r}; expected a number with h, d or w, such as 30d, at most 99999")
     return int(match[1]) * _UNITS[match[2]]

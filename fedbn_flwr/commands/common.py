@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fedbn_flwr.errors import SettingsError
+
 # Each command adds its parser to these.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -59,6 +61,11 @@ def loading() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
+
+
+def check_seconds(option: str, seconds: float) -> None:
+    if not 0 < seconds <= 86400:
+        raise SettingsError(f"{option} is {seconds:g}; expected seconds, more than 0 and at most 86400 (a day)")
 
 
 def default_folder() -> Path:

@@ -31,6 +31,7 @@ def flwr(arguments: argparse.Namespace) -> int:
 
     request = FlwrRun.parse(arguments.arguments)
     run_config, federation = request.run_config, request.federation_config
+    out = None
     if request.project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.find import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
@@ -54,5 +55,5 @@ def flwr(arguments: argparse.Namespace) -> int:
         federation = federation or federation_config(experiment.runs[0].clients)
     from fedbn_flwr.results.folder import stopped_by_hand
 
-    with stopped_by_hand(Path(run_config["out"]) if "out" in run_config else None):
+    with stopped_by_hand(out):
         return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedbn_flwr.errors import SettingsError, UserError
 
@@ -67,7 +69,7 @@ def metrics(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"--listen: cannot serve at {address}: {error.strerror}") from None
     with server:
-        print(f"metrics: http://{host}:{server.server_port}/metrics", flush=True)
+        print(f"metrics: http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics", flush=True)
         server.serve_forever()
 
 
@@ -78,7 +80,7 @@ def make_server(host: str, port: int, text: Callable[[], str]) -> ThreadingHTTPS
         timeout = _REQUEST
 
         def do_GET(self) -> None:
-            if self.path != "/metrics":
+            if self.path.partition("?")[0].rstrip("/") != "/metrics":
                 self.send_error(404, "expected /metrics")
                 return
             try:
@@ -95,7 +97,14 @@ def make_server(host: str, port: int, text: Callable[[], str]) -> ThreadingHTTPS
         def log_message(self, format: str, *args: object) -> None:
             """No line for every request."""
 
-    return ThreadingHTTPServer((host, port), Handler)
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # a client that disconnects is no error of this server
+                super().handle_error(request, client_address)
+
+    return Server((host, port), Handler)
 
 
 def _collector(arguments: argparse.Namespace) -> Callable[[], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
@@ -34,13 +35,17 @@ def new(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.find import load_experiment
     from fedbn_flwr.experiment.template import template
 
-    name = arguments.name.removesuffix(".yaml")
+    name = arguments.name.removesuffix(".yaml").removesuffix(".yml")
+    if not name.rpartition("/")[2]:
+        raise SettingsError(f"NAME is {arguments.name!r}; expected the name of an experiment, such as mine")
     file: Path = arguments.out or Path(f"{name}.yaml")
+    if not str(file).isprintable():  # no text of UTF-8, or a line break, which ends the comment that has the name
+        raise SettingsError(f"the file is {str(file)!r}; expected a name of printable characters")
     if file.suffix not in (".yaml", ".yml"):
         raise SettingsError(f"--out is {str(file)!r}; expected a file that ends in .yaml")
     load_experiment(arguments.source)  # names what is wrong in it
     content, _ = read_content(arguments.source)
-    text = template({key: value for key, value in content.items() if key != "name"}, str(file))
+    text = template({key: value for key, value in content.items() if key != "name"}, shlex.quote(str(file)))
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
@@ -48,4 +53,4 @@ def new(arguments: argparse.Namespace) -> None:
         raise SettingsError(f"{str(file)!r} exists already; give another name, or another file by --out") from None
     except OSError as error:
         raise SettingsError(f"cannot write {str(file)!r}: {error.strerror}") from None
-    print(f"{file}\n\n  fedbn explain {file}\n  fedbn run {file}")
+    print(f"{file}\n\n  fedbn explain {shlex.quote(str(file))}\n  fedbn run {shlex.quote(str(file))}")

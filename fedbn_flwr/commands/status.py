@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.errors import SettingsError
-
-from .common import Commands, add_command, default_folder, duration, size_text
+from .common import Commands, add_command, check_seconds, default_folder, duration, size_text
 
 if TYPE_CHECKING:
     from fedbn_flwr.results.state import RunState
@@ -43,8 +42,7 @@ def status(arguments: argparse.Namespace) -> int:
     from fedbn_flwr.results.state import find_folders, read_state
     from fedbn_flwr.results.text import printable
 
-    if not arguments.every > 0:
-        raise SettingsError(f"--every is {arguments.every:g}; expected seconds, more than 0")
+    check_seconds("--every", arguments.every)
     folders = arguments.folders or [default_folder()]
     try:
         while True:
@@ -68,7 +66,11 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(run: RunState) -> dict[str, object]:
-    return dataclasses.asdict(run)
+    """Of a run that diverged, JSON has no number: null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in dataclasses.asdict(run).items()
+    }
 
 
 def _table(runs: list[RunState]) -> str:

@@ -86,12 +86,12 @@ def check_server(address: str, authority: Path | None, timeout: float, *, insecu
     """Whether a SuperLink can be reached at HOST:PORT, and whether its certificate is valid for that host."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdecimal() or int(port) >= 2**16:
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
         return [Check("server", "failed", f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")]
     try:
         with socket.create_connection((host, int(port)), timeout):
             pass
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name: a..b
         return [Check("server", "failed", f"the name {host!r} is unknown here", "check the name, and DNS at this site")]
     except TimeoutError:
         return [

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +79,10 @@ class Session:
         self._answers.put(None)
         if self._thread is not None:
             self._thread.join(self._patience)
+            # PyTorch still frees memory of the thread then: if Python ended meanwhile, it would abort the process.
+            task, deadline = Path(f"/proc/self/task/{self._thread.native_id}"), time.monotonic() + 1
+            while task.exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
         seeding.set_states(outside)
 
     def _run(self) -> None:

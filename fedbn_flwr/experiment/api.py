@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,6 +162,8 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes)
 
 def _plain(key: str, value: Any) -> Any:
     """A value of the settings as JSON has it."""
+    if isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise SettingsError(f"{key} is {value}; expected a finite number")
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, BaseModel):  # a section: what it sets; the kind of a partition is a default of its class
@@ -171,10 +174,10 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
+        return _plain(key, value.tolist())
     if isinstance(value, list | tuple | range):
         return [_plain(key, each) for each in value]
-    name = getattr(value, "__qualname__", None)
+    name = getattr(value, "__qualname__", None) if callable(value) else None  # a generator has one too
     if isinstance(name, str) and "<" not in name:
         return f"{value.__module__}:{name}"
     if name is not None:
@@ -200,8 +203,8 @@ def _carry_out(
         raise SettingsError("resume is True, but out is missing; set it to the folder of the runs to continue")
     if node_config is not None and first.engine.name != "local":
         raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
-    if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
-        raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
+    if node_config is not None:
+        _check_node_config(node_config, first.clients)
     folder = default_out(planned.name) if out is None else Path(out).expanduser()
     folder = folder.resolve()  # the caller may change the working directory
     resume = resume and any(each.config() for each in run_folders(planned, folder))
@@ -213,6 +216,24 @@ def _carry_out(
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise
     return Results([Result.read(each.path) for each in run_folders(planned, folder)])
+
+
+def _check_node_config(given: Any, clients: int) -> None:
+    if not isinstance(given, Mapping | Sequence) or isinstance(given, str | bytes):
+        raise SettingsError(f"node_config is {given!r}; expected a dict, or a list with one for each client")
+    if isinstance(given, Sequence) and len(given) != clients:
+        raise SettingsError(f"node_config has {len(given)} entries, but there are {clients} clients")
+    nodes = (
+        {"node_config": given} if isinstance(given, Mapping) else {f"node_config[{i}]": n for i, n in enumerate(given)}
+    )
+    for where, node in nodes.items():
+        if not isinstance(node, Mapping):
+            raise SettingsError(f"{where} is {node!r}; expected a dict")
+        for key, value in node.items():
+            if not isinstance(key, str):
+                raise SettingsError(f"{where} has the key {key!r}; expected a text")
+            if not isinstance(value, str | int | float):
+                raise SettingsError(f"{where}[{key!r}] is {value!r}; expected a text, a number, True or False")
 
 
 @contextmanager

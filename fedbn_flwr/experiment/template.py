@@ -6,6 +6,7 @@ Keys, defaults and the values that an enumeration allows come from the settings;
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -13,6 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from fedbn_flwr.yaml_text import Dumper as YamlDumper
 
 from .settings import DERIVED, Settings
 
@@ -121,12 +124,26 @@ def choices(annotation: Any) -> tuple[str, ...]:
     return ("true", "false") if annotation is bool else ()
 
 
+class _Dumper(YamlDumper):
+    """Escapes line breaks: a key has to be on one line."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+
+
 def _flow(value: Any) -> str:
     """A value in a line of YAML, as a person writes it."""
     if value is None:
         return ""
     plain = json.loads(json.dumps(value))  # tuples as lists
-    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    text = yaml.dump(
+        plain, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True
+    )
     return text.removesuffix("...\n").strip()
 
 

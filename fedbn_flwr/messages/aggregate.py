@@ -137,7 +137,12 @@ def _set_means(
         for value, weight in zip(values[begun:], weights[begun:], strict=True):  # while the sum is in the cache
             _add(summed, value, weight, scratch, start)
         summed /= total
-        mean[:] = cast(summed if start is None else start + summed, mean.dtype)
+        whole = summed if start is None else start + summed
+        with np.errstate(invalid="ignore"):
+            mean[:] = cast(whole, mean.dtype)
+        if start is not None and mean.dtype.kind in "iu" and (far := np.abs(whole) >= 2**53).any():
+            step = np.rint(np.abs(summed[far])).astype(mean.dtype)  # float64 would round these integers
+            mean[far] = np.where(summed[far] < 0, start[far] - step, start[far] + step)
 
 
 def _add(total: Array, value: Array, weight: float, scratch: Array, start: Array | None = None) -> None:
@@ -173,7 +178,7 @@ def cast(total: Array, dtype: np.dtype[Any]) -> Array:
     """`total` converted to `dtype`; integers are rounded to the nearest."""
     if dtype.kind == "b":
         return np.asarray(total >= 0.5)
-    if dtype.kind in "iu":
+    if dtype.kind in "iu" and total.dtype.kind == "f":
         return np.asarray(np.rint(total)).astype(dtype)
     return np.asarray(total).astype(dtype)
 

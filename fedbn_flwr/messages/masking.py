@@ -209,6 +209,15 @@ def pair_key(mine: X25519PrivateKey, public: bytes) -> bytes:
     return _derive(mine.exchange(X25519PublicKey.from_public_bytes(public)), b"pair mask", KEY_BYTES)
 
 
+def is_usable(public: bytes) -> bool:
+    """Whether this public key gives a shared secret; the few of small order, such as zeros, do not."""
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
 def stream_key(secret: int) -> bytes:
     return _derive(to_bytes(secret), b"self mask", KEY_BYTES)
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from fedbn_flwr.errors import UserError, did_you_mean
 
@@ -125,19 +125,19 @@ class Results(Sequence[Result]):
         """The runs in the folders and their subfolders."""
         if not folders:
             raise UserError("Results.read() needs a folder, for instance Results.read('runs')")
-        return cls([Result(run) for run in find_runs([Path(folder) for folder in folders])])
+        return cls([Result(run) for run in find_runs([Path(folder).expanduser() for folder in folders])])
 
     def __len__(self) -> int:
         return len(self._results)
 
     @overload
-    def __getitem__(self, key: int | str) -> Result: ...
+    def __getitem__(self, key: SupportsIndex | str) -> Result: ...
     @overload
     def __getitem__(self, key: slice) -> Results: ...
-    def __getitem__(self, key: int | str | slice) -> Result | Results:
+    def __getitem__(self, key: SupportsIndex | str | slice) -> Result | Results:
         if isinstance(key, slice):
             return Results(self._results[key])
-        if isinstance(key, int):
+        if not isinstance(key, str):
             return self._results[key]
         found = [result for result in self._results if key in (result.label, result.folder.name)]
         if not found:

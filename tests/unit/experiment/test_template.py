@@ -57,3 +57,13 @@ def test_a_new_experiment_runs_and_is_not_overwritten(
     assert cli.main(["new", "other", "--out", "other.txt"]) == 2
     assert cli.main(["new", "other", "--out", "no/such/folder.yaml"]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out"]
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1e3", "two\nlines", "two\u2028lines", "{}: #", "2026-01-01", "true", ""])
+def test_text_stays_text(text: str) -> None:
+    content = {
+        "description": text,
+        "data": {"name": text, "partition": {"kind": text}},
+        "runs": {text: {"label": text, "strategy": {"name": text}}},
+    }
+    assert parse_yaml(template(content, "mine.yaml")) == content

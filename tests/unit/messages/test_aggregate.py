@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from fedbn_flwr.messages.aggregate import fault, normalised, weighted_mean
+from fedbn_flwr.messages.aggregate import cast, fault, normalised, weighted_mean
 from fedbn_flwr.messages.arrays import FlatArrays, flat_block
 
 DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
@@ -248,3 +248,17 @@ def test_only_expected_keys_must_come_back() -> None:
     found = fault(reply(), LIKE, expected=["conv.weight"])
     assert found is not None
     assert "bn.running_mean" in found
+
+
+@pytest.mark.parametrize("value", [2**62 + 1, 2**63 - 1, -(2**63), 2**53 + 1])
+def test_large_integers_that_are_equal_are_their_mean(value: int) -> None:
+    arrays = {"count": np.array([value, 7], np.int64)}
+    mean = weighted_mean([arrays] * 3, [1.0, 2.0, 3.0])["count"]
+    assert mean.tolist() == [value, 7]
+    assert cast(mean, mean.dtype).tolist() == [value, 7]
+
+
+def test_the_mean_of_large_integers_keeps_their_small_differences() -> None:
+    first = 2**62
+    arrays = [{"count": np.array([first + step], np.int64)} for step in (0, 4096, 8192)]
+    assert weighted_mean(arrays, [1.0] * 3)["count"].tolist() == [first + 4096]

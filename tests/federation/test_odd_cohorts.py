@@ -1,0 +1,297 @@
+"""Cohorts that are legal but unusual: clients that leave, report nothing or answer with other forms; second runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.common import Context
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAdam, FedAvgM, Krum, Strategy
+from torch import nn
+
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.client.model_tensors import Initial, ModelTensors, initial_arrays
+from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.gate import partition_of
+from fedbn_flwr.norms.convert import convert_norm
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedBS,
+    FixBN,
+    HeteroBN,
+    MeanStatistics,
+    Private,
+    Round,
+    Scaffold,
+    Secure,
+)
+from tests.support.command import PATIENCE, ROOT, environment
+
+Answers = Callable[[list[Message]], list[Message]]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def data(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    random = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 1, 6, 6, generator=random), torch.randint(0, 2, (8,), generator=random)) for _ in range(2)]
+
+
+def client(context: Context) -> BNClient:
+    return BNClient(net(), data(int(context.node_config["partition-id"])), context=context)
+
+
+class Changed(GridAround):
+    """A grid whose answers to messages of one kind are changed."""
+
+    def __init__(self, inner: Grid, kind: str, change: Answers) -> None:
+        super().__init__(inner)
+        self.kind, self.change, self.sent = kind, change, list[Message]()
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        self.sent += messages
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        return self.change(replies) if messages and messages[0].metadata.message_type == self.kind else replies
+
+
+def grid(clients: int = 2, make: Any = client) -> LocalGrid:
+    return LocalGrid(client_app(make), clients)
+
+
+def trained(strategy: Strategy, on: Grid, rounds: int = 1, model: Callable[[], nn.Module] = net) -> dict[str, Any]:
+    return unpack(strategy.start(on, pack(initial_arrays(model())), num_rounds=rounds).arrays)
+
+
+def set_examples(*counts: int) -> Answers:
+    def change(replies: list[Message]) -> list[Message]:
+        for reply in replies:
+            reply.content["metrics"]["num-examples"] = counts[reply.metadata.src_node_id - 1]  # type: ignore[index]
+        return replies
+
+    return change
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
+
+
+NO_EVALUATION: Any = {"fraction_evaluate": 0.0}
+
+
+def test_scaffold_s_nodes_may_leave_after_their_answers() -> None:
+    class Left(Changed):
+        def get_node_ids(self) -> Iterable[int]:
+            gone = self.sent and self.sent[-1].metadata.message_type == "train"
+            return [] if gone else super().get_node_ids()
+
+    whole = trained(Scaffold(**NO_EVALUATION), grid())
+    assert same(trained(Scaffold(**NO_EVALUATION), Left(grid(), "none", list)), whole)
+
+
+def test_a_client_without_examples_is_left_out_of_flower_s_krum() -> None:
+    def krum() -> Strategy:
+        return MeanStatistics(Krum(num_malicious_nodes=1, **NO_EVALUATION), statistics="median")
+
+    for empty in range(5):
+        counts = [16] * 5
+        counts[empty] = 0
+        trained(krum(), Changed(grid(5), "train", set_examples(*counts)))
+
+
+def test_statistics_have_a_mean_also_if_no_client_reports_examples() -> None:
+    def strategy() -> Strategy:
+        return MeanStatistics(FedBS(**NO_EVALUATION))
+
+    assert same(
+        trained(strategy(), Changed(grid(), "train", set_examples(0, 0))),
+        trained(strategy(), Changed(grid(), "train", set_examples(16, 16))),
+    )
+
+
+def test_a_flower_strategy_whose_clients_are_silent_ends_the_run() -> None:
+    silent = Changed(grid(), "train", lambda replies: [])
+    with pytest.raises(RunFailed, match="round 1: 0 of 2 clients answered in time"):
+        trained(MeanStatistics(FedAdam(**NO_EVALUATION)), silent)
+
+
+def test_of_two_answers_of_one_node_a_flower_strategy_gets_the_last() -> None:
+    def twice(replies: list[Message]) -> list[Message]:
+        first = Message(replies[0].content.copy(), reply_to=replies[0])
+        first.metadata.__dict__["_src_node_id"] = replies[0].metadata.src_node_id
+        huge = {key: Array(np.full_like(value.numpy(), 1e9)) for key, value in replies[0].content["arrays"].items()}
+        first.content["arrays"] = ArrayRecord(huge)
+        return [first, *replies]
+
+    def strategy() -> Strategy:
+        return MeanStatistics(FedAvgM(**NO_EVALUATION))
+
+    assert same(trained(strategy(), Changed(grid(), "train", twice)), trained(strategy(), grid()))
+
+
+def test_a_second_run_of_a_strategy_begins_without_the_moments_of_the_first() -> None:
+    strategy = MeanStatistics(FedAdam(**NO_EVALUATION))
+    assert same(trained(strategy, grid(), 2), trained(strategy, grid(), 2))
+
+    def other() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+    def make(context: Context) -> BNClient:
+        return BNClient(other(), data(0), context=context)
+
+    trained(strategy, grid(make=make), model=other)
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_statistics_of_other_layers_are_refused_or_end_the_query_by_name(bad: int) -> None:
+    def static() -> nn.Module:
+        return convert_norm(net(), "sbn")
+
+    def make(context: Context) -> BNClient:
+        return BNClient(static(), data(int(context.node_config["partition-id"])), context=context)
+
+    def renamed(key: str) -> Answers:
+        def change(replies: list[Message]) -> list[Message]:
+            for reply in replies:
+                if reply.metadata.src_node_id == bad:
+                    reply.content["arrays"] = ArrayRecord({key: Array(np.ones(4, np.float32))})
+            return replies
+
+        return change
+
+    def asked(key: str) -> list[str]:
+        on = Changed(grid(make=make), protocol.STATISTICS_QUERY, renamed(key))
+        strategy = HeteroBN(statistics="query", min_train_nodes=1, **NO_EVALUATION)
+        arrays = strategy.start(on, pack(initial_arrays(static())), num_rounds=1).arrays
+        return list(strategy.global_model(Round(1, 1, arrays, ConfigRecord(), on)))
+
+    assert "1.running_mean" in asked("zzz")
+    with pytest.raises(RunFailed, match="sent statistics of different layers"):
+        asked("1.running_mean")
+
+
+def test_rules_that_freeze_different_roles_freeze_both() -> None:
+    on = Changed(grid(), "none", list)
+    private = Private(
+        FixBN(FedAvg(**NO_EVALUATION), freeze="affine", freeze_round=1), statistics="freeze", noise_seed=1
+    )
+    before = unpack(pack(initial_arrays(net())))
+    after = trained(private, on, 2)
+    asked = [m.content["config"]["fedbn.freeze"] for m in on.sent if m.metadata.message_type == "train"]
+    assert asked == ["statistics"] * 2 + ["affine,statistics"] * 2
+    assert np.array_equal(before["1.running_mean"], after["1.running_mean"])
+    inner = FixBN(FedAvg(**NO_EVALUATION), freeze_round=1, freeze="affine")
+    trained(FixBN(inner, freeze_round=3), grid(), 4)
+
+
+def test_private_refuses_a_shared_parameter() -> None:
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, 2))
+        model[2].weight = model[1].weight
+        return model
+
+    with pytest.raises(SettingsError, match=r"'1.weight' and '2.weight' have the same values"):
+        trained(Private(FedAvg(**NO_EVALUATION)), grid(), model=tied)
+
+
+@pytest.mark.parametrize("shared", ["module", "tensors", "tensors with initial"])
+def test_arrays_that_stay_on_a_client_do_not_pass_to_another_one(shared: str) -> None:
+    module = net()
+    parts = ModelTensors(module, initial=Initial(net) if shared == "tensors with initial" else None)
+
+    def make(context: Context) -> BNClient:
+        number = int(context.node_config["partition-id"])
+        return BNClient(module if shared == "module" else parts, data(number), context=context)
+
+    def federated() -> dict[str, Any]:
+        return trained(FedBN(**NO_EVALUATION), LocalGrid(client_app(make), 3, workers=0), 2)
+
+    if shared == "tensors with initial":
+        assert same(federated(), trained(FedBN(**NO_EVALUATION), grid(3), 2))
+    else:
+        with pytest.raises(RunFailed, match="which stays on the client, and this client's model has that of client 0"):
+            federated()
+
+
+def test_frozen_statistics_keep_the_sign_of_zero_under_secure_aggregation() -> None:
+    model = net()
+    model[1].running_mean[0] = -0.0  # type: ignore[index,union-attr]
+    secure = Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=0))
+    found = trained(secure, grid(4), model=lambda: model)
+    assert np.signbit(found["1.running_mean"][0])
+
+
+def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
+    def zero(replies: list[Message]) -> list[Message]:
+        for reply in replies:
+            for record in reply.content.array_records.values():
+                if reply.metadata.src_node_id == 1 and "keys" in record:
+                    record["keys"] = Array(np.zeros_like(record["keys"].numpy()))
+        return replies
+
+    found = trained(Secure(FedAvg(**NO_EVALUATION)), Changed(grid(4), protocol.SECURE_QUERY, zero))
+    assert not same(found, unpack(pack(initial_arrays(net()))))
+
+
+@pytest.mark.parametrize("kind", [protocol.KEYS_QUERY, protocol.SECURE_QUERY])
+def test_each_query_s_answer_has_the_partition(kind: str) -> None:
+    found = []
+
+    def noted(replies: list[Message]) -> list[Message]:
+        found.extend(partition_of(reply.content) for reply in replies)
+        return replies
+
+    inner = FixBN(FedAvg(**NO_EVALUATION), freeze_round=1)
+    trained(inner if kind == protocol.KEYS_QUERY else Secure(inner), Changed(grid(4), kind, noted), 2)
+    assert set(found) == {0, 1, 2, 3}
+
+
+ABANDONED = """
+import torch
+from torch import nn
+from fedbn_flwr.exchange.codec import Contribution
+from fedbn_flwr.exchange.session import Session
+from fedbn_flwr.client.layerwise import parked_rounds
+
+class Waiting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.exchange(Contribution("gradients", {}, 1, 0))
+        return gradient, None
+
+def work(exchange):
+    Waiting.apply(torch.ones(2, requires_grad=True), exchange).sum().backward()
+
+class Parked:
+    session = Session(work)
+
+Parked.session.advance()
+parked_rounds[0, 0] = Parked
+print("waiting")
+"""
+
+
+def test_a_process_with_a_round_that_waits_inside_pytorch_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ABANDONED], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "waiting\n", "")

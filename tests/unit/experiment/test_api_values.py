@@ -1,0 +1,48 @@
+"""Values that `run` refuses before anything is trained, each with its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedbn_flwr import run
+from fedbn_flwr.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("node_config", "says"),
+    [
+        ("ab", "node_config is 'ab'; expected a dict, or a list"),
+        (5, "node_config is 5; expected a dict, or a list"),
+        (["a", {}], r"node_config\[0\] is 'a'; expected a dict"),
+        ({"data-path": None}, r"node_config\['data-path'\] is None; expected a text, a number"),
+        ([{}, {"data-path": ["a"]}], r"node_config\[1\]\['data-path'\] is \['a'\]; expected a text, a number"),
+        ({5: "a"}, "node_config has the key 5; expected a text"),
+        ([{}], "node_config has 1 entries, but there are 2 clients"),
+    ],
+)
+def test_a_node_config_is_a_dict_of_text_and_numbers(node_config: Any, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        run("quick", clients=2, node_config=node_config, progress=False)
+
+
+def numbers() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seed": (number for number in range(2))}, "seed is a generator; expected a number, a text, a list"),
+        ({"seed": numbers()}, "seed is a generator; expected a number, a text, a list"),
+        ({"strategy": lambda: None}, "a function that other processes cannot import by name"),
+        ({"train": {"lr": float("inf")}}, "train.lr is inf; expected a finite number"),
+        ({"train": {"lr": np.float32("nan")}}, "train.lr is nan; expected a finite number"),
+        ({"train": {"milestones": np.array([1, -np.inf])}}, "train.milestones is -inf; expected a finite number"),
+    ],
+)
+def test_what_is_no_value_is_named(changes: Any, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        run("quick", **changes, progress=False)
