@@ -20,6 +20,11 @@ from .errors import SettingsError, did_you_mean
 FOLDER = "FEDBN_FOLDER"
 
 
+# Folders that this module put on Python's path, and the file of each module that it imported as it was then.
+_added: set[Path] = set()
+_imported: dict[str, tuple[Any, int]] = {}
+
+
 def is_name(text: str) -> bool:
     """Whether a setting is `module:name`, and not a path or one of the library's own names."""
     return ":" in text and not text.startswith((".", "/", "~"))
@@ -40,15 +45,19 @@ def load(key: str, name: str) -> Callable[..., Any]:
     if top not in sys.modules and ((here / top).is_dir() or (here / f"{top}.py").is_file()):
         if str(here) not in sys.path:
             sys.path.insert(0, str(here))
+            _added.add(here)
         importlib.invalidate_caches()  # the file may be newer than Python's list of the folder
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == top
         hint = f"; expected a module in {str(here)!r}, in a folder of PYTHONPATH, or installed" if is_absent else ""
         raise SettingsError(
             f"{key}={name!r}: cannot import {module!r} ({type(error).__name__}: {error}){hint}"
         ) from error
+    _check_folder(key, name, module, here)
+    if (changed := _changed(found)) is not None and (module not in _imported or _imported[module][0] is not changed[0]):
+        _imported[module] = changed
     for part in path.split("."):
         if not hasattr(found, part):
             known = [word for word in dir(found) if not word.startswith("_") and callable(getattr(found, word))]
@@ -57,6 +66,56 @@ def load(key: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise SettingsError(f"{key}={name!r} is a {type(found).__name__}; expected a function or a class")
     return found  # type: ignore[no-any-return]
+
+
+def _check_folder(key: str, name: str, module: str, here: Path) -> None:
+    """Refuse a module of another folder: Python imports a name once in a process, and keeps it if the folder changes.
+
+    A copy of the file in `here` is accepted: in Flower's processes, modules of an app bundle are such copies.
+    """
+    top, found = sys.modules[module.partition(".")[0]], sys.modules[module]
+    paths = getattr(top, "__path__", None) or filter(None, [getattr(top, "__file__", None)])
+    folders = {Path(path).parent.resolve() for path in paths}
+    if here in folders:
+        return
+    stem = here.joinpath(*module.split("."))
+    files = [file for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")) if file.is_file()]
+    own = getattr(found, "__file__", None)
+    if files and own is not None and Path(own).is_file() and files[0].read_bytes() == Path(own).read_bytes():
+        return
+    if files or folders & _added:
+        expected = f"not of {str(files[0] if files else here)!r}"
+        raise SettingsError(
+            f"{key}={name!r}: {module!r} is already loaded from {own or 'Python itself'!r}, {expected}; start a new "
+            "process, or give the module another name"
+        )
+
+
+def _changed(module: Any) -> tuple[Any, int] | None:
+    """The import of a module (a reload has another spec), and when its file was last changed."""
+    try:
+        return module.__spec__, os.stat(module.__file__).st_mtime_ns
+    except (AttributeError, TypeError, OSError):  # without a file
+        return None
+
+
+def check_unchanged(settings: Any) -> None:
+    """Refuse settings (nested mappings and lists) that name a module whose file was changed after its import.
+
+    It is not loaded again here: objects of its classes could then not be pickled.
+    """
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        for each in settings:
+            check_unchanged(each)
+    elif isinstance(settings, str) and (module := settings.partition(":")[0]) in _imported and is_name(settings):
+        now = _changed(sys.modules.get(module))
+        if now is not None and now[0] is _imported[module][0] and now[1] != _imported[module][1]:
+            raise SettingsError(
+                f"{settings!r}: {sys.modules[module].__file__!r} was changed after this process imported it; start a "
+                f"new process, or call importlib.reload({module})"
+            )
 
 
 def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
@@ -72,11 +131,11 @@ def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
         return function(*positional, **arguments)
     except SettingsError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SettingsError(f"{key}={name!r} failed: {in_a_line(error)}") from error
 
 
-def in_a_line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
     """An error of the user's code: torch's have many lines."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 

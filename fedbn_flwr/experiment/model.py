@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr import seeding
+from fedbn_flwr import named, seeding
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
@@ -58,36 +59,58 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
 
 
 def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
-    """Run two images through the model, so that a wrong size is reported before training."""
+    """Run two images through the model, so that a wrong size is reported before training.
+
+    It is tried in eval mode, and a copy of it in training mode, in which some networks return something else.
+    """
+    named.check_unchanged(run.model_dump())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
     model.eval()
     sizes = [dataset.size]
     if run.data.crop is not None:
         sizes.insert(0, (run.data.crop, run.data.crop))
-    for height, width in dict.fromkeys(sizes):
-        try:
-            with torch.no_grad():
-                # Two, because static batch norm cannot compute the variance of one value.
-                logits = model(torch.zeros(2, dataset.channels, height, width, device=device))
-        except (RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise SettingsError(
-                f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
-                f"{run.data.name!r}: {reason}"
-            ) from None
-        if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
-            raise SettingsError(
-                f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
-                f"{run.data.name!r} has one label per image; use a classifier, such as resnet18, or segmentation data"
-            )
-        if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
-            raise SettingsError(
-                f"model.name={run.model.name!r} is a classifier (one output per image), but {run.data.name!r} has one "
-                "label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
-            )
-        expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
-        if not isinstance(logits, Tensor) or list(logits.shape[: len(expected)]) != expected:
-            found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise SettingsError(
-                f"model.name={run.model.name!r} returns {found} for a batch of 2 images; expected logits of shape "
-                f"{expected}, as {run.data.name!r} has {dataset.classes} classes"
-            )
+    for size in dict.fromkeys(sizes):
+        _try_images(run, model, dataset, size, device)
+    try:
+        copied = copy.deepcopy(model).train()
+    except Exception:  # a module of the user; clients try it
+        return
+    with seeding.all_streams(0, device):  # dropout draws
+        _try_images(run, copied, dataset, sizes[0], device)
+
+
+def _try_images(
+    run: Settings, model: nn.Module, dataset: DataSet | Shape, size: tuple[int, int], device: torch.device
+) -> None:
+    height, width = size
+    mode = " in training mode" if model.training else ""
+    try:
+        with torch.no_grad():
+            # Two, because static batch norm cannot compute the variance of one value.
+            logits = model(torch.zeros(2, dataset.channels, height, width, device=device))
+    except Exception as error:  # the network may be the user's
+        reason = " ".join(str(error).split())[:200]
+        if not isinstance(error, RuntimeError | ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise SettingsError(
+            f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
+            f"{run.data.name!r}{mode}: {reason}"
+        ) from None
+    if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
+        raise SettingsError(
+            f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
+            f"{run.data.name!r} has one label per image; use a classifier, such as resnet18, or segmentation data"
+        )
+    if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
+        raise SettingsError(
+            f"model.name={run.model.name!r} is a classifier (one output per image), but {run.data.name!r} has one "
+            "label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
+        )
+    expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
+    if not isinstance(logits, Tensor) or list(logits.shape[: len(expected)]) != expected:
+        found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise SettingsError(
+            f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 images; expected logits of shape "
+            f"{expected}, as {run.data.name!r} has {dataset.classes} classes"
+        )

@@ -28,10 +28,13 @@ _OLDER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.\w+)$")
 def read_weights(name: str, weights: str) -> dict[str, Tensor]:
     """The state dict that `weights` refers to: a file, or weights that torchvision has for the network `name`."""
     if weights.endswith(SUFFIX):
-        file = named.folder() / Path(weights).expanduser()
-        if not file.is_file():
-            raise SettingsError(f"model.weights={weights!r}: there is no file {str(file)!r}")
-        return _file(file, file.stat().st_mtime_ns)
+        try:
+            file = named.folder() / Path(weights).expanduser()
+            if not file.is_file():
+                raise SettingsError(f"model.weights={weights!r}: there is no file {str(file)!r}")
+            return _file(file, file.stat().st_mtime_ns)
+        except (RuntimeError, OSError) as error:  # no such user, or a folder that cannot be read
+            raise SettingsError(f"model.weights={weights!r} cannot be read: {error}") from None
     return _torchvision(name.removeprefix("torchvision.models:"), weights)
 
 

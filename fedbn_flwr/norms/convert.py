@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
@@ -16,9 +17,9 @@ from fedbn_flwr.named import accepted, call, is_name, load
 from .fixup import fixup
 from .renorm import BatchRenorm
 from .residual import convolutions, residual_parts
-from .roles import computes_as_batch_norm
+from .roles import AFFINE, computes_as_batch_norm
 from .static import StaticBatchNorm
-from .wsconv import standardised_convolution, unscaled_convolution
+from .wsconv import check_stored, standardised_convolution, unscaled_convolution
 
 Convert = Callable[[_BatchNorm, str, dict[str, Any]], nn.Module]
 
@@ -127,6 +128,8 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         return model
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
         return fixup(model)
+    if is_name(kind):
+        _check_ties(model, kind)
     unscaled = _without_norm_after(model) if kind == "gn+ws" else None
     scale = options.get("branch_scale", 1.0) if kind == "won" else 1.0
     blocks = residual_parts(model, kind).blocks if scale != 1 else {}
@@ -136,7 +139,11 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         if layer not in replaced:
             if isinstance(layer, _BatchNorm):
                 replaced[layer] = _replace(layer, where, kind, convert, options)
-            elif convolve is not None and isinstance(layer, nn.Conv2d) and layer is not unscaled:
+            elif convolve is not None and isinstance(layer, _ConvNd) and layer is not unscaled:
+                if not isinstance(layer, nn.Conv2d):
+                    raise SettingsError(
+                        f"norm {kind!r}: {where} is a {type(layer).__name__}; only Conv2d can be standardised"
+                    )
                 replaced[layer] = convolve(layer, where)
         return replaced.get(layer, layer)
 
@@ -146,7 +153,23 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
                 setattr(parent, child_name, change(child, f"{name}.{child_name}" if name else child_name))
     for block in blocks.values():
         convolutions(block)[-1].gamma *= scale
-    return change(model, "the model itself")
+    model = change(model, "the model itself")
+    # `won` also removes batch norm, so a model without convolutions has a use for it.
+    needed = {"gn+ws": nn.Conv2d, "won": nn.Module}.get(kind, _BatchNorm)
+    if kind != "none" and not any(isinstance(layer, needed) for layer in replaced):
+        what = "convolution to standardise" if kind in CONVOLUTIONS else "batch norm to replace"
+        raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
+    return model
+
+
+def _check_ties(model: nn.Module, kind: str) -> None:
+    owners: dict[int, str] = {}
+    for name, layer in model.named_modules():
+        for parameter in layer.parameters(recurse=False) if isinstance(layer, _BatchNorm) else ():
+            if (first := owners.setdefault(id(parameter), name)) != name:
+                raise SettingsError(
+                    f"model.norm={kind!r}: {first} and {name} share a parameter, which layers of your own would not"
+                )
 
 
 def _without_norm_after(model: nn.Module) -> nn.Module | None:
@@ -170,6 +193,7 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options
             f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm and cannot be "
             "replaced"
         )
+    check_stored(layer, where, kind)
     new = convert(layer, where, options)
     like = layer.weight if isinstance(layer.weight, torch.Tensor) else layer.running_mean
     if isinstance(like, torch.Tensor):
@@ -180,7 +204,8 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options
             if name in state and state[name].shape == value.shape:
                 value.copy_(state[name])
         return new.train(layer.training)
+    for name in AFFINE:
+        if hasattr(new, name):  # the same object, which another layer may share; None if there is no beta
+            setattr(new, name, getattr(layer, name))
     new.load_state_dict({key: state[key] for key in new.state_dict()})
-    for name, parameter in new.named_parameters():
-        parameter.requires_grad_(getattr(layer, name).requires_grad)
     return new.train(layer.training)

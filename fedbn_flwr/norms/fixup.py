@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import SettingsError
 
 from .residual import ResidualParts, convolutions, residual_parts
-from .wsconv import remade
+from .wsconv import check_stored, remade
 
 
 class BiasedConv2d(nn.Conv2d):
@@ -115,8 +115,8 @@ def _check(model: Any, parts: ResidualParts) -> None:
         for child, layer in block.named_children():
             if child.startswith("conv"):
                 expected.append((f"{name}.{child}", layer, nn.Conv2d))
-            elif child.startswith("bn"):
-                expected.append((f"{name}.{child}", layer, _BatchNorm))
+        for number in range(1, len(convolutions(block)) + 1):
+            expected.append((f"{name}.bn{number}", getattr(block, f"bn{number}", None), _BatchNorm))
         shortcut = getattr(block, "downsample", None)
         if shortcut is not None:
             layers = list(shortcut) if isinstance(shortcut, nn.Sequential) else [shortcut]
@@ -127,6 +127,7 @@ def _check(model: Any, parts: ResidualParts) -> None:
                 for i, (layer, kind) in enumerate(zip(layers, (nn.Conv2d, _BatchNorm), strict=True))
             ]
     for name, layer, kind in expected:
+        check_stored(layer, name, "fixup")
         if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
             wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
             raise SettingsError(f"norm 'fixup': {name} is a {type(layer).__name__}; expected a {wanted}")

@@ -78,7 +78,9 @@ class BatchRenorm(_BatchNorm):
         share = 1 / float(steps) if self.momentum is None else self.momentum
         # gamma (x^ r + d) + beta = (gamma r) x^ + (gamma d + beta), so that batch norm's kernel computes it.
         gamma = r if self.weight is None else self.weight * r
-        beta = d if self.bias is None else torch.addcmul(self.bias, self.weight, d)
+        beta = d if self.weight is None else self.weight * d
+        if self.bias is not None:
+            beta = torch.addcmul(self.bias, self.weight, d)
         return F.batch_norm(x, mu, var, gamma, beta, training=True, momentum=share, eps=self.eps)
 
     def _opened(self, steps: Tensor, end: int) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from fedbn_flwr.errors import SettingsError
 
 
@@ -30,8 +32,7 @@ def convolutions(block: Any) -> list[Any]:
 def residual_parts(model: Any, kind: str) -> ResidualParts:
     """The parts of a network for a norm of this kind; SettingsError if its branches are unknown."""
     if hasattr(model, "residual_parts"):
-        parts: ResidualParts = model.residual_parts()
-        return parts
+        return _checked(model.residual_parts(), model, kind)
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
     if type(model) is not ResNet:
@@ -47,3 +48,19 @@ def residual_parts(model: Any, kind: str) -> ResidualParts:
                 f"norm {kind!r}: {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
             )
     return ResidualParts("conv1", "bn1", "fc", blocks)
+
+
+def _checked(parts: Any, model: Any, kind: str) -> ResidualParts:
+    said = f"norm {kind!r}: {type(model).__name__}.residual_parts()"
+    if not isinstance(parts, ResidualParts) or not isinstance(parts.blocks, dict) or not parts.blocks:
+        raise SettingsError(f"{said} returned {parts!r:.200}; expected ResidualParts with the residual blocks by name")
+    children = dict(model.named_children())
+    for name in (parts.convolution, parts.norm, parts.classifier):
+        if name not in children:
+            raise SettingsError(f"{said} names {name!r}; expected a child of the network: {', '.join(children)}")
+    for name, block in parts.blocks.items():
+        for child in ("conv1", "conv2", *(["conv3"] if hasattr(block, "conv3") else [])):
+            if not isinstance(layer := getattr(block, child, None), nn.Conv2d):
+                found = "nothing" if layer is None else f"a {type(layer).__name__}"
+                raise SettingsError(f"{said}: {child} of the block {name!r} is {found}; expected a Conv2d")
+    return parts

@@ -68,6 +68,16 @@ class WSConv2d(StdConv2d):
 C = TypeVar("C", bound=nn.Conv2d)
 
 
+def check_stored(layer: nn.Module, where: str, kind: str) -> None:
+    """Refuse a layer whose weight or bias is not a parameter, but computed from others."""
+    for name in ("weight", "bias"):
+        if getattr(layer, name, None) is not None and layer._parameters.get(name) is None:
+            raise SettingsError(
+                f"norm {kind!r}: the {name} of {where} is computed by a parametrization (weight or spectral norm, "
+                "pruning), which would be lost; expected a parameter"
+            )
+
+
 def remade(conv: nn.Conv2d, kind: type[C]) -> C:
     """`conv` as a layer of another class, with the same parameter objects."""
     new = kind(
@@ -110,9 +120,11 @@ def unscaled_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
 
 
 def _check(conv: nn.Conv2d, where: str, kind: str) -> None:
-    if type(conv).forward is not nn.Conv2d.forward:
+    own = type(conv)
+    if own.forward is not nn.Conv2d.forward or own._conv_forward is not nn.Conv2d._conv_forward:
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(conv).__name__}, a convolution of another kind, and cannot be replaced"
         )
+    check_stored(conv, where, kind)
     if conv.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")

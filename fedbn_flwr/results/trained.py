@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from fedbn_flwr.data.custom import own_normalisation
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
 
+from .files import damaged
 from .folder import RunFolder
 
 
 def global_model(folder: RunFolder, file: str) -> nn.Module:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     description = folder.model_description()
@@ -31,7 +35,10 @@ def global_model(folder: RunFolder, file: str) -> nn.Module:
     if not path.is_file():
         files = ", ".join(sorted(each.name for each in folder.path.glob("*.safetensors"))) or "none yet"
         raise UserError(f"{str(folder.path)!r} has no {file!r}; files with models: {files}")
-    return _build(description, load_file(path))
+    try:
+        return _build(description, load_file(path), path)
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, f"it cannot be read: {error}") from None
 
 
 def personal_model(folder: RunFolder, client: int) -> nn.Module:
@@ -49,7 +56,8 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(nodes) - 1}")
     own = NodeState(states[nodes[client]]).load("local")
     arrays = {**unpack(arrays_in(folder.checkpoint.read().model)["arrays"]), **own}
-    model = _build(description, {key: torch.from_numpy(value.copy()) for key, value in arrays.items()})
+    tensors = {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
+    model = _build(description, tensors, folder.checkpoint.path)
     kinds = roles(model)
     if all(kinds[key] is Role.COUNTER for key in own):
         raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
@@ -82,13 +90,17 @@ class _Own(nn.Module):
         return self._normalise(images)
 
 
-def _build(description: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
     arguments = dict(description["build"])
     if isinstance(arguments["image_size"], list):
         arguments["image_size"] = tuple(arguments["image_size"])
     with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
-    # Batch counters are not in the file: PyTorch sets counters to 0 if a state dict without version lacks them.
-    model.load_state_dict(dict(state))
+    kinds = roles(model)
+    counters = {key: value for key, value in model.state_dict().items() if kinds[key] is Role.COUNTER}  # never sent
+    try:
+        model.load_state_dict(counters | dict(state))
+    except RuntimeError as error:
+        raise damaged(file, f"it does not fit the network of model.json ({in_a_line(error)})") from None
     model.eval()
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -54,6 +56,63 @@ def test_the_folder_of_the_command_holds_in_processes_that_run_elsewhere(
     assert found.stdout == "1\n", found.stderr
 
 
+def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_module_of_another_folder_is_not_taken_for_that_of_this_one(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("parts_twice", "def one():\n    return 1")
+    assert named.load("model.name", "parts_twice:one")() == 1
+    folder = other_folder(tmp_path, monkeypatch)
+    (folder / "parts_twice.py").write_text("def one():\n    return 2")
+    message = (
+        r"model\.name='parts_twice:one': 'parts_twice' is already loaded from '.*parts_twice.py', not of "
+        r"'.*other/parts_twice.py'; start a new process, or give the module another name"
+    )
+    with pytest.raises(SettingsError, match=message):
+        named.load("model.name", "parts_twice:one")
+    (folder / "parts_twice.py").write_text("def one():\n    return 1")  # as in an app bundle
+    assert named.load("model.name", "parts_twice:one")() == 1
+
+
+def test_a_module_that_only_another_folder_has_is_not_found(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("parts_first", "def one():\n    return 1")
+    write("parts_there", "def one():\n    return 1")
+    named.load("model.name", "parts_first:one")  # from now on its folder is on the path
+    other_folder(tmp_path, monkeypatch)
+    for module in ("parts_first", "parts_there"):
+        with pytest.raises(SettingsError, match=f"'{module}' is already loaded from .*, not of '.*other'"):
+            named.load("model.name", f"{module}:one")
+
+
+def test_a_file_with_the_name_of_a_module_of_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token.py").write_text("def net():\n    return 1")
+    with pytest.raises(SettingsError, match=r"'token' is already loaded from .*, not of '.*token.py'"):
+        named.load("model.name", "token:net")
+
+
+def test_a_file_that_was_changed_after_its_import_is_refused_until_it_is_reloaded(write: Write, tmp_path: Path) -> None:
+    settings = {"model": {"name": write("parts_edited", "def one():\n    return 1") + ":one"}, "mods": ["a:b"]}
+    named.load("model.name", "parts_edited:one")
+    named.check_unchanged(settings)
+    write("parts_edited", "def one():\n    return 'two'")
+    os.utime(tmp_path / "parts_edited.py", ns=(1, 1))
+    assert named.load("model.name", "parts_edited:one")() == 1  # a run that has begun continues
+    with pytest.raises(SettingsError, match=r"'parts_edited:one': '.*parts_edited.py' was changed after this process"):
+        named.check_unchanged(settings)
+    importlib.reload(sys.modules["parts_edited"])
+    named.check_unchanged(settings)
+    assert named.load("model.name", "parts_edited:one")() == "two"
+
+
 def test_a_file_of_the_folder_does_not_replace_a_module_that_is_not_asked_for(write: Write) -> None:
     write("parts_asked_for", "def one():\n    return 1")
     named.load("model.name", "json:dumps")
@@ -70,14 +129,21 @@ def test_a_file_of_the_folder_does_not_replace_a_module_that_is_not_asked_for(wr
         ("parts_wrong:", "expected module:callable"),
         ("no_parts:one", r"cannot import 'no_parts' .*; expected a module in '.*', in a folder of PYTHONPATH"),
         ("parts_broken:one", r"cannot import 'parts_broken' \(ModuleNotFoundError: No module named 'a_package'\)$"),
-        ("parts_wrong:on", r"'parts_wrong' has no 'on'; did you mean 'one'\? known: one, two"),
+        ("parts_wrong:on", r"'parts_wrong' has no 'on'; did you mean 'one'\? known: ends, one, two"),
         ("parts_wrong:FIVE", "is a int; expected a function or a class"),
         ("parts_wrong:two", r"'parts_wrong:two' cannot be called with int, scale: missing a required argument: 'b'"),
+        ("parts_exits:one", r"cannot import 'parts_exits' \(SystemExit: 3\)"),
+        ("parts_wrong:ends", "'parts_wrong:ends' failed: SystemExit: 4"),
         ("parts_wrong:one", "'parts_wrong:one' failed: ZeroDivisionError: division by zero"),
     ],
 )
 def test_what_is_wrong_is_one_message_with_the_key(write: Write, name: str, message: str) -> None:
-    write("parts_wrong", "FIVE = 5\ndef one(a, scale):\n    return a / 0\ndef two(a, b, scale):\n    return a")
+    write(
+        "parts_wrong",
+        "FIVE = 5\ndef one(a, scale):\n    return a / 0\ndef two(a, b, scale):\n    return a\n"
+        "def ends(a, scale):\n    raise SystemExit(4)",
+    )
+    write("parts_exits", "import sys\nsys.exit(3)")
     write("parts_broken", "import a_package")
     with pytest.raises(SettingsError, match=message) as caught:
         named.call("train.loss", name, 1, scale=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,6 +278,27 @@ class Pair(nn.Module):
     def forward(self, x):
         return self.layers(x), x
 
+class PairInTraining(Pair):
+    def forward(self, x):
+        y = self.layers(x)[:, :10]
+        return (y, x) if self.training else y
+
+class Raises(Pair):
+    def forward(self, x):
+        raise KeyError("a layer")
+
+def frozen(num_classes):
+    return Net(num_classes).requires_grad_(False)
+
+class Draws(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.norm, self.classify, self.calls = nn.BatchNorm2d(3), nn.Linear(3, num_classes), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.classify(nn.functional.dropout(self.norm(x.expand(-1, 3, -1, -1)).mean((2, 3)), 0.5, self.training))
+
 def lazy(num_classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 """
@@ -388,6 +410,9 @@ def prepared(model: str) -> nn.Module:
         ("{name: mobilenet_v2, norm: fixup}", "norm 'fixup': MobileNetV2 is not a residual network"),
         ("{name: 'own_nets:Twelve'}", r"returns shape \[2, 12\] for a batch of 2 images; expected .*\[2, 10\]"),
         ("{name: 'own_nets:Pair'}", "returns a tuple for a batch of 2 images; expected"),
+        ("{name: 'own_nets:PairInTraining'}", "returns a tuple in training mode for a batch of 2 images; expected"),
+        ("{name: 'own_nets:Raises'}", "Raises' does not take the 1x8x8 images of 'digits': KeyError: 'a layer'"),
+        ("{name: 'own_nets:frozen'}", "own_nets:frozen' has no parameter with requires_grad; expected one to train"),
     ],
 )
 def test_a_model_that_does_not_fit_is_one_message_before_training(own: str, model: str, message: str) -> None:
@@ -407,3 +432,20 @@ def test_an_experiment_s_norm_takes_its_options() -> None:
     model = prepared("{name: cnn, norm: brn, brn: {r_max: 2, warmup: 10}}")
     assert (model.bn1.r_max, model.bn1.d_max, model.bn1.warmup, model.bn1.r_steps) == (2, 5, 10, 40_000)
     assert prepared("{name: cnn, norm: gn+ws, groups: 4}").bn1.num_groups == 4
+
+
+def test_trying_a_model_changes_neither_it_nor_random_draws(own: str) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    model = prepared("{name: 'own_nets:Draws'}")
+    assert torch.rand(3).equal(expected)
+    assert (int(model.norm.num_batches_tracked), model.norm.running_var.tolist(), model.calls) == (0, [1.0] * 3, 0)
+    assert not model.training
+
+
+def test_an_edited_file_is_refused_before_training(own: str, tmp_path: Path) -> None:
+    prepared("{name: 'own_nets:Draws'}")
+    os.utime(tmp_path / "own_nets.py", ns=(1, 1))
+    with pytest.raises(SettingsError, match=r"'own_nets:Draws': '.*own_nets.py' was changed after this process"):
+        prepared("{name: 'own_nets:Draws'}")

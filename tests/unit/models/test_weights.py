@@ -113,6 +113,8 @@ def test_the_older_names_of_densenet_s_file_are_understood(torch_home: Path) -> 
     ("name", "weights", "message"),
     [
         ("cnn", "no.safetensors", r"there is no file '.*no\.safetensors'"),
+        ("cnn", "~no-such-user/a.safetensors", "='~no-such-user/a.safetensors' cannot be read: Could not determine"),
+        ("cnn", "n" * 300 + ".safetensors", "cannot be read: .*File name too long"),
         ("cnn", "broken.safetensors", "cannot be read: "),
         ("cnn", "mlp.safetensors", r"lacks 10 of 10 keys|lacks \d+ of \d+ keys: conv1\.weight, bn1\.weight"),
         ("cnn", "more.safetensors", "also has 1 of 13 keys: head"),

@@ -12,6 +12,8 @@ import torchvision
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import build_model, convert_norm, roles
 from fedbn_flwr.cli import main
@@ -177,6 +179,56 @@ def test_renormalisation_can_be_converted_in_turn(kind: str) -> None:
     net = two_norms()
     again = convert_norm(convert_norm(copy.deepcopy(net), "brn"), kind)
     assert again(x).equal(convert_norm(net, kind)(x))
+
+
+def reference(layer: nn.BatchNorm2d, kind: str) -> nn.Module:
+    """The layer with a beta of zero."""
+    full = nn.BatchNorm2d(layer.num_features, dtype=torch.float64)
+    full.weight = layer.weight
+    return convert_norm(nn.Sequential(nn.Conv2d(1, 1, 1), full), kind)[1]
+
+
+@pytest.mark.parametrize("kind", ["gn", "ln", "in", "sbn", "brn"])
+def test_batch_norm_without_beta_becomes_a_layer_without(kind: str) -> None:
+    layer = nn.BatchNorm2d(4, bias=False, dtype=torch.float64)
+    nn.init.normal_(layer.weight)
+    expected, options = reference(layer, kind), {"warmup": 0} if kind == "brn" else {}
+    found = convert_norm(nn.Sequential(layer), kind, **options)
+    assert [name for name, _ in found.named_parameters()] == ["0.weight"]
+    if kind == "brn":
+        expected.warmup = 0
+    for _ in range(3):
+        x = torch.randn(3, 4, 5, 6, dtype=torch.float64) * 3 + 1
+        torch.testing.assert_close(found(x), expected(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gn", "ln", "in", "gn+ws", "sbn", "brn"])
+def test_a_gamma_of_two_layers_stays_one(kind: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    model[3].weight = model[1].weight
+    convert_norm(model, kind)
+    assert model[3].weight is model[1].weight
+    assert model[3].bias is not model[1].bias
+
+
+def test_a_normaliser_of_the_user_cannot_share_a_gamma() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
+    model[1].weight = model[0].weight
+    with pytest.raises(SettingsError, match="0 and 1 share a parameter, which layers of your own would not"):
+        convert_norm(model, f"{__name__}:Scaled")
+
+
+def test_a_gamma_that_is_computed_is_refused() -> None:
+    with pytest.raises(SettingsError, match="norm 'gn': the weight of 0 is computed by a parametrization"):
+        convert_norm(nn.Sequential(prune.random_unstructured(nn.BatchNorm2d(4), "weight", 0.5)), "gn")
+
+
+@pytest.mark.parametrize("kind", ["gn", "ln", "in", "sbn", "brn", "torch.nn:InstanceNorm2d"])
+def test_a_model_without_a_norm_to_replace_is_refused(kind: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), FrozenBatchNorm2d(4))
+    with pytest.raises(SettingsError, match=f"norm '{kind}': the model has no batch norm to replace; use 'bn'"):
+        convert_norm(model, kind)
+    assert convert_norm(model, "none") is model
 
 
 def test_every_normaliser_is_listed_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,18 @@ def other_classifier() -> nn.Module:
     return model
 
 
+def parametrized_classifier() -> nn.Module:
+    model = torchvision.models.resnet18(weights=None)
+    torch.nn.utils.parametrizations.weight_norm(model.fc)
+    return model
+
+
+def block_without_norm() -> nn.Module:
+    model = build_model("resnet20", 10)
+    del model.stages[0].bn2
+    return model
+
+
 def one_more_norm() -> nn.Module:
     model = build_model("resnet20", 10)
     model.stages[0].extra = nn.ModuleList([nn.BatchNorm2d(16)])
@@ -155,6 +167,7 @@ def one_more_norm() -> nn.Module:
         (lambda: build_model("resnet20", 10, "fixup"), "bn is a ScalarBias; expected a batch norm"),
         (other_block, r"layer2\.1 is a Sequential; expected a BasicBlock"),
         (other_classifier, "fc is a Sequential; expected a linear layer"),
+        (block_without_norm, r"stages\.0\.bn2 is a NoneType; expected a batch norm"),
         (one_more_norm, r"stages\.0\.extra\.0 is a batch norm outside"),
     ],
 )
@@ -166,3 +179,8 @@ def test_a_network_with_unknown_branches_is_refused_and_unchanged(make: Any, mes
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(value.equal(after[key]) for key, value in before.items())
+
+
+def test_a_classifier_with_a_computed_weight_is_refused() -> None:
+    with pytest.raises(SettingsError, match="norm 'fixup': the weight of fc is computed by a parametrization"):
+        convert_norm(parametrized_classifier(), "fixup")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from timm.layers import StdConv2d
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from fedbn_flwr import Role, build_model, convert_norm
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.norms.residual import ResidualParts
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.wsconv import StdConv2d as OurStdConv2d
 from tests.support.nets import close, parameters, two_norms
@@ -81,6 +84,54 @@ def test_a_convolution_with_arithmetic_of_its_own_is_refused(kind: str) -> None:
         convert_norm(nn.Sequential(Padded(1, 4, 2), nn.BatchNorm2d(4)), kind)
 
 
+class Doubled(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(2 * input, weight, bias)
+
+
+PARAMETRIZED: dict[str, Any] = {
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 4, 3)),
+    "older weight_norm": lambda: torch.nn.utils.weight_norm(nn.Conv2d(1, 4, 3)),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(1, 4, 3)),
+    "pruning": lambda: prune.random_unstructured(nn.Conv2d(1, 4, 3), "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", ["gn+ws", "won"])
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_a_convolution_with_a_computed_weight_is_refused(name: str, kind: str) -> None:
+    with pytest.raises(SettingsError, match="the weight of 0 is computed by a parametrization"):
+        convert_norm(nn.Sequential(PARAMETRIZED[name](), nn.BatchNorm2d(4)), kind)
+
+
+@pytest.mark.parametrize("kind", ["gn+ws", "won"])
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ((Doubled(1, 4, 2), nn.BatchNorm2d(4)), "0 is a Doubled, a convolution of another kind"),
+        ((nn.Conv1d(1, 4, 2), nn.BatchNorm1d(4)), "0 is a Conv1d; only Conv2d can be standardised"),
+        ((nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4)), "0 is a Conv3d; only Conv2d can be standardised"),
+        ((nn.Conv2d(1, 4, 2), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)), "1 is a ConvTranspose2d; only Conv2d"),
+    ],
+)
+def test_a_model_whose_convolutions_would_stay_as_they_are_is_refused(
+    layers: tuple[nn.Module, ...], message: str, kind: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        convert_norm(nn.Sequential(*layers), kind)
+
+
+def test_a_model_without_convolutions_is_refused() -> None:
+    message = "the model has no convolution to standardise; use 'bn'"
+    with pytest.raises(SettingsError, match=message):
+        convert_norm(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)), "gn+ws")
+    with pytest.raises(SettingsError, match=message):
+        convert_norm(nn.Sequential(nn.Linear(1, 4)), "won")
+    removed = convert_norm(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)), "won")
+    assert type(removed[1]) is nn.Identity
+
+
 class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 0.2 * x
@@ -99,6 +150,43 @@ def test_branch_scale_is_a_factor_of_each_residual_branch(name: str, last: str) 
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(found(x), expected(x), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(found(x), model(x))
+
+
+class Residual(nn.Module):
+    """A network with one residual block, and whatever is said of its branches."""
+
+    def __init__(self, said: Any) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        self.body = nn.ModuleDict({"conv1": nn.Conv2d(4, 4, 3), "conv2": nn.Sequential(nn.Conv2d(4, 4, 3))})
+        self.said = said
+
+    def residual_parts(self) -> Any:
+        return self.said
+
+
+@pytest.mark.parametrize("kind", ["won", "fixup"])
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (None, "returned None; expected ResidualParts"),
+        (ResidualParts("stem", "norm", "head", {}), "returned ResidualParts.*; expected ResidualParts with the"),
+        (ResidualParts("stem", "norm.0", "head", {"body": 0}), "names 'norm.0'; expected a child of the network: stem"),
+        (ResidualParts("stem", "norm", "head", {"body": 0}), "conv1 of the block 'body' is nothing; expected a Conv2d"),
+        (ResidualParts("stem", "norm", "head", None), "returned ResidualParts"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_residual_parts_are_one_message(said: Any, message: str, kind: str) -> None:
+    with pytest.raises(SettingsError, match=rf"norm '{kind}': Residual\.residual_parts\(\):? {message}"):
+        convert_norm(Residual(said), kind, branch_scale=0.5)
+
+
+def test_the_convolutions_of_a_block_are_convolutions() -> None:
+    model = Residual(None)
+    model.body.conv1, model.body.conv2 = model.body["conv1"], model.body["conv2"]
+    model.said = ResidualParts("stem", "norm", "head", {"body": model.body})
+    with pytest.raises(SettingsError, match="conv2 of the block 'body' is a Sequential; expected a Conv2d"):
+        convert_norm(model, "won", branch_scale=0.5)
 
 
 def test_branch_scale_needs_known_branches() -> None:

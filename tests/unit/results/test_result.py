@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torchvision
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.models import resnet18
 
@@ -101,6 +102,43 @@ def test_a_file_that_is_missing_is_named(fixbn: Result, tmp_path: Path) -> None:
         Result.read(tmp_path / "absent")
     with pytest.raises(UserError, match="holds no run"):
         Result.read(tmp_path)
+
+
+class Counting(nn.Module):
+    """A normaliser of the user that counts its batches, and has no version as batch norm has."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_batches_tracked += 1
+        return x - self.running_mean[:, None, None]
+
+
+def test_counters_of_the_user_s_own_normaliser_start_at_zero(tmp_path: Path) -> None:
+    model = {"name": "cnn", "norm": f"{__name__}:Counting"}
+    result = run(SMALL, model=model, strategy={"name": "FedBN"}, out=tmp_path, progress=False)
+    assert {int(value) for key, value in result.model().state_dict().items() if "num_batches" in key} == {0}
+    counted = {int(value) for key, value in result.model(client=0).state_dict().items() if "num_batches" in key}
+    assert counted == {8}  # 2 rounds of 4 steps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "it cannot be read: Error while deserializing"),
+        (lambda file: save_file({"a": torch.ones(1)}, file), "it does not fit the network of model.json .*Missing key"),
+    ],
+)
+def test_a_damaged_model_is_one_message(fixbn: Result, tmp_path: Path, change: Any, message: str) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(fixbn.folder, copied)
+    change(copied / "model.safetensors")
+    with pytest.raises(UserError, match=rf"model.safetensors': {message}.*; restore the file from a copy"):
+        Result.read(copied).model()
 
 
 # --- several runs ------------------------------------------------------------
