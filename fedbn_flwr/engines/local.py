@@ -20,7 +20,7 @@ from .worker import Worker
 
 
 class LocalGrid(WorkersGrid[Worker]):
-    """A grid of `num_nodes` nodes on this machine.
+    """A grid of `num_nodes` nodes on this machine, for one run: nodes keep their states until it is closed.
 
     Parameters
     ----------

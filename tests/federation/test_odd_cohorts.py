@@ -250,7 +250,7 @@ def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", [protocol.KEYS_QUERY, protocol.SECURE_QUERY])
 def test_each_query_s_answer_has_the_partition(kind: str) -> None:
-    found = []
+    found: list[int | None] = []
 
     def noted(replies: list[Message]) -> list[Message]:
         found.extend(partition_of(reply.content) for reply in replies)
