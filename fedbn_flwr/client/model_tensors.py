@@ -117,6 +117,13 @@ class ModelTensors:
         self._fits: dict[tuple[Layout, ...], bool] = {}
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._modules = list(model.modules())
+        # Buffers that are not in the state dict, which a network may change in its passes.
+        self._hidden = [
+            (module._buffers, name, buffer.clone())
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if initial is not None and buffer is not None and name in module._non_persistent_buffers_set
+        ]
         self._held = [
             (table, name, tensor, tensor.data_ptr())
             for module in self._modules
@@ -192,6 +199,11 @@ class ModelTensors:
             else:
                 self._initial.restore(self.tensors, absent)
             self._is_new = self._is_left = False
+            for table, name, value in self._hidden:
+                if (buffer := table[name]) is None or buffer.shape != value.shape:
+                    table[name] = value.clone()
+                else:  # in place, since a compiled pass refers to it
+                    buffer.detach().copy_(value)
         self.load(own)
         self.load(arrays)
 

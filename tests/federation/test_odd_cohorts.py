@@ -228,6 +228,39 @@ def test_arrays_that_stay_on_a_client_do_not_pass_to_another_one(shared: str) ->
             federated()
 
 
+class Counts(nn.Module):
+    """A layer that scales by the number of its passes, which is not in its state dict."""
+
+    passes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes = self.passes + 1
+        return x * self.passes
+
+
+def test_buffers_outside_of_the_state_dict_do_not_pass_to_another_client() -> None:
+    def counting() -> nn.Module:
+        return nn.Sequential(Counts(), *net())
+
+    parts = ModelTensors(counting(), initial=Initial(counting))
+
+    def shared(context: Context) -> BNClient:
+        return BNClient(parts, data(int(context.node_config["partition-id"])), context=context)
+
+    def separate(context: Context) -> BNClient:
+        return BNClient(counting(), data(int(context.node_config["partition-id"])), context=context)
+
+    both = (
+        trained(FedAvg(**NO_EVALUATION), LocalGrid(client_app(make), 3, workers=0), 2, counting)
+        for make in (shared, separate)
+    )
+    assert same(*both)
+
+
 def test_frozen_statistics_keep_the_sign_of_zero_under_secure_aggregation() -> None:
     model = net()
     model[1].running_mean[0] = -0.0  # type: ignore[index,union-attr]
