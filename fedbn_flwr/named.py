@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ from .errors import SettingsError, did_you_mean
 FOLDER = "FEDBN_FOLDER"
 
 
-# Folders that this module put on Python's path, and the file of each module that it imported as it was then.
-_added: set[Path] = set()
-_imported: dict[str, tuple[Any, int]] = {}
+@dataclass
+class _Import:
+    spec: Any  # a reload makes another one
+    changed: int | None  # when the file had last been changed; None without a file
+    checked: set[Path]  # the folders of the command for which it is the right module
+
+
+_imported: dict[str, _Import] = {}
+_added: set[Path] = set()  # folders that this module put on Python's path
 
 
 def is_name(text: str) -> bool:
@@ -55,9 +62,11 @@ def load(key: str, name: str) -> Callable[..., Any]:
         raise SettingsError(
             f"{key}={name!r}: cannot import {module!r} ({type(error).__name__}: {error}){hint}"
         ) from error
-    _check_folder(key, name, module, here)
-    if (changed := _changed(found)) is not None and (module not in _imported or _imported[module][0] is not changed[0]):
-        _imported[module] = changed
+    if (entry := _imported.get(module)) is None or entry.spec is not found.__spec__:
+        entry = _imported[module] = _Import(found.__spec__, _changed(found), set())
+    if here not in entry.checked:  # parts are looked up in every round
+        _check_folder(key, name, module, here)
+        entry.checked.add(here)
     for part in path.split("."):
         if not hasattr(found, part):
             known = [word for word in dir(found) if not word.startswith("_") and callable(getattr(found, word))]
@@ -91,10 +100,10 @@ def _check_folder(key: str, name: str, module: str, here: Path) -> None:
         )
 
 
-def _changed(module: Any) -> tuple[Any, int] | None:
-    """The import of a module (a reload has another spec), and when its file was last changed."""
+def _changed(module: Any) -> int | None:
+    """When the file of a module was last changed."""
     try:
-        return module.__spec__, os.stat(module.__file__).st_mtime_ns
+        return os.stat(module.__file__).st_mtime_ns
     except (AttributeError, TypeError, OSError):  # without a file
         return None
 
@@ -109,12 +118,14 @@ def check_unchanged(settings: Any) -> None:
     if isinstance(settings, list | tuple):
         for each in settings:
             check_unchanged(each)
-    elif isinstance(settings, str) and (module := settings.partition(":")[0]) in _imported and is_name(settings):
-        now = _changed(sys.modules.get(module))
-        if now is not None and now[0] is _imported[module][0] and now[1] != _imported[module][1]:
+    elif isinstance(settings, str) and (name := settings.partition(":")[0]) in _imported and is_name(settings):
+        module: Any = sys.modules.get(name)
+        entry = _imported[name]
+        now = _changed(module)
+        if now not in (None, entry.changed) and module.__spec__ is entry.spec:
             raise SettingsError(
-                f"{settings!r}: {sys.modules[module].__file__!r} was changed after this process imported it; start a "
-                f"new process, or call importlib.reload({module})"
+                f"{settings!r}: {module.__file__!r} was changed after this process imported it; start a new process, "
+                f"or call importlib.reload({name})"
             )
 
 

@@ -258,7 +258,8 @@ class Foreign(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        messages = self._screened(f"round {server_round}", replies := list(replies), trained=True)
+        replies = list(replies)
+        messages = self._screened(f"round {server_round}", replies, trained=True)
         if self._asked and not replies:
             raise RunFailed(f"round {server_round}: 0 of {self._asked} clients answered in time")
         contents = [message.content for message in messages if message.has_content()]
@@ -303,6 +304,7 @@ class Foreign(_Around):
         loss_key = self._of_some("train_loss_key") if trained else None  # QFedAvg weights by the loss too
         problems: dict[int, str] = {}
         arrays: dict[int, Arrays] = {}
+        weights: dict[int, Any] = {}
         for message in filter(Message.has_content, messages):
             node, content = message.metadata.src_node_id, message.content
             try:
@@ -310,14 +312,9 @@ class Foreign(_Around):
                     if problem := number_problem(metrics_of(content), needed):
                         raise MessageError(problem)
                 if trained:
-                    arrays[node] = unpack(only_arrays(content))
+                    arrays[node], weights[node] = unpack(only_arrays(content)), metrics_of(content)[key]
             except MessageError as error:
                 problems[node] = str(error)
-        weights = {
-            each.metadata.src_node_id: metrics_of(each.content)[key]
-            for each in messages
-            if trained and each.has_content() and each.metadata.src_node_id not in problems
-        }
         if any(weights.values()):  # Krum may choose a reply without examples, and would divide by their sum
             problems |= {node: f"its {key} is 0" for node, weight in weights.items() if not weight}
         too_large = {node: problem for node, each in arrays.items() if (problem := overflow(each, self._sent))}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import RunFailed, SettingsError, did_you_mean
 
 from .common import Commands, add_command
 
@@ -53,7 +54,16 @@ def flwr(arguments: argparse.Namespace) -> int:
         open_folders(experiment, out, resume=bool(run_config.get("resume")))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)
-    from fedbn_flwr.results.folder import stopped_by_hand
+    from fedbn_flwr.results.folder import errors_since, mark_interrupted, stopped_by_hand
 
+    began = time.time()
     with stopped_by_hand(out):
-        return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)
+        try:
+            return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)
+        except RunFailed as error:
+            if out is None:
+                raise
+            mark_interrupted(out)  # runs whose process was killed
+            # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
+            lost = [f"{name}: {why}" for name, why in errors_since(out, began).items() if why not in str(error)]
+            raise RunFailed("\n".join([str(error), *lost])) from None

@@ -133,13 +133,14 @@ class Files:
 
     def _cached(self, what: str, make: Any) -> Tensor:
         facts = (self.split._fingerprint, self.column, self.masks, self.size, self.fit, self.ids, self.classes)
-        key = hashlib.sha256(f"3|{what}|{facts}|{self._stamps()}".encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"3|{what}|{facts}|{self._stamps}".encode()).hexdigest()[:24]
         file = _cache_folder() / f"{key}.npy"
         with suppress(OSError, ValueError, EOFError):  # absent or damaged
             return _mapped(file)
         _write(file, make())
         return _mapped(file)
 
+    @cached_property
     def _stamps(self) -> str:
         """A hash of the times and sizes of the rows' files; the split's fingerprint has their paths only."""
         facts = hashlib.sha256()

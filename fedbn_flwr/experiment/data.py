@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ def resolve(run: Settings) -> Settings:
 PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
 
 
-_Made = TypeVar("_Made")
 _kept: dict[tuple[settings.Data, str, str], DataSet] = {}  # by settings, device and working directory
 
 
@@ -78,16 +77,8 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 def forget_data() -> None:
     """Load data sets again when they are next needed: their files may have changed."""
     _kept.clear()
-    partition_of.cache_clear()
-    own_test.cache_clear()
-
-
-def _cached(make: Callable[..., _Made]) -> functools._lru_cache_wrapper[_Made]:
-    """Keep eight results of a function of settings, by the working directory too."""
-    kept = functools.lru_cache(maxsize=8)(lambda _, *given: make(*given))
-    found: Any = functools.wraps(make)(lambda *given: kept(os.getcwd(), *given))
-    found.cache_clear = kept.cache_clear
-    return cast("functools._lru_cache_wrapper[_Made]", found)
+    _partition.cache_clear()
+    _own_test.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -169,8 +160,19 @@ def _read(data: settings.Data) -> DataSet:
     )
 
 
-@_cached
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
+    """Indices of each client's training images."""
+    return _partition(os.getcwd(), data, clients, seed, device)
+
+
+def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
+    """Indices of each client's own test images."""
+    return _own_test(os.getcwd(), data, clients, seed, device)
+
+
+# Both are kept for each working directory, from which a relative `data.name` counts.
+@functools.lru_cache(maxsize=8)
+def _partition(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
     kind = options.pop("kind")
@@ -183,9 +185,8 @@ def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> l
     return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
 
 
-@_cached
-def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    """Indices of each client's own test images."""
+@functools.lru_cache(maxsize=8)
+def _own_test(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     dataset = load_data(data, device)
     parts = partition_of(data, clients, seed, device)
     train, test = dataset.train.labels.cpu(), dataset.test.labels.cpu()

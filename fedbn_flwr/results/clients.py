@@ -21,7 +21,7 @@ Values = Mapping[str, float]  # by client, of one metric
 
 _FIRST = ("accuracy", "own_accuracy")
 _MAIN = (*_FIRST, "mean_iou", "own_mean_iou", "unseen_accuracy", "unseen_accuracy_tuned")
-_COUNT = re.compile(r"(own_|test_|validation_)?images(_|$)")  # numbers of images, also of a domain
+_IMAGES = re.compile(r"(own_|test_|validation_|unseen_)?images(_|$)")
 _PANELS = 3  # of a box plot beside each other
 
 
@@ -45,6 +45,11 @@ def is_loss(metric: str) -> bool:
     return "loss" in metric.split("_")
 
 
+def is_count(metric: str) -> bool:
+    """Whether it is a number of images, for instance of a client's own test images of one domain."""
+    return _IMAGES.match(metric) is not None
+
+
 def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Each metric's values by client, from the last round in which it was measured; some clients may lack one."""
     found: dict[str, dict[str, float]] = {}
@@ -59,7 +64,7 @@ def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
 
 def evaluated(values: Mapping[str, Values]) -> dict[str, Values]:
     """The metrics without losses and numbers of images; those on the clients' own test images come first."""
-    shown = {key: each for key, each in values.items() if not (_COUNT.match(key) or is_loss(key))}
+    shown = {key: each for key, each in values.items() if not (is_count(key) or is_loss(key))}
     return dict(sorted(shown.items(), key=lambda item: (not item[0].startswith("own_"), item[0] not in _FIRST)))
 
 

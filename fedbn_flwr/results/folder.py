@@ -249,6 +249,17 @@ def mark_interrupted(out: Path) -> None:
                 folder.write_summary(summary)
 
 
+def errors_since(out: Path, began: float) -> dict[str, str]:
+    """Why the runs below `out` failed that began at this time or later, by the names of their folders."""
+    errors = {}
+    for file in sorted(out.rglob("summary.json")):
+        with suppress(FedbnError):  # damaged
+            summary = RunFolder(file.parent).summary()
+            if summary is not None and summary.error and datetime.fromisoformat(summary.began).timestamp() >= began:
+                errors[file.parent.name] = summary.error
+    return errors
+
+
 @contextmanager
 def stopped_by_hand(out: Path | None) -> Iterator[None]:
     """Mark runs as interrupted: Ctrl-C ends Flower's processes before they can do that."""

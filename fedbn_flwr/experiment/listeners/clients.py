@@ -11,7 +11,7 @@ from flwr.app import Message
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
 from fedbn_flwr.messages.gate import number_of
-from fedbn_flwr.results.clients import spread
+from fedbn_flwr.results.clients import is_count, spread
 
 ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
 
@@ -43,7 +43,7 @@ def name_of(key: str) -> str:
 def own_means(clients: ByClient) -> dict[str, float]:
     """Means over the clients' own test images, with equal weights, over the clients that have some (of a domain)."""
     metrics = {name: each for name, each in by_metric(clients).items() if name.startswith("own_")}
-    return {name: statistics.fmean(each) for name, each in metrics.items() if not f"{name}_".startswith("own_images_")}
+    return {name: statistics.fmean(each) for name, each in metrics.items() if not is_count(name)}
 
 
 def validation_means(clients: ByClient) -> dict[str, float]:
@@ -64,7 +64,7 @@ def spreads(clients: ByClient) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, each in metrics.items():
         # A metric of a single domain exists only on own test images.
-        if name.removeprefix("own_") in metrics and "images" not in name.split("_"):
+        if name.removeprefix("own_") in metrics and not is_count(name):
             measured = spread(each, name)
             found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}
     return found

@@ -56,9 +56,9 @@ class Evaluate(Listener):
             return
         try:
             self._evaluate(state)
+        except FedbnError:
+            raise
         except (ValueError, RuntimeError) as error:
-            if isinstance(error, FedbnError):
-                raise
             reason = f"{type(error).__name__}: {error}"
             raise RunFailed(f"round {state.round}: the model cannot be evaluated: {reason}") from error
 

@@ -15,6 +15,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import number_of, one_line, only_arrays
+from fedbn_flwr.results.clients import is_count
 from fedbn_flwr.results.folder import RunFolder
 
 from .base import Listener, RunState
@@ -64,7 +65,7 @@ def evaluate_unseen(state: RunState) -> None:
     measured = {client: _renamed(values) for client, values in values_of(replies, "test_images").items()}
     state.clients |= measured
     means = {name: statistics.fmean(each) for name, each in by_metric(measured).items()}
-    state.line |= {name: value for name, value in means.items() if not name.startswith("unseen_images")}
+    state.line |= {name: value for name, value in means.items() if not is_count(name)}
 
 
 def _renamed(values: dict[str, float]) -> dict[str, float]:

@@ -63,7 +63,7 @@ def test_there_are_shipped_experiments() -> None:
 def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (experiment_data, experiment_prepare):
         monkeypatch.setattr(module, "load_data", stand_in)
-    experiment_data.partition_of.cache_clear()
+    experiment_data.forget_data()
     experiment = load_experiment(str(file))
     assert experiment.description, "fedbn list experiments shows it"
     run, name = experiment.runs[-1], run_names(experiment)[-1]  # nightly tests train all of them at size smoke
@@ -71,7 +71,7 @@ def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypa
         run = run.model_copy(update={"data": run.data.model_copy(update={"crop": 64})})
     prepared = prepare_run(run, name, make_rule(run))
     assert prepared.name == name
-    experiment_data.partition_of.cache_clear()
+    experiment_data.forget_data()
 
 
 # --- a norm that a rule replaces ---------------------------------------------
