@@ -79,6 +79,12 @@ if [ "$mode" = check ]; then
     [ -d "$out" ] || fail "$out does not exist"
     refuse_open_keys
     echo "no private key in $out is readable by others"
+    for key in "$out"/superlink/*.key "$out"/exchange/*.key "$out"/site-*/node.key; do
+        [ -e "$key" ] || continue
+        if [ -z "$(find "$key" -prune \( -uid 49999 -perm -0400 -o -perm -0004 \))" ]; then
+            echo "$key: the containers, which run as uid 49999, cannot read it; chown -R 49999:49999 $(dirname "$key")"
+        fi
+    done
     # As `fedbn check` does for the certificates that a site uses: a warning in the last 30 days.
     command -v openssl >/dev/null || fail "openssl is not installed; certificates were not checked"
     worst=0
@@ -89,7 +95,7 @@ if [ "$mode" = check ]; then
             echo "$certificate: EXPIRED on ${end#*=}"
             worst=1
         elif ! openssl x509 -in "$certificate" -noout -checkend 2592000 >/dev/null; then
-            echo "$certificate: expires within 30 days, on ${end#*=}; renew it with --add, and restart the SuperLink"
+            echo "$certificate: expires within 30 days, on ${end#*=}; renew it with --add, then restart superlink and superexec-serverapp"
         else
             echo "$certificate: valid until ${end#*=}"
         fi
@@ -202,6 +208,7 @@ while [ "$i" -lt "$nodes" ]; do
         ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f "$site/node.key"
         mv "$site/node.key.pub" "$out/nodes/node-$i.pub"
         cp "$out/ca/ca.crt" "$site/ca.crt"
+        new="${new:-} site-$i"
     fi
     i=$((i + 1))
 done
@@ -222,4 +229,5 @@ if [ "$(id -u)" = 0 ]; then
     chmod 644 "$out/ca.crt"
 fi
 refuse_open_keys
+[ -z "${new:-}" ] || echo "new keys:$new"
 echo "keys for $nodes nodes and a server at:$(printf ' %s' $hosts) are in $out"

@@ -24,7 +24,8 @@ for key in "$folder"/*.pub; do
         echo "$name: registered"
     else
         case $answer in
-            *"already in use"*) echo "$name: was registered before" ;;
+            # Also if it was unregistered: Flower then rejects this key for good.
+            *"already in use"*) echo "$name: was registered before (if it was unregistered since, it needs a new key)" ;;
             *)
                 echo "$name: $answer" >&2
                 exit 1

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sets up a deployment with N sites instead of three: a compose file, and keys for sites that have none.
+# Sets up a deployment with N sites instead of three: a compose file, and the keys that are missing.
 #   deploy/sites.sh [--gpu] N [HOST ...]       then: docker compose up --build --detach
 #
 # HOST is as for keys.sh. The script writes docker-compose.sites.yml, a copy of docker-compose.yml in which the
@@ -47,6 +47,19 @@ repeat() {
     ' "$1"
 }
 
+# Keys are created where they are missing, and for new hosts; otherwise the authority's key may be offline.
+keys=deploy/keys
+missing=$*
+[ -e "$keys/superlink/server.pem" ] && [ -e "$keys/exchange/server.pem" ] || missing="server $missing"
+i=0
+while [ "$i" -lt "$sites" ]; do
+    [ -e "$keys/site-$i/node.key" ] || [ -e "$keys/nodes/node-$i.pub" ] || missing="$missing site-$i"
+    i=$((i + 1))
+done
+if [ -n "$missing" ] && [ ! -e "$keys/ca/ca.key" ] && [ -n "$(ls -A "$keys" 2>/dev/null)" ]; then
+    fail "keys are to be made (for $missing), and $keys/ca/ca.key is not here; copy $keys/ca back from where it is stored"
+fi
+
 files=docker-compose.sites.yml
 {
     echo "# Written by deploy/sites.sh for $sites sites; changes are lost when it runs again."
@@ -57,7 +70,9 @@ if [ -n "$gpu" ]; then
     files=$files:docker-compose.sites.gpu.yml
 fi
 
-if [ -e deploy/keys/ca/ca.key ]; then
+if [ -z "$missing" ]; then
+    echo "$keys has the keys of all $sites sites"
+elif [ -e "$keys/ca/ca.key" ]; then
     deploy/keys.sh --add --nodes "$sites" "$@"
 else
     deploy/keys.sh --nodes "$sites" "$@"

@@ -27,7 +27,7 @@ _FIGURES = {protocol.NUM_EXAMPLES: "images", protocol.TRAIN_LOSS: "loss", "loss"
 def record_status(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """A mod of Flower; without a state folder it only passes the message on."""
     kind = message.metadata.message_type
-    if "state" not in context.node_config or kind == protocol.COHORT_QUERY:  # one of many in a step of FedTAN
+    if "state" not in context.node_config:
         return call_next(message, context)
     began = time.time()
     try:
@@ -37,6 +37,8 @@ def record_status(message: Message, context: Context, call_next: Callable[[Messa
         raise
     if reply.has_error():
         _write(message, context, began, str(reply.error.reason), {})
+        return reply
+    if kind == protocol.COHORT_QUERY:  # one of many in a step of FedTAN: only its failure is recorded
         return reply
     figures = {
         name: float(value)
@@ -54,13 +56,15 @@ def _write(message: Message, context: Context, began: float, error: str | None, 
         folder = StateFolder.of(config, context)
         if folder is None or not folder.path.parent.parent.is_dir():
             return
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         file, now = folder.path / FILE, time.time()
         known = read_status(file.read_text(encoding="utf-8")) if file.exists() else {}
-        task = message.metadata.message_type.split(".")[0]
+        kind = message.metadata.message_type
+        task = "train" if kind == protocol.COHORT_QUERY else kind.split(".")[0]
         succeeded = known.get(task, {}).get("succeeded") if error else now
         line = {"round": config.get(protocol.ROUND, 0), "seconds": now - began, "error": error}
         with replacing(file, durable=False) as temporary:
+            temporary.touch(mode=0o600)
             temporary.write_text(json.dumps({**known, task: {**line, "succeeded": succeeded, **figures}}))
     except (OSError, MessageError, StorageError):
         return  # a full disk or a wrong token has its own error where the state is saved

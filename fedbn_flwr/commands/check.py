@@ -52,8 +52,8 @@ def check(arguments: argparse.Namespace) -> int:
     for found in _checks(arguments):
         checks.append(found)
         if not arguments.json:  # at once, since reading data can take long
-            cure = f"\n         {'':16}  -> {found.cure}" if found.cure else ""
-            print(f"{marks[found.status]}  {found.name.ljust(18)}{found.found}{cure}", flush=True)
+            cure = f"\n         {'':16}   -> {found.cure}" if found.cure else ""
+            print(f"{marks[found.status]}  {found.name.ljust(18)} {found.found}{cure}", flush=True)
     counts = {status: sum(each.status == status for each in checks) for status in marks}
     if arguments.json:
         print(json.dumps({"checks": [dataclasses.asdict(each) for each in checks], **counts}, indent=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import time
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def add(commands: Commands) -> None:
 
 
 def flwr(arguments: argparse.Namespace) -> int:
-    from fedbn_flwr.engines.simulation import FlwrRun, federation_config, run_app
+    from fedbn_flwr.engines.simulation import FlwrRun, federation_config, run_app, tool
+
+    if {"-h", "--help"} & {*arguments.arguments}:
+        return subprocess.call([tool("flwr"), "run", "--help"])
 
     request = FlwrRun.parse(arguments.arguments)
     run_config, federation = request.run_config, request.federation_config

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KEPT = 5.0  # seconds for which an answer is used again, so that many requests cost no more than one
-_CHECKED = 600.0  # seconds between two connections to the SuperLink
+_CHECKED = 30.0  # seconds between two connections to the SuperLink
 _REQUEST = 5  # seconds that a client may take to send its request
 
 
@@ -47,7 +47,9 @@ def add(commands: Commands) -> None:
         help="run folders, or their parent folders ($FEDBN_OUT or runs; none if --states is given)",
     )  # fmt: skip
     parser.add_argument("--states", type=Path, metavar="DIR", help="state folder of a node, for metrics of the site")
-    parser.add_argument("--superlink", metavar="HOST:PORT", help="also its certificate, read every ten minutes")
+    parser.add_argument(
+        "--superlink", metavar="HOST:PORT", help="also whether it accepts connections, and its certificate"
+    )
     parser.add_argument(
         "--certificate", type=Path, action="append", default=[], metavar="FILE", help="also this one, such as ca.crt"
     )
@@ -62,12 +64,13 @@ def metrics(arguments: argparse.Namespace) -> None:
     if arguments.once:
         print(text(), end="")
         return
-    address = arguments.listen or os.environ.get("FEDBN_METRICS_ADDRESS") or "127.0.0.1:8002"
-    host, port = _address(address, "--listen")
+    variable = os.environ.get("FEDBN_METRICS_ADDRESS")
+    address = arguments.listen or variable or "127.0.0.1:8002"
+    host, port = _address(address, "--listen" if arguments.listen else "FEDBN_METRICS_ADDRESS")
     try:
         server = make_server(host, port, text)
     except OSError as error:
-        raise UserError(f"--listen: cannot serve at {address}: {error.strerror}") from None
+        raise UserError(f"cannot serve at {address}: {error.strerror}") from None
     with server:
         print(f"metrics: http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics", flush=True)
         server.serve_forever()
@@ -119,6 +122,9 @@ def _collector(arguments: argparse.Namespace) -> Callable[[], str]:
     )
 
     folders = arguments.folders or ([] if arguments.states else [default_folder()])
+    states = arguments.states
+    if states and (arguments.once or states.exists()) and not os.access(states, os.R_OK | os.X_OK):
+        raise UserError(f"--states: {str(states)!r} does not exist, or this user cannot read it")
     superlink = _address(arguments.superlink, "--superlink") if arguments.superlink else None
 
     def of_server() -> list[Sample]:
@@ -129,8 +135,8 @@ def _collector(arguments: argparse.Namespace) -> Callable[[], str]:
 
     def collect() -> str:
         samples = list(samples_of_runs(folder for folder in folders if folder.is_dir()))  # the first run makes it
-        if arguments.states:
-            samples += samples_of_site(arguments.states)
+        if states:
+            samples += samples_of_site(states)
         samples += map(samples_of_certificate, arguments.certificate)
         if superlink is not None:
             samples += server()

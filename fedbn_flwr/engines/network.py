@@ -70,8 +70,8 @@ class PollingGrid(GridAround):
             else:
                 error = Error(ErrorCode.UNKNOWN, "the SuperLink did not accept the message; its log says why")
                 replies.append(Message(error, reply_to=message))
+        known = 0
         while asked:
-            known = len(replies)
             restarted: frozenset[int] = frozenset()
             if time.monotonic() - checked >= _RESTART_CHECK:
                 restarted = _changed(before, self._activations())
@@ -87,6 +87,7 @@ class PollingGrid(GridAround):
             if observer is not None:
                 for reply in replies[known:]:
                     observer.replied(reply)
+                known = len(replies)
                 given_up = observer.given_up()
                 asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in given_up}
             passed = time.monotonic() - began

@@ -216,7 +216,10 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
 
 def check_writable(folder: Path) -> Check:
     """Whether the node's state folder can be written to, and the space in it."""
-    probe = folder / f".fedbn-check-{os.getpid()}"
+    there = folder = folder.expanduser()
+    while not there.exists():  # the client creates what is missing
+        there = there.parent
+    probe = there / f".fedbn-check-{os.getpid()}"
     try:
         probe.write_bytes(b"")
         probe.unlink()

@@ -33,6 +33,12 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 
 from .temporary import temporary_folder
 
+_EXAMPLE = {  # for the options of `flwr run` that have a value
+    "--run-config": "--run-config \"set='rounds=10'\"",
+    "--federation-config": "--federation-config num-supernodes=5",
+    "--federation": "--federation @account/name",
+    "--format": "--format json",
+}
 _START_TIMEOUT = 60  # seconds until the SuperLink answers
 _PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's, of --run-config
 _STOP_TIMEOUT = 20  # seconds until its processes have ended
@@ -43,7 +49,7 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation_config: str, op
     with temporary_folder("flwr") as home, _superlink(home) as environment:
         config = home / "run-config.toml"
         config.write_text(_toml_lines(run_config), encoding="utf-8")
-        command = [_tool("flwr"), "run", str(app), "--stream", "--federation-config", federation_config]
+        command = [tool("flwr"), "run", str(app), "--stream", "--federation-config", federation_config]
         if run_config:
             command += ["--run-config", str(config)]
         # In our process group, so that Ctrl-C reaches it; _superlink() stops the SuperLink's processes.
@@ -88,16 +94,17 @@ class FlwrRun:
                 f"fedbn flwr has only one command, `run`; found {' '.join(arguments) or 'nothing'!r}. Call flwr itself "
                 "for Flower's other commands"
             )
-        given: dict[str, list[str]] = {"--run-config": [], "--federation-config": []}
+        values: dict[str, list[str]] = {name: [] for name in _EXAMPLE}
         places, options = [], []
         while words:
             word = words.pop(0)
+            if word.startswith("-c"):
+                word = f"--run-config={word[2:].removeprefix('=')}" if word[2:] else "--run-config"
             name, equals, value = word.partition("=")
-            name = {"-c": "--run-config"}.get(name, name)
-            if name in given:
+            if name in values:
                 if not equals and not words:
-                    raise SettingsError(f"{name} needs a value, for instance {name} \"set='rounds=10'\"")
-                given[name].append(value if equals else words.pop(0))
+                    raise SettingsError(f"{name} needs a value, for instance {_EXAMPLE[name]}")
+                values[name].append(value if equals else words.pop(0))
             elif word.startswith("-"):
                 options += [word] if word != "--stream" else []
             else:
@@ -108,8 +115,10 @@ class FlwrRun:
                 f"flwr run {places[0]} {places[1]} --stream"
             )
         app = Path(places[0] if places else ".").expanduser().resolve()
-        run_config = parse_pairs(given["--run-config"], "--run-config")
-        return cls(app, _read_project(app), run_config, " ".join(given["--federation-config"]), options)
+        run_config = parse_pairs(values.pop("--run-config"), "--run-config")
+        federation_config = " ".join(values.pop("--federation-config"))
+        options += [word for name, each in values.items() for value in each for word in (name, value)]
+        return cls(app, _read_project(app), run_config, federation_config, options)
 
 
 def _read_project(app: Path) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
     neutral.mkdir()
     log = home / "superlink.log"
     command = [
-        _tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess",
+        tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess",
         "--control-api-address", f"127.0.0.1:{control}", "--host", "127.0.0.1", "--port", str(port),
         "--log-file", str(log),
     ]  # fmt: skip
@@ -210,7 +219,7 @@ def _stopped_after_us(group: int) -> Iterator[None]:
         shell.communicate()
 
 
-def _tool(name: str) -> str:
+def tool(name: str) -> str:
     """Flower's command in this environment, not in another one earlier on PATH."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
@@ -258,7 +267,7 @@ def _stop_group(process: subprocess.Popen[bytes]) -> None:
 def _status(environment: Mapping[str, str], home: Path) -> tuple[str, str]:
     """Status and details of the newest run, because `flwr run --stream` exits with 0 even if the run failed."""
     listed = subprocess.run(
-        [_tool("flwr"), "ls", "--format", "json"], env=environment, cwd=home, capture_output=True, text=True, timeout=60
+        [tool("flwr"), "ls", "--format", "json"], env=environment, cwd=home, capture_output=True, text=True, timeout=60
     )
     try:
         newest = json.loads(listed.stdout)["runs"][0]

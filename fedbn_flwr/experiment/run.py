@@ -92,7 +92,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         for listener in listeners:
             listener.on_start(state)
             begun.append(listener)
-        asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) > 1 else {}
+        asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(run, prepared.rule, partition_of(run.data, run.clients, run.seed, str(prepared.device)))

@@ -22,6 +22,7 @@ from fedbn_flwr import __version__
 from fedbn_flwr.client.rules.fedtan import check_batch
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.engines.reach import Check, check_writable
 from fedbn_flwr.errors import FedbnError, MessageError, SettingsError
 
@@ -58,9 +59,10 @@ def check_versions() -> Check:
 
 
 def check_node_config(node: Mapping[str, Any]) -> list[Check]:
-    """Whether the keys of the node config are known, and its state folder can be written to."""
+    """Whether the node config is valid, and its state folder can be written to."""
     try:
         check_node_keys(node)
+        min_batch_of(node)
     except SettingsError as error:
         return [Check("node config", "failed", str(error), "correct --node-config")]
     return [check_writable(Path(str(node["state"])))] if "state" in node else []
@@ -90,8 +92,9 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
             )
         if expected:
             yield _suits(run, dataset)
-            if (allowed := make_rule(run).traits.min_batch) > 1:
-                yield _exchange(min(run.train.batch_size, len(train)), allowed, min_batch_of(node))
+            if allowed := make_rule(run).traits.min_batch:
+                used, _ = hold_out(train, run.evaluate.validation, run.seed, client)
+                yield _exchange(min(run.train.batch_size, len(used)), allowed, min_batch_of(node))
     except FedbnError as error:
         yield Check("data", "failed", str(error), "correct the data, the node config or the experiment")
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedbn_flwr.errors import StorageError, UserError
+from fedbn_flwr.errors import SettingsError, StorageError, UserError
 
+from .folder import RunFolder
 from .state import find_folders, read_state, size_of
 
 _STATE = re.compile(r".+-[0-9a-f]{32}")  # RUN-TOKEN, see fedbn_flwr.client.node_state
@@ -50,10 +51,21 @@ def old_runs(folders: Iterable[Path], before: float, *, keep_models: bool, unfin
             yield f"{path}: kept, {what}"
         elif path.is_symlink() or any(path.rglob("*/summary.json")):
             yield f"{path}: kept, it is a link or has other runs below it"
+        elif _is_locked(path):
+            yield f"{path}: kept, a process is writing it"
         elif not keep_models:
             yield Old(path, what, run.changed, size_of(path))
         elif (checkpoint := path / "checkpoint").is_file():
             yield Old(checkpoint, f"checkpoint, {what}", run.changed, checkpoint.stat().st_size)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process carries out this run, which may be silent because it waits for a site."""
+    try:
+        with RunFolder(path).locked():
+            return False
+    except SettingsError:
+        return True
 
 
 def old_states(folder: Path, before: float) -> Iterator[Old | str]:

@@ -233,6 +233,39 @@ def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
     assert "N is 'x', expected a number from 1" in again.stderr
 
 
+def test_the_authority_s_key_is_needed_for_new_keys_only(tmp_path: Path) -> None:
+    """The documentation says to store it offline, and to run the script again after an upgrade."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=shutil.ignore_patterns("keys"))
+    shutil.copy(COMPOSE, tmp_path)
+
+    def sites(*words: str) -> subprocess.CompletedProcess[str]:
+        script = ["sh", str(tmp_path / "deploy" / "sites.sh"), *words]
+        return subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
+
+    assert sites("2").returncode == 0
+    keys, written = tmp_path / "deploy" / "keys", tmp_path / "docker-compose.sites.yml"
+    (keys / "ca").rename(tmp_path / "offline")
+    content = {path: path.read_bytes() for path in keys.rglob("*") if path.is_file()}
+    written.unlink()
+    again = sites("2")
+    assert again.returncode == 0, again.stderr
+    assert written.exists()
+    assert {path: path.read_bytes() for path in keys.rglob("*") if path.is_file()} == content
+    before = written.read_bytes()
+    for words, needed in ((("3",), "site-2"), (("2", "fl.example.org"), "fl.example.org")):
+        refused = sites(*words)
+        assert refused.returncode == 1
+        assert needed in refused.stderr
+        assert "copy deploy/keys/ca back" in refused.stderr
+        assert written.read_bytes() == before
+    (tmp_path / "offline").rename(keys / "ca")
+    made = sites("3")
+    assert made.returncode == 0, made.stderr
+    assert "new keys: site-2\n" in made.stdout
+
+
 def test_a_card_is_asked_for_by_every_client_and_the_image_has_cuda() -> None:
     cards = read_compose(file=GPU)["services"]
     assert cards.keys() == {name for name in read_compose()["services"] if name.startswith("superexec-clientapp-")}
@@ -336,6 +369,21 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
         words = ["openssl", "x509", "-in", str(keys / server / "server.pem"), "-noout", "-ext", "subjectAltName"]
         names = subprocess.run(words, capture_output=True, text=True).stdout
         assert names.count("DNS:example.org") == names.count("10.0.0.7") == names.count("DNS:localhost") == 1
+
+
+@needs_tools
+def test_the_check_of_keys_names_those_that_containers_cannot_read(tmp_path: Path) -> None:
+    """A key copied from a server where root made it has the mode 600, but another owner."""
+    keys = tmp_path / "keys"
+    assert make_keys(keys, "--nodes", "2").returncode == 0
+    assert "chown" not in make_keys(keys, "--check").stdout
+    copied = keys / "site-1" / "node.key"
+    os.chown(copied, os.getuid(), os.getgid())
+    copied.chmod(0o600)
+    checked = make_keys(keys, "--check")
+    assert checked.returncode == 0
+    assert checked.stdout.count("chown -R 49999:49999") == 1
+    assert f"{copied}: the containers, which run as uid 49999, cannot read it" in checked.stdout
 
 
 @needs_tools

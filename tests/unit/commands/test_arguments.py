@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.engines.simulation import FlwrRun, parse_pairs
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.find import from_run_config
+from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import default_out
 from tests.support.command import ROOT
 
@@ -43,6 +49,35 @@ def test_a_flower_run_is_not_resumed_where_there_is_none(tmp_path: Path, capsys:
     words = f"out='{out}' resume=true"
     assert "mistyped' has no run to resume" in refusal(capsys, "flwr", "run", str(ROOT), "--run-config", words)
     assert not out.exists()
+
+
+def test_options_of_flower_with_a_value_are_passed_on() -> None:
+    words = ["run", str(ROOT), "--format", "json", "-cset='rounds=2'", "--federation=@a/b", "-c", "out='x'"]
+    request = FlwrRun.parse(words)
+    assert request.run_config == {"set": "rounds=2", "out": "x"}
+    assert request.options == ["--federation", "@a/b", "--format", "json"]
+    with pytest.raises(SettingsError, match="--format needs a value, for instance --format json"):
+        FlwrRun.parse(["run", "--format"])
+
+
+def test_the_help_of_flower_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flwr", "run", str(ROOT), "--help"]) == 0
+    assert "--federation-config" in capfd.readouterr().out
+
+
+QUOTED = re.compile(r"--run-config (?:'([^']*)'|\"((?:[^\"\\]|\\.)*)\")")
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if QUOTED.search(page.read_text())
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_run_configs_in_the_documentation_can_begin(page: Path) -> None:
+    defaults = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    for single, double in QUOTED.findall(page.read_text(encoding="utf-8")):
+        text = single or double.replace('\\"', '"')
+        if "..." not in text and ".yaml" not in text:
+            assert prepare(from_run_config(defaults | parse_pairs([text], "--run-config"))), text
 
 
 @pytest.mark.parametrize("out", ["/", ".", "plot", "plot.docx"])

@@ -221,6 +221,46 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
+    ("more", "images", "verdict"),
+    [
+        (["strategy={name: FedTAN, min_batch: 1}"], 16, "fewer than 32"),
+        (["strategy={name: FedTAN, min_batch: 16}", "evaluate.validation=0.2"], 16, "has 13 images"),
+        (["strategy={name: FedTAN, min_batch: 16}"], 16, ""),
+        (["strategy={name: FedAvg}"], 1, ""),
+    ],
+)
+def test_a_site_knows_before_the_run_whether_it_may_exchange_statistics(
+    more: list[str], images: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    for number in range(16):
+        folder = tmp_path / "images" / "train" / f"class {number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (12, 10, 3), np.uint8)).save(folder / f"{number}.png")
+    shutil.copytree(tmp_path / "images" / "train", tmp_path / "images" / "test")
+    own = "" if "min_batch: 1}" in more[0] else " min-batch=16"
+    config = ["--node-config", f"data-path='{tmp_path / 'images'}'{own}"]
+    site = "{train: {batch_size: 16}, data: {classes: 2, channels: 3, size: [12, 10], normalise: unit}}"
+    code, found = check(capsys, *config, site, "evaluate.server=false", *more)
+    assert code == bool(verdict), found
+    if verdict:
+        assert verdict in found["exchange"]["found"]
+
+
+def test_a_state_folder_may_be_below_the_home_folder_and_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for state in ("~", "~/not/yet"):
+        code, found = check(capsys, "--node-config", f"state='{state}'")
+        assert code == 0, found
+        assert f"{tmp_path}" in found["state folder"]["found"]
+    code, found = check(capsys, "--node-config", "min-batch='x'")
+    assert code == 1
+    assert "min-batch='x'" in found["node config"]["found"]
+
+
+@pytest.mark.parametrize(
     "words", [["--timeout", "0"], ["--insecure", "--root-certificates", "ca.crt"], ["--node-config", "data-path"]]
 )
 def test_wrong_usage_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

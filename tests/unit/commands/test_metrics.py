@@ -95,6 +95,33 @@ def test_a_site_reports_successes_and_failures(
     assert "ArrayRecord" in json.loads(file.read_text())["train"]["error"]
 
 
+def test_a_failure_in_an_exchange_counts_as_one_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of FedTAN's many messages in a step, only the last is of type train."""
+    experiment = load_experiment("name: trial\nclients: 1\nengine: {workers: 0, device: cpu}\n")
+    app = client_app(functools.partial(client_of, experiment), mods=[record_status])
+    with LocalGrid(app, 1, node_config={"state": str(tmp_path)}) as grid:
+        (reply,) = send(grid, RecordDict(), protocol.COHORT_QUERY, server_round=3)
+        assert reply.has_error()
+    found = printed(capsys, "--states", tmp_path)
+    labels = '{run="FedAvg",client="0",task="train"}'
+    assert (found[f"fedbn_site_round{labels}"], found[f"fedbn_site_failed{labels}"]) == (3, 1)
+    (file,) = tmp_path.glob("*/client-0/status.json")
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_state_folder_that_does_not_exist_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["metrics", "--once", "--states", str(tmp_path / "none")]) == 2
+    assert "none' does not exist, or this user cannot read it" in capsys.readouterr().err
+
+
+def test_an_address_of_the_environment_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDBN_METRICS_ADDRESS", "foo")
+    assert cli.main(["metrics"]) == 2
+    assert "FEDBN_METRICS_ADDRESS is 'foo'; expected HOST:PORT" in capsys.readouterr().err
+
+
 def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ca.crt"
     write_certificate(file, 20.5)

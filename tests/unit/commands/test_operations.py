@@ -107,6 +107,15 @@ def test_clean_lists_first_and_deletes_only_old_finished_runs(runs: Path, capsys
     assert left(runs) == {"now"}, "a running run is never deleted"
 
 
+def test_clean_keeps_a_run_whose_process_waits_for_a_site(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(runs / "killed").locked():
+        assert cli.main(["clean", str(runs), "--yes", "--unfinished"]) == 0
+    assert f"{runs / 'killed'}: kept, a process is writing it" in capsys.readouterr().out
+    assert left(runs) == {"new", "now", "killed"}
+    assert cli.main(["clean", str(runs), "--yes", "--unfinished"]) == 0
+    assert left(runs) == {"new", "now"}
+
+
 def test_clean_can_keep_models_and_figures(runs: Path) -> None:
     assert cli.main(["clean", str(runs), "--keep-models", "--yes"]) == 0
     assert not (runs / "old" / "checkpoint").exists()

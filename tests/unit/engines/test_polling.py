@@ -166,6 +166,14 @@ def test_nodes_that_the_observer_gave_up_are_not_waited_for(federation: Federati
     assert sum(slept) == pytest.approx(100)
 
 
+def test_the_observer_sees_a_message_that_the_superlink_refused(federation: Federations, slept: list[float]) -> None:
+    polled, observer = PollingGrid(SlowGrid(federation((4, 4)).app(), 2, looks=0, refused=[2])), Observer()
+    polled.observe(observer)
+    assert len(list(polled.send_and_receive(questions(1, 2), timeout=100))) == 2
+    assert observer.errors.keys() == {1, 2}
+    assert "did not accept the message" in str(observer.errors[2])
+
+
 def test_no_messages_no_waiting(federation: Federations, slept: list[float]) -> None:
     assert list(PollingGrid(SlowGrid(federation((4,)).app(), 1)).send_and_receive([])) == []
 
