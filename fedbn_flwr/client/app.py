@@ -87,9 +87,11 @@ def client_app(
 
     def answer(task: str, handle: Handler, message: Message, context: Context) -> Message:
         def make() -> NumPyClient:
-            if not takes_config:
-                return make_client(context)  # type: ignore[call-arg]
-            return make_client(context, _config(message))  # type: ignore[call-arg]
+            given = (context, _config(message)) if takes_config else (context,)
+            client = make_client(*given)
+            if isinstance(client, BNClient) and not client.has_context:
+                client.attach(context)
+            return client
 
         try:
             on_disk = "state" in context.node_config

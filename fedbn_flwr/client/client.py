@@ -105,7 +105,8 @@ class BNClient(NumPyClient):
     device
         The device for training; by default that of the model's parameters.
     context
-        The node's Flower context, which has the client's `partition-id` and state.
+        The node's Flower context, which has the client's `partition-id` and state; `client_app` adds it if it is
+        missing.
     """
 
     def __init__(
@@ -139,17 +140,13 @@ class BNClient(NumPyClient):
     ) -> None:
         if epochs is not None and steps is not None:
             raise ValueError(f"give epochs ({epochs}) or steps ({steps}), not both")
-        self.train_data = train_data
-        self.eval_data = eval_data
-        self.batch = batch
-        self.lr = lr
+        self.train_data, self.eval_data = train_data, eval_data
+        self.batch, self.lr = batch, lr
         self.epochs = 1 if epochs is None and steps is None else epochs
         self.steps = steps
         self.optimizer, self.momentum = optimizer, momentum
-        self.weight_decay = weight_decay
-        self.norm_weight_decay = norm_weight_decay
-        self.bias_weight_decay = bias_weight_decay
-        self.keep_momentum = keep_momentum
+        self.weight_decay, self.norm_weight_decay = weight_decay, norm_weight_decay
+        self.bias_weight_decay, self.keep_momentum = bias_weight_decay, keep_momentum
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
         self.clip = clip
@@ -159,18 +156,21 @@ class BNClient(NumPyClient):
             name_of(metric)  # refuses unknown ones
         self.metrics = metrics
         self.seed = seed
-        self.channels_last = channels_last
-        self.precision = precision
-        self.compile = compile
+        self.channels_last, self.precision, self.compile = channels_last, precision, compile
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.min_batch, self.share_personal = min_batch, share_personal
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
         self._is_fixed = isinstance(model, ModelTensors)
-        self._state = NodeState(RecordDict() if context is None else context.state)
-        self.partition_id = None if context is None else context.node_config.get("partition-id")
+        self.has_context = context is not None
+        self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
+
+    def attach(self, context: Context) -> None:
+        """Use the state and number of this node; `client_app` does so for a client that was made without a context."""
+        self._state = NodeState(context.state)
+        self.partition_id = context.node_config.get("partition-id")
         # Random draws depend on this number: the partition or, if the site has none, the node id.
-        self._number = 0 if context is None else int(context.node_config.get("partition-id", context.node_id))
+        self._number = int(context.node_config.get("partition-id", context.node_id))
 
     @property
     def model(self) -> nn.Module:
@@ -253,6 +253,7 @@ class BNClient(NumPyClient):
                 first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
             )
             begin()  # if the round had no step
+        self._parts.settle()
         returned, received = frozenset[Role]().union(*(rule.returned() for rule in rules)), set(arrays)
         sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
@@ -282,6 +283,7 @@ class BNClient(NumPyClient):
                 self._tune(steps, config)
                 tuned = self._measure(config)
             finally:
+                self._parts.settle()
                 self._parts.load(before)
             metrics |= {f"{protocol.TUNED}-{key}": value for key, value in tuned.items()}
         return metrics | self.identity
@@ -373,6 +375,7 @@ class BNClient(NumPyClient):
 
     def _load(self, arrays: Arrays, config: Config) -> None:
         """Load the received arrays, and the client's own values of all other arrays."""
+        self._parts.settle()
         if not (self._is_fixed or self._parts.are_current()):
             self._parts = ModelTensors(self.model, self.device)
         self._state = NodeState(self.records, run_of(config))

@@ -20,9 +20,9 @@ class _Sums:
     """The figures of a batch, added up over its examples, or over the pixels of a segmentation model."""
 
     loss: torch.Tensor
-    correct: torch.Tensor
+    correct: torch.Tensor | None  # None if the outputs are not logits of classes
     matrix: torch.Tensor | None  # the confusion matrix of a segmentation model
-    logits: torch.Tensor
+    logits: torch.Tensor  # or what else the model returned
     targets: torch.Tensor
 
 
@@ -39,8 +39,9 @@ def evaluate(
     """`loss` and `accuracy` (a fraction) in evaluation mode, means over `num-examples` examples, and the `metrics`.
 
     For a segmentation model, whose logits are [N, C, H, W], they are means over the pixels whose label is not 255, and
-    the result includes `mean-iou`. A metric that the examples do not define is left out. The result does not depend on
-    the number of threads, each of which has a batch in memory.
+    the result includes `mean-iou`. A metric that the examples do not define is left out. If outputs or targets are not
+    those of a classifier (a regression, several labels per image, one logit), there is no accuracy. The result does
+    not depend on the number of threads, each of which has a batch in memory.
     """
 
     @torch.no_grad()  # a setting of the thread
@@ -48,6 +49,8 @@ def evaluate(
         inputs, targets = (tensor.to(device) for tensor in batch)
         logits = model(inputs)
         loss = loss_fn(logits, targets).double()
+        if not _has_classes(logits, targets):
+            return _Sums(loss * len(targets), None, None, logits, targets)
         if logits.ndim > 2:
             matrix = confusion(logits, targets)
             return _Sums(loss * matrix.sum(), matrix.trace(), matrix, logits, targets)
@@ -56,13 +59,13 @@ def evaluate(
     was_training = model.training
     model.eval()
     loss = torch.zeros((), device=device, dtype=torch.float64)
-    correct = torch.zeros((), device=device, dtype=torch.int64)
+    correct: torch.Tensor | None = torch.zeros((), device=device, dtype=torch.int64)
     examples = 0
     pixels: torch.Tensor | None = None
     others = Measurement(metrics)
     for sums in map_batches(sums_of, model, batches, threads):
         loss += sums.loss
-        correct += sums.correct
+        correct = None if correct is None or sums.correct is None else correct + sums.correct
         if sums.matrix is not None:
             pixels = sums.matrix if pixels is None else pixels + sums.matrix
         others.add(sums.logits, sums.targets, sums.matrix)
@@ -73,10 +76,23 @@ def evaluate(
     counted = examples if pixels is None else int(pixels.sum())
     if not counted:
         raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
-    figures = {"loss": float(loss) / counted, "accuracy": int(correct) / counted, "num-examples": examples}
+    figures = {"loss": float(loss) / counted, "num-examples": examples}
+    if correct is not None:
+        figures["accuracy"] = int(correct) / counted
     if pixels is not None:
         figures["mean-iou"] = mean_iou(pixels)
     return figures | others.values()
+
+
+def _has_classes(logits: object, targets: torch.Tensor) -> bool:
+    """Whether they are logits [N, C, ...] of two or more classes, and their numbers [N, ...]."""
+    return (
+        isinstance(logits, torch.Tensor)
+        and logits.ndim >= 2
+        and logits.shape[1] > 1
+        and not targets.is_floating_point()
+        and targets.shape == logits.shape[:1] + logits.shape[2:]
+    )
 
 
 def evaluate_sets(

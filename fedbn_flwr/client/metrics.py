@@ -5,10 +5,13 @@ A metric that a set of examples does not define, such as the AUC of images of on
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from logging import WARNING
 
 import torch
+from flwr.common import log
 from torch import Tensor
 
 from fedbn_flwr.data import IGNORED
@@ -125,13 +128,30 @@ class Measurement:
             self.logits.append(logits.cpu())
             self.targets.append(targets.cpu())
 
-    def values(self) -> dict[str, float]:
-        """The values by their keys in messages, without those that are NaN."""
+    def values(self, *, strict: bool = False) -> dict[str, float]:
+        """The values by their keys in messages, without those that are NaN.
+
+        A function that fails is left out too, with a warning, since it may need examples of all classes, which this
+        client does not have. With `strict` its error is raised.
+        """
         found = {key: function(sum(self.matrices, start=torch.tensor(0))) for key, function in self.of_matrix.items()}
         for key, metric in self.of_logits.items():
-            value = metric(torch.cat(self.logits), torch.cat(self.targets))
             try:
-                found[key] = float(value)
-            except (TypeError, ValueError):
-                raise SettingsError(f"metric {key} returned a {type(value).__name__}; expected a number") from None
+                found[key] = _number(key, metric(torch.cat(self.logits), torch.cat(self.targets)))
+            except Exception as error:
+                if strict:
+                    raise
+                _warn_once(f"metric {key} is left out: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def _number(key: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise SettingsError(f"metric {key} returned a {type(value).__name__}; expected a number") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    log(WARNING, "%s", text)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +118,8 @@ class ModelTensors:
         self._fits: dict[tuple[Layout, ...], bool] = {}
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._modules = list(model.modules())
+        # A network may override `train`, for instance to keep batch norms that are not trained in evaluation mode.
+        self._has_own_train = any(type(module).train is not nn.Module.train for module in self._modules)
         # Buffers that are not in the state dict, which a network may change in its passes.
         self._hidden = [
             (module._buffers, name, buffer.clone())
@@ -124,7 +127,7 @@ class ModelTensors:
             for name, buffer in module._buffers.items()
             if initial is not None and buffer is not None and name in module._non_persistent_buffers_set
         ]
-        self._held = [
+        self._held: list[tuple[dict[str, Any], str, Tensor, int]] = [
             (table, name, tensor, tensor.data_ptr())
             for module in self._modules
             for table in (module._parameters, module._buffers)
@@ -139,9 +142,20 @@ class ModelTensors:
         """Whether the model still has these tensors; its owner may have moved it or replaced some."""
         return all(table.get(name) is tensor and tensor.data_ptr() == at for table, name, tensor, at in self._held)
 
+    def settle(self) -> None:
+        """Give the model its tensors again where a pass has assigned others (`self.mean = ...`), with their values."""
+        for table, name, tensor, _ in self._held:
+            now = table.get(name)
+            if now is tensor or now is None:
+                continue
+            # Others are of an owner who moved or changed the model.
+            if (now.shape, now.dtype, now.device) == (tensor.shape, tensor.dtype, tensor.device):
+                tensor.detach().copy_(now.detach())
+                table[name] = tensor
+
     def set_training(self) -> None:
         """Set training mode, if it is not set: setting it takes longer than checking it."""
-        if not all(module.training for module in self._modules):
+        if self._has_own_train or not all(module.training for module in self._modules):
             self.model.train()
 
     def fits(self, *sets: Arrays) -> bool:

@@ -147,9 +147,9 @@ def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Itera
     """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
     if isinstance(data, Epochs):
         return data.num_examples
-    dataset = getattr(data, "dataset", None)  # a DataLoader
-    if isinstance(dataset, Sized):
-        return len(dataset)
+    for part in ("sampler", "dataset"):  # of a DataLoader; a sampler may choose some of the examples
+        if isinstance(sized := getattr(data, part, None), Sized):
+            return len(sized)
     if isinstance(data, Sequence):  # batches in a list
         return sum(len(targets) for _, targets in pairs(data))
     raise TypeError(

@@ -209,7 +209,7 @@ def _check_metrics(run: Settings, logits: Tensor, labels: Tensor) -> None:
     measurement = Measurement(metrics)
     measurement.add(logits, labels, None)
     try:
-        measurement.values()
+        measurement.values(strict=True)
     except Exception as error:
         raise SettingsError(
             f"evaluate.metrics: a metric of {', '.join(names)} failed for logits {list(logits.shape)} and labels "

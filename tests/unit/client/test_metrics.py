@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.metrics import Metric, auc, balanced_accuracy, confusion, macro_f1, mean_iou
+from fedbn_flwr.client.metrics import Measurement, Metric, auc, balanced_accuracy, confusion, macro_f1, mean_iou
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
 
@@ -144,9 +145,47 @@ def test_a_function_is_given_all_examples_and_reported_by_its_name() -> None:
     assert "undefined" not in found, "NaN is left out"
 
 
-def test_a_value_that_is_no_number_is_refused() -> None:
-    with pytest.raises(SettingsError, match="metric listed returned a list; expected a number"):
-        evaluate(Given(), [examples((0, 1))], F.cross_entropy, CPU, [listed])  # type: ignore[list-item]
+def failing(logits: Tensor, labels: Tensor) -> float:
+    raise ValueError("it needs examples of all classes")
+
+
+def test_a_function_that_fails_is_left_out_and_named(flower_log: Any) -> None:
+    metrics: Any = [listed, failing, top_2]
+    found = evaluate(Given(), [examples((0, 1))], F.cross_entropy, CPU, metrics)
+    assert found.keys() == {"loss", "accuracy", "num-examples", "top-2"}
+    logged = [record.getMessage() for record in flower_log.records]
+    assert "metric listed is left out: SettingsError: metric listed returned a list; expected a number" in logged
+    assert "metric failing is left out: ValueError: it needs examples of all classes" in logged
+    for metric in metrics[:2]:
+        measurement = Measurement([metric])
+        measurement.add(*examples((0, 1)), None)
+        with pytest.raises(ValueError, match=r"expected a number|all classes"):
+            measurement.values(strict=True)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (torch.zeros(4, 1), torch.tensor([[0.0], [1.0], [1.0], [1.0]])),  # one logit
+        (torch.zeros(4), torch.zeros(4)),
+        (torch.zeros(4, 3), torch.ones(4, 3)),  # several labels
+        (torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.int64)),
+        ({"logits": torch.zeros(4, 3)}, torch.zeros(4, dtype=torch.int64)),
+    ],
+    ids=["one logit", "a number", "several labels", "several integer labels", "a dict"],
+)
+def test_without_classes_there_is_a_loss_and_no_accuracy(outputs: Any, targets: Tensor) -> None:
+    def loss(found: Any, given: Tensor) -> Tensor:
+        assert found is outputs
+        return given.double().mean() + 1
+
+    class Fixed(nn.Module):
+        def forward(self, inputs: Tensor) -> Any:
+            return outputs
+
+    batch = (torch.zeros(4, 2), targets)
+    found = evaluate(Fixed(), [batch, batch], loss, CPU)
+    assert found == {"loss": float(targets.double().mean()) + 1, "num-examples": 8}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Networks that people write: frozen parts, buffers that are assigned, samplers, clients without a context."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.client.model_tensors import Initial, ModelTensors
+from fedbn_flwr.messages.arrays import pack, unpack
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def batches(count: int = 3) -> Batches:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(6, 4, generator=generator).double() + 2, torch.randint(0, 3, (6,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+class FrozenBack(nn.Module):
+    """Its batch norm always uses the running statistics, as in the usual code for fine-tuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+        self.head = nn.Linear(5, 3)
+
+    def train(self, mode: bool = True) -> FrozenBack:
+        super().train(mode)
+        self.back.eval()
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.back(inputs))
+        return logits
+
+
+class Running(nn.Module):
+    """A normaliser that assigns its statistics instead of changing them in place."""
+
+    running_mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.running_mean = 0.9 * self.running_mean + 0.1 * inputs.mean(0)
+        logits: Tensor = self.head(inputs - self.running_mean)
+        return logits
+
+
+def trained(model: nn.Module, data: Batches, lr: float = 0.1) -> dict[str, Tensor]:
+    """The twin: PyTorch's own loop."""
+    model = copy.deepcopy(model)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def check_rounds(client: BNClient, twin: nn.Module, data: Batches) -> None:
+    state = {key: value.numpy().copy() for key, value in twin.state_dict().items()}
+    for number in (1, 2):
+        expected = trained(twin, data)
+        twin.load_state_dict(expected)
+        state |= client.train_round(state, {"server-round": number}).arrays
+        assert client.evaluate_round(state, {"server-round": number})["loss"] > 0
+        for key, value in expected.items():
+            torch.testing.assert_close(torch.from_numpy(state[key].copy()), value, rtol=1e-12, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("make", [FrozenBack, Running])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_round_is_that_of_a_plain_loop(make: type[nn.Module], shared: bool) -> None:
+    torch.manual_seed(0)
+    model, data = make().double(), batches()
+    twin = copy.deepcopy(model)
+    tensors = ModelTensors(model, initial=Initial(lambda: make().double())) if shared else model
+    check_rounds(BNClient(tensors, data, data, lr=0.1), twin, data)
+    if make is FrozenBack:
+        assert model.state_dict()["back.1.running_mean"].abs().sum() == 0
+    else:
+        assert model.state_dict()["running_mean"].abs().sum() > 0
+
+
+def test_fine_tuning_leaves_assigned_buffers_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, data = Running().double(), batches()
+    client = BNClient(model, data, data)
+    state = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+    found = client.evaluate_round(state, {"server-round": 1, "fedbn.tune-steps": 2, "fedbn.tune-lr": 0.1})
+    assert found["tuned-loss"] != found["loss"]
+    for key, value in model.state_dict().items():
+        assert value.numpy().tolist() == state[key].tolist(), key
+
+
+def test_a_model_that_its_owner_moved_keeps_its_new_tensors() -> None:
+    model, data = Running(), [(inputs.float(), targets) for inputs, targets in batches()]
+    client = BNClient(model, data, data)
+    model.double()
+    doubled = batches()
+    client.train_data = client.eval_data = doubled
+    state = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+    client.train_round(state, {"server-round": 1})
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("kind", ["sampler", "subset", "whole"])
+def test_a_sampler_gives_the_number_of_examples(kind: str) -> None:
+    data = TensorDataset(torch.zeros(30, 4), torch.zeros(30, dtype=torch.int64))
+    loader: DataLoader[Any] = {
+        "sampler": DataLoader(data, 4, sampler=SubsetRandomSampler(range(7))),
+        "subset": DataLoader(torch.utils.data.Subset(data, range(7)), 4, shuffle=True),
+        "whole": DataLoader(data, 4, drop_last=True),
+    }[kind]
+    assert BNClient(Running(), loader).num_examples == (30 if kind == "whole" else 7)
+
+
+def test_client_app_gives_a_client_without_context_that_of_its_node() -> None:
+    """Otherwise FedBN's batch norm would be forgotten, and all clients would draw as client 0."""
+    data = [(inputs.float(), targets) for inputs, targets in batches()]
+    drawn: list[float] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.training:
+                drawn.append(float(torch.rand(())))
+            logits: Tensor = self.head(self.norm(inputs))
+            return logits
+
+    def run(with_context: bool) -> list[dict[str, Any]]:
+        def make(context: Context) -> BNClient:
+            torch.manual_seed(0)
+            return BNClient(Net(), data, lr=0.1, context=context if with_context else None)
+
+        torch.manual_seed(0)
+        model = {key: value for key, value in Net().state_dict().items() if key.startswith("head")}
+        arrays = pack({key: value.numpy() for key, value in model.items()})
+        with LocalGrid(client_app(make), 2) as grid:
+            for number in (1, 2):
+                replies = list(grid.send_and_receive([message(arrays, node, number) for node in grid.get_node_ids()]))
+        assert not any(reply.has_error() for reply in replies)
+        return [{**dict(reply.content["metrics"]), **unpack(reply.content["arrays"])} for reply in replies]  # type: ignore
+
+    def message(arrays: ArrayRecord, node: int, number: int) -> Message:
+        config = ConfigRecord({"server-round": number})
+        return Message(RecordDict({"arrays": arrays, "config": config}), node, "train")
+
+    expected = run(with_context=True)
+    first = drawn[: len(drawn)]
+    drawn.clear()
+    found = run(with_context=False)
+    assert drawn == first
+    assert len(set(first)) == len(first)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert (mine[key] == value).all() if hasattr(value, "all") else mine[key] == value, key
