@@ -55,9 +55,23 @@ class Traits:
     min_batch: int = 0  # images that a batch must have for its statistics to be exchanged; 0: none are exchanged
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
-    individual: str | None = None  # what the rule does with replies of single clients, if their mean is not enough
+    # What the rule does with replies of single clients, if their mean is not enough; "": nothing.
+    individual: str | None = None
     masked: bool = False  # the server learns only the mean of the replies; no rule may be around it
     private: bool = False  # its results have noise that hides single clients; no rule may be around it
+
+
+def use_of_single_replies(rule: Rule) -> str | None:
+    """What a rule does with the replies of single clients, or None if their mean is enough."""
+    if rule.traits.individual is not None:
+        return rule.traits.individual or None
+    for hook in ("problem", "weights", "combine", "after_round"):
+        if not getattr(type(rule), hook).__module__.startswith(f"{__package__}."):
+            return (
+                f"has {hook}() of its own, which may use the replies of single clients (if it uses only their mean, "
+                'declare this: traits = Traits(individual=""))'
+            )
+    return None
 
 
 class Rule(Strategy):

@@ -33,7 +33,7 @@ from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, 
 from fedbn_flwr.messages.gate import arrays_of, with_content
 from fedbn_flwr.messages.masking import TOTALS, FixedPoint, kind_of_array, kind_of_exchange, kind_of_metric
 
-from ._rule import Round, Rule
+from ._rule import Round, Rule, use_of_single_replies
 from ._session import Expected, SecureSettings, Session, Sums
 from ._wrapper import Wrapper
 
@@ -297,7 +297,7 @@ def _needs_more(strategy: Strategy) -> str | None:
     if getattr(strategy, "robust", None) is not None:
         return "compares the replies of single clients (robust, max_share, clip_norm, clip_factor, plausible)"
     if isinstance(strategy, Rule):
-        return strategy.traits.individual
+        return use_of_single_replies(strategy)
     if type(strategy).aggregate_train in [mean.aggregate_train for mean in _MEANS]:
         return None
     return "is not known to compute with nothing but the mean of the replies"

@@ -14,8 +14,10 @@ import torch
 from flwr.app import Context
 from torch import Tensor, nn
 
+from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import Initial, ModelTensors, flatten_storage
+from fedbn_flwr.client.rules import known_keys
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -63,6 +65,7 @@ class Clients:
 def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any]) -> BNClient:
     """The client of a node, for the run that the message's `config` names, else the first one."""
     run = resolve(run_of(experiment, config))
+    _import_rule(run, config)
     torch.set_num_threads(run.engine.threads)
     device = choose_device(run.engine.device)
     node = context.node_config
@@ -100,6 +103,16 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     if not _is_own(run):
         pool.lend(tensors, made)
     return made
+
+
+def _import_rule(run: Settings, config: Mapping[str, Any]) -> None:
+    """Import the user's strategy if a message has keys of an unknown rule: its module imports the client's half."""
+    if any(key.startswith(protocol.PREFIX) and key not in known_keys() for key in config):
+        spec: Any = run.strategy
+        while isinstance(spec, Mapping):
+            if is_name(name := str(spec["name"])):
+                named.load("strategy.name", name)
+            spec = spec.get("base")
 
 
 def run_of(experiment: Experiment, config: Mapping[str, Any]) -> Settings:

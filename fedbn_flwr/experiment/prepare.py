@@ -185,6 +185,12 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
 
 
 def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
+    others = [type(layer).__name__ for layer in norm_layers(model).values() if not isinstance(layer, _BatchNorm)]
+    if others and run.evaluate.statistics == "reestimated":
+        raise SettingsError(
+            f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
+            f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
+        )
     if not rule.traits.replaces_norm:
         return
     for name, module in model.named_modules():
@@ -194,10 +200,9 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
                 f"plain batch norm, but {name!r} of {run.model.name!r} is a {type(module).__name__}, whose own "
                 "arithmetic would be lost; use model.norm: bn, or another strategy"
             )
-    tracking = [type(layer).__name__ for layer in norm_layers(model).values()]
-    if tracking and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+    if others and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         raise SettingsError(
             f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
-            f"{run.model.name!r} that track statistics are {tracking[0]}, which normalises otherwise; use another "
+            f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
             "strategy, or a model with batch norm"
         )

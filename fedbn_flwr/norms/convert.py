@@ -207,5 +207,5 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options
     for name in AFFINE:
         if hasattr(new, name):  # the same object, which another layer may share; None if there is no beta
             setattr(new, name, getattr(layer, name))
-    new.load_state_dict({key: state[key] for key in new.state_dict()})
+    new.load_state_dict({key: state[key] for key in new.state_dict() if key in state}, strict=False)
     return new.train(layer.training)

@@ -33,9 +33,20 @@ def blocks(language: str) -> list[str]:
 EXPERIMENTS = {" ".join(text.split())[:60]: SHORT | yaml.safe_load(text) for text in blocks("yaml")}
 
 
+TRACKING = """
+class Tracking(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(channels))
+
+    def forward(self, inputs):
+        return inputs - self.running_mean[:, None, None]
+"""
+
+
 @pytest.fixture(autouse=True)
 def my_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "my_parts.py").write_text("\n".join(blocks("python")))
+    (tmp_path / "my_parts.py").write_text("\n".join([*blocks("python"), TRACKING]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -106,6 +117,15 @@ def test_a_wrong_part_is_one_message_before_a_folder_is_made(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_of_a_normaliser_of_one_s_own_are_not_those_of_batch_norm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "quick", "model.norm=my_parts:Tracking", "evaluate.statistics=reestimated", "--out", "out"]
+    assert main(words) == 2
+    assert "has Tracking, whose statistics may be others; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

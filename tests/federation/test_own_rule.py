@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +19,11 @@ from flwr.app import ConfigRecord, Context
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.rules import rules_by_key
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum
-from tests.support.command import ROOT
+from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Private, Secure, Traits
+from tests.support.command import PATIENCE, ROOT
 
 Federations = Callable[..., Any]
 
@@ -93,6 +95,62 @@ def test_a_client_without_the_client_rule_refuses_the_message(federation: Federa
     fed = federation()
     with pytest.raises(RunFailed, match=r"asks for 'fedbn\.steps'"):
         fed_nova().start(fed.grid(), fed.arrays(), num_rounds=1)
+
+
+@pytest.mark.parametrize("around", [Secure, Private])
+def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(around: Any, fed_nova: Any) -> None:
+    with pytest.raises(SettingsError, match=r"FedNova has problem\(\) of its own, which may use the replies of single"):
+        around(fed_nova())
+    with pytest.raises(SettingsError, match="FedNova has problem"):
+        around(FixBN(fed_nova(), freeze_round=1))
+
+    class Harmless(FedAvg):
+        traits = Traits(individual="")
+
+        def combine(self, round: Any, replies: Any, weights: Any) -> Any:
+            return super().combine(round, replies, weights)
+
+    around(Harmless())
+    with pytest.raises(SettingsError, match=r"Own has combine\(\) of its own"):
+        around(type("Own", (Harmless,), {"traits": Traits()})())
+
+
+def write_modules(folder: Path, strategy: Path) -> None:
+    """The page's two files, and the strategy with the import that the page asks for."""
+    rule = folder / "nova_rule.py"
+    rule.write_text(code("# client/rules/fednova.py"))
+    strategy.write_text("import nova_rule\n" + code("# strategies/fednova.py"))
+
+
+def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
+    """In a process that has not made the strategy: an actor of Ray, or at a site."""
+    write_modules(tmp_path, tmp_path / "nova.py")
+    script = (
+        "from flwr.app import Context, RecordDict\nfrom fedbn_flwr.client.client import rules_for\n"
+        "from fedbn_flwr.experiment.node import make_client\n"
+        "text = 'clients: 2\\nstrategy: {name: FixBN, freeze_round: 1, base: {name: nova:FedNova}}'\n"
+        "context = Context(0, 1, {'partition-id': 0}, RecordDict(), {'experiment': text, 'set': ''})\n"
+        "config = {'fedbn.steps': True}\nmake_client(context, config)\n"
+        "print([rule.__name__ for rule in rules_for(config)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.stdout == "['FedNova']\n", done.stderr
+
+
+def test_the_files_of_the_page_extend_the_package(tmp_path: Path) -> None:
+    for folder in ("strategies", "fedbn_flwr"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "fedbn_flwr" / "client" / "rules" / "fednova.py").write_text(code("# client/rules/fednova.py"))
+    own = code("# strategies/fednova.py").replace("from fedbn_flwr.strategies import", "from .fedavg import")
+    (tmp_path / "strategies" / "fednova.py").write_text(own)
+    names = tmp_path / "strategies" / "__init__.py"
+    last = "from .standalone import Standalone as Standalone\n"
+    names.write_text(names.read_text().replace(last, f"{last}from .fednova import FedNova as FedNova\n"))
+    words = [sys.executable, "-m", "fedbn_flwr.cli", "list", "strategies", "FedNova"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert "FedAvg of each client's change per local step" in done.stdout, done.stderr
 
 
 # --- the modules of a round --------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from fedbn_flwr import build_model, convert_norm, roles
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.norms.convert import NORMS
 from tests.support.nets import two_norms
 
 
@@ -267,6 +269,20 @@ def test_a_normaliser_of_the_user_keeps_what_it_shares_with_batch_norm() -> None
         "0.weight": "weights", "0.bias": "weights", "1.weight": "affine", "1.gain": "weights",
         "1.running_mean": "statistics",
     }  # fmt: skip
+
+
+def test_an_entry_of_the_list_may_have_parameters_that_batch_norm_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thresholded(nn.GroupNorm):
+        def __init__(self, channels: int) -> None:
+            super().__init__(2, channels)
+            self.threshold = nn.Parameter(torch.full((channels,), 3.0))
+
+    monkeypatch.setitem(NORMS, "new", ("one more", lambda layer, *_: Thresholded(layer.num_features)))
+    model = nn.Sequential(nn.BatchNorm2d(4))
+    gamma = model[0].weight
+    new: Any = convert_norm(model, "new")[0]  # type: ignore[index]
+    assert new.weight is gamma
+    assert new.threshold.tolist() == [3.0] * 4
 
 
 def test_a_normaliser_of_torch_can_be_named_so() -> None:
