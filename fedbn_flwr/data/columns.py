@@ -42,6 +42,19 @@ def image_and_label(split: Any, name: str, image: str | None, label: str | None,
     return chosen[0], chosen[1]
 
 
+def with_images(split: Any, image: str | None) -> Any:
+    """The split, where columns of image files as bytes (with a path or without) have the type Image."""
+    import datasets
+
+    for column, feature in split.features.items():
+        kinds = feature if isinstance(feature, dict) else {"bytes": feature}
+        types = {key: getattr(kind, "dtype", None) for key, kind in kinds.items()}
+        is_file = types.keys() <= {"bytes", "path"} and types.get("bytes") in ("binary", "large_binary")
+        if is_file or (column == image and types.get("bytes") in ("string", "large_string")):
+            split = split.cast_column(column, datasets.Image())
+    return split
+
+
 def is_image(split: Any, column: str) -> bool:
     import datasets
 
@@ -61,14 +74,24 @@ def pixel_classes(name: str, entry: Entry | None, classes: int | None) -> tuple[
 
 
 def check_classes(
-    splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None
+    splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None, given: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The class names, which must be the same in both splits and as many as the catalogue lists."""
+    """The class names: those that are `given`, or else of both splits, as many as the catalogue lists."""
     names = {part: _class_names(split, name, columns[part][1]) for part, split in splits.items()}
+    if given:
+        if other := next((label for some in names.values() for label in some if label not in given), None):
+            raise DataError(
+                f"{name!r} has the class {other!r}, which is not in data.class_names; {did_you_mean(other, given)}"
+            )
+        return tuple(given)
+    typed = [split.features[columns[part][1]] for part, split in splits.items()]
+    if not any(hasattr(feature, "names") for feature in typed) and typed[0] == typed[1]:
+        values = {value for part, split in splits.items() for value in split.unique(columns[part][1])}
+        names = dict.fromkeys(names, tuple(str(value) for value in sorted(values)))
     if names["train"] != names["test"]:
         raise DataError(
             f"data.name={name!r}: the training split has {len(names['train'])} classes in {columns['train'][1]!r}, "
-            f"the test split {len(names['test'])}; they must be the same"
+            f"the test split {len(names['test'])}; they must be the same, or the names of data.class_names"
         )
     found = names["train"]
     if entry is None:

@@ -92,7 +92,10 @@ def _folder(
         return {part: _cityscapes(folder, split) for part, split in splits.items()}, CATALOGUE["cityscapes"]
     if domains := _domains(folder, entry):
         return _of_domains(folder, domains, entry.keep if entry else (), train or "train", test or "test"), entry
+    if (folder / "dataset_dict.json").is_file():  # of DatasetDict.save_to_disk
+        return _saved(folder, train or "train", (test,) if test else ("test", "validation", "val")), entry
     found = {}
+    classes: dict[str, tuple[list[str], list[str]]] = {}  # files and their classes
     # Several sets have no public test labels; papers test on their validation split.
     for part, names in (("train", (train or "train",)), ("test", (test,) if test else ("test", "val"))):
         for split in names:
@@ -100,7 +103,10 @@ def _folder(
                 found[part] = _load(folder, "parquet", [str(path) for path in parquet])
                 break
             if pictures := sorted(path for path in folder.glob(f"{split}*") if path.is_dir()):
-                found[part] = _of_classes(folder, pictures[0])
+                if any(pictures[0].glob("metadata.*")):  # `datasets` reads it; it defines the columns
+                    found[part] = _load(folder, "imagefolder", [f"{pictures[0]}/**"])
+                else:
+                    classes[part] = _of_classes(folder, pictures[0])
                 break
         else:
             present = sorted(file.name for file in folder.iterdir())[:8]
@@ -108,7 +114,23 @@ def _folder(
                 f"data.name={str(folder)!r}: no {names[0]}*.parquet for data.{part}={names[0]!r}; "
                 f"the folder contains {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
             )
-    return found, entry
+    known = sorted({label for _, labels in classes.values() for label in labels})
+    found |= {part: _table(files, classes=known, label=labels) for part, (files, labels) in classes.items()}
+    return {part: found[part] for part in ("train", "test")}, entry
+
+
+def _saved(folder: Path, train: str, tests: Sequence[str]) -> Splits:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise DataError(f"data.name={str(folder)!r}: cannot read it: {_root(error)}") from error
+    chosen = {"train": train, "test": next((name for name in tests if name in saved), tests[0])}
+    for part, name in chosen.items():
+        if name not in saved:
+            raise DataError(f"data.name={str(folder)!r}: no split {name!r} for data.{part}; it has {', '.join(saved)}")
+    return {part: saved[name] for part, name in chosen.items()}
 
 
 def _load(folder: Path, kind: str, files: Sequence[str]) -> Any:
@@ -209,10 +231,8 @@ def _subfolders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _of_classes(folder: Path, split: Path) -> Any:
-    """SPLIT/CLASS/*.jpg; `datasets` reads a folder with a metadata file, which defines its columns."""
-    if any(split.glob("metadata.*")):
-        return _load(folder, "imagefolder", [f"{split}/**"])
+def _of_classes(folder: Path, split: Path) -> tuple[list[str], list[str]]:
+    """The files of SPLIT/CLASS/*.jpg, and the class of each."""
     files: list[str] = []
     labels: list[str] = []
     for name in _subfolders(split):
@@ -225,7 +245,7 @@ def _of_classes(folder: Path, split: Path) -> Any:
             f"data.name={str(folder)!r}: {split.name}/ contains {loose}; expected a folder for each class, "
             f"{split.name}/CLASS/*.png"
         )
-    return _table(files, classes=sorted(set(labels)), label=labels)
+    return files, labels
 
 
 def _domains(folder: Path, entry: Entry | None) -> list[str]:

@@ -31,6 +31,7 @@ from .columns import (
     labels_of,
     pixel_classes,
     rows_of_domains,
+    with_images,
 )
 from .dataset import DataSet, spread
 from .decoding import Files
@@ -56,6 +57,7 @@ def load(
     size: int | Size | None = None,
     fit: Literal["stretch", "crop"] | None = None,
     classes: int | None = None,
+    class_names: Sequence[str] = (),
     stream: bool | Literal["auto"] = "auto",
     memory: float = 8.0,
     readers: int = 2,
@@ -72,7 +74,8 @@ def load(
     `train` and `test` are names of splits.
 
     All images are resized to `size`, a side or height and width (by default the catalogue's). `fit` is `stretch`, or
-    `crop`, which keeps the centre. `classes` is the number of classes of a segmentation data set.
+    `crop`, which keeps the centre. `classes` is the number of classes of a segmentation data set. `class_names` are
+    the classes in the order of their numbers; images of a part of them are enough.
 
     With `stream`, `readers` threads decode images on request; `auto` does so if all images together would take more
     than `memory` GiB.
@@ -103,14 +106,17 @@ def load(
             if stream is True:
                 raise DataError(f"data.stream is true, but {name!r} returned arrays in memory; leave it out")
             pixels = (size, size) if isinstance(size, int) else size
+            if class_names and "classes" not in found:
+                found = {**found, "classes": class_names}
             return in_memory(name, found, size=pixels, classes=classes, domains=domains, memory=memory)
         splits, entry = own, None
     else:
         with needs("data", f"data.name={name!r}"):
             import datasets  # noqa: F401
         splits, entry = open_splits(name, CATALOGUE.get(name), root, train, test, revision)
+    commit = commit_of(next(iter(splits.values())))
+    splits = {part: with_images(split, image) for part, split in splits.items()}
     first = next(iter(splits.values()))
-    commit = commit_of(first)
     if entry is not None:
         # A copy may have other column names; its columns are then found by type.
         image = image or (entry.image if entry.image in first.features else None)
@@ -119,7 +125,10 @@ def load(
         fit = fit or entry.fit
     columns = {part: image_and_label(split, name, image, label, domain or "domain") for part, split in splits.items()}
     dense = is_image(first, columns["train"][1])
-    class_names = pixel_classes(name, entry, classes) if dense else check_classes(splits, columns, name, entry)
+    if dense:
+        class_names = class_names or pixel_classes(name, entry, classes)
+    else:
+        class_names = check_classes(splits, columns, name, entry, class_names)
     domain = domain_column(first, name, domain, domains)
     keep = rows_of_domains(splits, name, domain, domains) if domains and domain else {}
     files: dict[str, Files] = {}
@@ -129,7 +138,7 @@ def load(
         if dense:
             labels[part] = torch.zeros(len(split), dtype=torch.int64)
         else:
-            labels[part] = labels_of(split, name, label_column, class_names)
+            labels[part] = labels_of(split, name, label_column, tuple(class_names))
         rows = torch.ones(len(labels[part]), dtype=torch.bool) if part not in keep else keep[part]
         rows &= labels[part] >= 0  # without the classes that are not kept
         if not rows.any():
@@ -155,7 +164,7 @@ def load(
         name,
         parts["train"],
         parts["test"],
-        class_names,
+        tuple(class_names),
         groups_of(splits, name, domain, domains) if domain is not None else None,
         groups_of(splits, name, natural, ()) if natural is not None else None,
         commit,

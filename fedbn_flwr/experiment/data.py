@@ -119,6 +119,10 @@ def _plain(data: settings.Data) -> settings.Data:
 
 def _loaded(data: settings.Data, device: str) -> DataSet:
     dataset = _random(data) if data.random else fewer(_read(data), data.images, data.test_images)
+    if data.class_names and dataset.class_names != data.class_names and not data.random:
+        raise SettingsError(
+            f"data.class_names is {list(data.class_names)}, but {data.name!r} has {list(dataset.class_names)}"
+        )
     for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
         if (expected := getattr(data, key)) is not None and expected != count:
             raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
@@ -153,6 +157,7 @@ def _read(data: settings.Data) -> DataSet:
         size=data.size,
         fit=data.fit,
         classes=data.classes,
+        class_names=data.class_names,
         stream=data.stream,
         memory=data.memory,
         readers=data.readers,

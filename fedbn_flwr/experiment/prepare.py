@@ -104,7 +104,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     description = {
         "build": model_arguments(run, shape),
         "normalise": None if normalise is None else _in_words(run, normalise),
-        "classes": None if dataset is None else dataset.class_names,
+        "classes": run.data.class_names or None if dataset is None else dataset.class_names,
         "global": rule.traits.has_global_model,
     }
     prepared = Prepared(run, name, dataset, rule, device, description)

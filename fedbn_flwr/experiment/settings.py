@@ -122,6 +122,7 @@ class Data(Section):
     train: str | None = None  # split names
     test: str | None = None
     classes: Positive | None = None  # checked against the data if given
+    class_names: Names = ()  # in the order of the model's outputs; empty: those of the data, sorted
     channels: Positive | None = None  # likewise
     size: Pixels | None = None  # resize to size x size, or to a height and a width
     # How images of another aspect ratio are resized: stretch, or crop (keep the centre). None: the catalogue's
@@ -140,6 +141,18 @@ class Data(Section):
     images: Positive | None = None  # training images: a fixed draw of this many; None: all
     test_images: Positive | None = None
     random: bool = False  # random images in the form of the data set
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_counted(cls, content: Any) -> Any:
+        names = content.get("class_names") if isinstance(content, dict) else None
+        if not isinstance(names, list | tuple) or not names:
+            return content
+        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+            raise ValueError(f"class_names is {names!r}; expected different texts, in quotes if they are numbers")
+        if content.get("classes") not in (None, len(names)):
+            raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
+        return {**content, "classes": len(names)}
 
     @model_validator(mode="after")
     def _options_have_a_callable(self) -> Data:
