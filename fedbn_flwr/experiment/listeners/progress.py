@@ -10,7 +10,6 @@ SIGHUP stop it immediately; a resumed run then repeats the rounds after the last
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import threading
@@ -227,15 +226,11 @@ class Progress(Listener):
     def _say(self, text: str) -> None:
         if self._quiet:
             return
-        try:
-            if is_json():
-                FIELDS.update(run=self._name, round=self._round)
-                write_json("INFO", text)
-            else:  # not with rich, which wraps lines at 80 columns if there is no terminal
-                print(text, file=sys.stdout, flush=True)
-        except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self._quiet = True
+        if is_json():
+            FIELDS.update(run=self._name, round=self._round)
+            write_json("INFO", text)
+        else:  # not with rich, which wraps lines at 80 columns if there is no terminal
+            print(text, file=sys.stdout, flush=True)
 
 
 class _View(JupyterMixin):
