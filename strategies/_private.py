@@ -10,7 +10,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import Role
 
 from ._flower import FLOWER
-from ._rule import Rule, Traits, use_of_single_replies
+from ._rule import Rule, Traits, is_ours, use_of_single_replies
 from ._wrapper import Foreign, Wrapper
 from .fixbn import FixBN
 from .meanstatistics import server_optimiser
@@ -32,12 +32,8 @@ def check_inside(strategy: Strategy, traits: Traits, statistics: str, mode: str)
         if isinstance(inside, QFedAvg):
             raise SettingsError(f"{name} weights the clients by the loss of each, which Private does not account for")
         # FixBN's criterion works with the private mean.
-        ours = type(inside).__module__.startswith(f"{__package__}.")
-        if (
-            isinstance(inside, Rule)
-            and not (ours and isinstance(inside, Wrapper))
-            and (why := use_of_single_replies(inside))
-        ):
+        extends = isinstance(inside, Wrapper) and is_ours(type(inside))  # the traits are those of the rule inside it
+        if isinstance(inside, Rule) and not extends and (why := use_of_single_replies(inside)):
             raise SettingsError(f"{name} {why}, which Private does not account for")
         if isinstance(inside, FixBN) and Role.STATISTICS in inside.freeze and statistics == "freeze":
             raise SettingsError("statistics is 'freeze', and FixBN freezes them too; leave one of them out")

@@ -61,12 +61,17 @@ class Traits:
     private: bool = False  # its results have noise that hides single clients; no rule may be around it
 
 
+def is_ours(part: type | Callable[..., Any]) -> bool:
+    """Whether a class or function is of this package, and not the user's."""
+    return part.__module__.startswith(f"{__package__}.")
+
+
 def use_of_single_replies(rule: Rule) -> str | None:
     """What a rule does with the replies of single clients, or None if their mean is enough."""
     if rule.traits.individual is not None:
         return rule.traits.individual or None
     for hook in ("problem", "weights", "combine", "after_round"):
-        if not getattr(type(rule), hook).__module__.startswith(f"{__package__}."):
+        if not is_ours(getattr(type(rule), hook)):
             return (
                 f"has {hook}() of its own, which may use the replies of single clients (if it uses only their mean, "
                 'declare this: traits = Traits(individual=""))'

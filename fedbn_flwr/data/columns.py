@@ -74,7 +74,7 @@ def pixel_classes(name: str, entry: Entry | None, classes: int | None) -> tuple[
 
 
 def check_classes(
-    splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None, given: Sequence[str] = ()
+    splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None, given: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """The class names: those that are `given`, or else of both splits, as many as the catalogue lists."""
     names = {part: _class_names(split, name, columns[part][1]) for part, split in splits.items()}
@@ -83,7 +83,7 @@ def check_classes(
             raise DataError(
                 f"{name!r} has the class {other!r}, which is not in data.class_names; {did_you_mean(other, given)}"
             )
-        return tuple(given)
+        return given
     typed = [split.features[columns[part][1]] for part, split in splits.items()]
     if not any(hasattr(feature, "names") for feature in typed) and typed[0] == typed[1]:
         values = {value for part, split in splits.items() for value in split.unique(columns[part][1])}

@@ -57,7 +57,7 @@ def load(
     size: int | Size | None = None,
     fit: Literal["stretch", "crop"] | None = None,
     classes: int | None = None,
-    class_names: Sequence[str] = (),
+    class_names: tuple[str, ...] = (),
     stream: bool | Literal["auto"] = "auto",
     memory: float = 8.0,
     readers: int = 2,
@@ -138,7 +138,7 @@ def load(
         if dense:
             labels[part] = torch.zeros(len(split), dtype=torch.int64)
         else:
-            labels[part] = labels_of(split, name, label_column, tuple(class_names))
+            labels[part] = labels_of(split, name, label_column, class_names)
         rows = torch.ones(len(labels[part]), dtype=torch.bool) if part not in keep else keep[part]
         rows &= labels[part] >= 0  # without the classes that are not kept
         if not rows.any():
@@ -164,7 +164,7 @@ def load(
         name,
         parts["train"],
         parts["test"],
-        tuple(class_names),
+        class_names,
         groups_of(splits, name, domain, domains) if domain is not None else None,
         groups_of(splits, name, natural, ()) if natural is not None else None,
         commit,

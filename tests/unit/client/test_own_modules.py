@@ -168,7 +168,7 @@ def test_client_app_gives_a_client_without_context_that_of_its_node() -> None:
         return Message(RecordDict({"arrays": arrays, "config": config}), node, "train")
 
     expected = run(with_context=True)
-    first = drawn[: len(drawn)]
+    first = list(drawn)
     drawn.clear()
     found = run(with_context=False)
     assert drawn == first
