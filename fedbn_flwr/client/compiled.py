@@ -7,6 +7,8 @@ gradients (corrections, clipping, the optimiser) is not compiled: it is about tw
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Hashable
@@ -67,6 +69,7 @@ def _compiled(cuda: bool) -> Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
         # The compiler is assumed to know the processor's instructions. To check it, each process would compile programs
         # and start a Python process that imports torch for each of them, which takes longer than loading from the disk.
         inductor.cpp.vec_isa_ok = True
+    inductor.fallback_random = True  # dropout draws what it draws without compilation
     inductor.compile_threads = 1  # others would be processes beside the workers, one per core
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
@@ -95,6 +98,9 @@ def _try(
     """Compile loss and gradients; whether it succeeds. The model and the random generators stay as they were."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     streams = seeding.states()
+    # A pass of the model itself would also change attributes that its own code counts with.
+    with contextlib.suppress(Exception):  # a module that cannot be copied
+        model = copy.deepcopy(model)
     try:
         compiled(model, inputs, targets, loss_fn).backward()
     except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss

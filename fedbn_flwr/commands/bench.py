@@ -10,7 +10,8 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from .common import Commands, add_command
 
 # The names in fedbn_flwr/bench/command.py, which imports torch.
-BENCHMARKS = ("overhead", "compiled", "exchange", "fedtan", "round", "scale", "sharing", "memory", "start", "gpu")
+# In this order: workers cannot be forked after "compiled".
+BENCHMARKS = ("overhead", "exchange", "fedtan", "round", "scale", "sharing", "memory", "start", "compiled", "gpu")
 
 
 def add(commands: Commands) -> None:
@@ -46,4 +47,4 @@ def bench(arguments: argparse.Namespace) -> None:
 
     workers = arguments.workers or cores()
     options = Options(arguments.repeats, arguments.steps, choose_device(arguments.device), workers)
-    run(arguments.names, options, as_json=arguments.json)
+    run(sorted(arguments.names, key=BENCHMARKS.index), options, as_json=arguments.json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -61,6 +62,8 @@ def flwr(arguments: argparse.Namespace) -> int:
     from fedbn_flwr.results.folder import errors_since, mark_interrupted, stopped_by_hand
 
     began = time.time()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the run's processes are ended, too
     with stopped_by_hand(out):
         try:
             return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)

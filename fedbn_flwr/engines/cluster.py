@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +57,8 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
         own = {"num_cpus": cores, "include_dashboard": False}
     with temporary_folder("code") as folder:
         stage(folder, modules)
+        in_main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGTERM) if in_main else None
         try:
             host, _, port = address.rpartition(":")
             if port.isdecimal() and "://" not in address:  # otherwise Ray tries for minutes
@@ -73,6 +77,8 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
             ) from None
         except RuntimeError as error:
             raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {_in_a_line(error)}") from None
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)  # Ray has replaced it by a handler that prints a trace
         try:
             yield
         finally:

@@ -36,6 +36,8 @@ class Schedule:
         self._any: list[tuple[float, int, Message]] = []  # a heap: the longest first, then the first that was added
         self._own: list[deque[Message]] = [deque() for _ in range(workers)]  # messages to kept nodes
         self._following: dict[int, deque[Message]] = {}  # of nodes with a message that waits or is being handled
+        self._busy: dict[int, str] = {}  # the id of the message that a worker handles
+        self._late: set[int] = set()  # the workers that handle a message for which the grid no longer waits
         self._seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by type of message and node
 
     @property
@@ -84,12 +86,19 @@ class Schedule:
     def take(self, worker: int) -> Message | None:
         """Remove and return the next message of a free worker; None if there is none."""
         if self._own[worker]:
-            return self._own[worker].popleft()
-        return heapq.heappop(self._any)[2] if self._any else None
+            message = self._own[worker].popleft()
+        elif self._any:
+            message = heapq.heappop(self._any)[2]
+        else:
+            return None
+        self._busy[worker] = message.metadata.message_id
+        return message
 
     def done(self, message: Message, worker: int, seconds: float | None) -> None:
         """Note that a worker has handled a message in so many seconds; None if the worker died."""
         node = message.metadata.dst_node_id
+        self._busy.pop(worker, None)
+        self._late.discard(worker)
         if seconds is None:
             self.release(worker)
         else:
@@ -101,7 +110,8 @@ class Schedule:
         self._next_of(node)
 
     def drop(self, abandoned: Collection[str]) -> None:
-        """Remove the messages with these ids that still wait."""
+        """Remove the messages with these ids that still wait; a worker that handles one of them is late."""
+        self._late |= {worker for worker, handled in self._busy.items() if handled in abandoned}
 
         def stays(message: Message) -> bool:
             return message.metadata.message_id not in abandoned
@@ -113,7 +123,10 @@ class Schedule:
         self._following = {node: deque(filter(stays, later)) for node, later in self._following.items()}
         for message in waiting:
             if not stays(message):
-                self._next_of(message.metadata.dst_node_id)
+                node = message.metadata.dst_node_id
+                if node not in self._kept:  # its round did not begin at the worker that was to hold it
+                    self._holder.pop(node, None)
+                self._next_of(node)
 
     def _queue(self, message: Message) -> None:
         node = message.metadata.dst_node_id
@@ -121,7 +134,8 @@ class Schedule:
             loads = [0.0] * len(self._own)
             for kept, worker in self._holder.items():
                 loads[worker] += self._duration(kept, _TRAIN)
-            self._holder[node] = loads.index(min(loads))
+            # A late worker may not end for long: it gets a node only if all are late.
+            self._holder[node] = min(range(len(loads)), key=lambda worker: (worker in self._late, loads[worker]))
         if node in self._holder:
             self._own[self._holder[node]].append(message)
         else:

@@ -194,19 +194,18 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
         start_new_session=True,
     ) as process:
         try:
-            with _stopped_after_us(process.pid):
+            with _stopped_after_us(process.pid, home):
                 _wait_until_healthy(process, port, log)
                 yield environment
         finally:
-            _stop_group(process)
+            _stop(process, home)
 
 
 @contextlib.contextmanager
-def _stopped_after_us(group: int) -> Iterator[None]:
-    """Have a shell end a process group when this process was killed and could not: its input ends then."""
-    script = f'cat >/dev/null; kill -TERM -"$1"; sleep {_STOP_TIMEOUT}; kill -KILL -"$1"'
+def _stopped_after_us(group: int, home: Path) -> Iterator[None]:
+    """Have a shell end the run's processes when this process was killed and could not: its input ends then."""
     shell = subprocess.Popen(
-        ["/bin/sh", "-c", script, "sh", str(group)],
+        ["/bin/sh", "-c", _STOP_SCRIPT, "sh", str(group), str(home)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -249,19 +248,41 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
     raise RunFailed(f"Flower's SuperLink did not start within {_START_TIMEOUT} s; its log ends:\n{ending}")
 
 
-def _stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End the SuperLink and the processes that it started: SIGTERM, then SIGKILL."""
+def _stop(process: subprocess.Popen[bytes], home: Path) -> None:
+    """End the SuperLink and all processes of its run: SIGTERM, then SIGKILL."""
     for sent, patience in ((signal.SIGTERM, _STOP_TIMEOUT), (signal.SIGKILL, 5)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
+        for each in (process.pid, *_of_run(home)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, sent)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             process.poll()
-            try:
-                os.killpg(process.pid, 0)
-            except ProcessLookupError:
+            if not _of_run(home):
                 return
             time.sleep(0.1)
+
+
+def _of_run(home: Path) -> list[int]:
+    """The processes with this FLWR_HOME. Flower starts the app's in sessions of their own, so a group has not all."""
+    mark, found = f"FLWR_HOME={home}\0".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+# As `_stop`, after this process was killed.
+_STOP_SCRIPT = f"""
+cat >/dev/null
+for sent in TERM KILL; do
+    kill -$sent "$1"
+    for folder in /proc/[0-9]*; do
+        tr '\\0' '\\n' <"$folder/environ" 2>/dev/null | grep -qxF "FLWR_HOME=$2" && kill -$sent "${{folder#/proc/}}"
+    done
+    [ $sent = KILL ] || sleep {_STOP_TIMEOUT}
+done
+"""
 
 
 def _status(environment: Mapping[str, str], home: Path) -> tuple[str, str]:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -35,6 +38,7 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
 
 _FORKS = 3  # attempts to start a worker
 _START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
+_WATCH = 2  # seconds between two looks whether the parent lives
 _IDLE = 1  # seconds without a message, after which a worker returns freed memory to the system
 _SPAWN_TIMEOUT = 300  # seconds until a spawned worker has imported PyTorch and the app
 
@@ -220,7 +224,9 @@ class Worker:
                     self.close()
                     continue
                 with contextlib.suppress(EOFError, OSError):  # it died: receive() reports it
-                    self.connection.recv()
+                    if (problem := self.connection.recv()) is not None:
+                        self.close()
+                        raise RunFailed(problem)
                 self._is_ready = True
             return
         raise RunFailed(
@@ -256,7 +262,27 @@ def _serve_forked(served: Served, parent: Connection, connection: Connection) ->
         seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
-    _serve(served, connection)
+    if (problem := fork_problem()) is None:
+        _serve(served, connection)
+    else:
+        with contextlib.suppress(OSError):  # the parent has ended
+            connection.send(problem)
+
+
+def fork_problem() -> str | None:
+    """Why this forked process cannot train: PyTorch refuses if its parent has threads that compute gradients."""
+    if "torch" not in sys.modules:
+        return None
+    import torch
+
+    try:
+        torch.zeros((), requires_grad=True).backward()
+    except RuntimeError:
+        return (
+            "PyTorch cannot train in copies of this process, which has trained a compiled model or on a GPU; start a "
+            "new process, or use workers=0"
+        )
+    return None
 
 
 def _serve_spawned(packed: Packed, level: int, connection: Connection) -> None:
@@ -271,7 +297,15 @@ def _serve_spawned(packed: Packed, level: int, connection: Connection) -> None:
         _serve(served, connection)
 
 
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed, although a client may still be training."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH)
+    os._exit(1)
+
+
 def _serve(served: Served, connection: Connection) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,14 +15,14 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 from pydantic import BaseModel
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, UserError
 from fedbn_flwr.results.folder import default_out
 from fedbn_flwr.results.result import Result, Results
 
 from .content import extended, read_content
 from .data import forget_data
 from .find import read_experiment
-from .run import carry_out, run_folders
+from .run import carry_out, check_failures, run_folders
 from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
 
 Source = str | Path | Mapping[str, Any] | Settings
@@ -211,11 +211,15 @@ def _carry_out(
     with _settings_of_the_process():
         forget_data()  # files may have changed since the last run
         try:
-            carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
+            outcome = carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
         except KeyboardInterrupt:
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise
-    return Results([Result.read(each.path) for each in run_folders(planned, folder)])
+    try:
+        return Results([Result.read(each.path) for each in run_folders(planned, folder)])
+    except UserError:
+        check_failures(outcome.failures)  # of runs that wrote nothing
+        raise
 
 
 def _check_node_config(given: Any, clients: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.rules.fixbn import FREEZE
+from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role
@@ -78,6 +79,8 @@ def _frozen(rule: Rule) -> list[str]:
 def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # which may reach all processes; the server says that it stops
         signal.signal(stop, signal.SIG_DFL)
+    if fork_problem() is not None:  # the workers will report it
+        return
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the workers log why a model cannot be compiled
     labels = [(each.label, each.seed) for each in experiment.runs]
     name = run_names(experiment)[labels.index((run.label, run.seed))]

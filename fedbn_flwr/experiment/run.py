@@ -173,8 +173,12 @@ class Outcome:
             write_json("INFO", f"report: {page}")
         else:
             print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
-        if self.failures:
-            raise RunFailed(f"{len(self.failures)} of the runs failed:\n" + "\n".join(self.failures))
+        check_failures(self.failures)
+
+
+def check_failures(failures: Sequence[str]) -> None:
+    if failures:
+        raise RunFailed(f"{len(failures)} of the runs failed:\n" + "\n".join(failures))
 
 
 def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
@@ -238,6 +242,8 @@ def run_experiment(
             with folder.locked():
                 if resume and folder.is_finished():  # by another process, since this one began
                     return
+                # Another process may have begun this run while this one was loading data.
+                folder.check(item.run.model_dump(mode="json"), resume=resume)
                 commit = None if item.dataset is None else item.dataset.commit
                 more: dict[str, Any] = {"data_commit": commit} if commit else {}
                 first = folder.begin(item.run.model_dump(mode="json"), {**more, "runs_at_the_same_time": jobs})
@@ -269,12 +275,13 @@ def run_experiment(
                     # Divergence is a result too: the remaining runs are still carried out.
                     failed[place] = str(error)
                     progress.message(f"{progress.label}: failed: {str(error).splitlines()[0]}")
+        failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
         progress.status("writing the report")
         try:
             table, page, picture = write_report([out], out)
         except UserError as error:
+            check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
     return Outcome(out, table, page, picture, failures)
 
 
@@ -313,9 +320,9 @@ def carry_out(
 
     `jobs` and `node_config` are for the local engine: those of `run_experiment` and of `LocalGrid`.
     """
-    experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
     if experiment.runs[0].engine.name == "local":
         leave_if_unguarded()
+        experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
         local_grid = functools.partial(_local_grid, experiment, node_config)
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet)
     if jobs not in (None, 1):

@@ -21,6 +21,7 @@ import torch
 from fedbn_flwr import seeding
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.context_cache import keep_freed_memory
+from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 
 from .listeners.board import Board, News, Reporter
@@ -192,6 +193,9 @@ def _serve(place: int, carry_out: CarryOut, connection: Connection, parents: Con
     sys.stderr.flush()
     with contextlib.suppress(OSError):  # the parent has ended
         connection.send(News())
+        if (problem := fork_problem()) is not None:
+            connection.send(Ended(problem))
+            return
         connection.send(_carried_out(place, carry_out, Reporter(connection, parent)))
 
 

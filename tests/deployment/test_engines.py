@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,17 +102,46 @@ def living(group: int) -> list[str]:
 
 def test_the_superlink_of_a_killed_flwr_run_ends(tmp_path: Path) -> None:
     script = (
-        "import sys, time\nfrom pathlib import Path\nfrom fedbn_flwr.engines.simulation import _superlink\n"
-        f"with _superlink(Path({str(tmp_path)!r})):\n    print('ready', flush=True)\n    time.sleep({PATIENCE})\n"
+        "import subprocess, sys, time\nfrom pathlib import Path\nfrom fedbn_flwr.engines.simulation import _superlink\n"
+        f"with _superlink(Path({str(tmp_path)!r})) as environment:\n"
+        f"    apart = subprocess.Popen(['sleep', '{PATIENCE}'], env=environment, start_new_session=True)\n"
+        f"    print(apart.pid, flush=True)\n    time.sleep({PATIENCE})\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        app = int(process.stdout.readline())  # Flower starts a run's app in a session of its own
         (listed,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().splitlines()
         superlink = int(listed.split()[0])
         assert living(superlink)
+        assert living(app)
         process.kill()
-    wait_for("the end of the SuperLink", lambda: not living(superlink))
+    wait_for("the end of the SuperLink and of the app", lambda: not living(superlink) and not living(app))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app: Path, tmp_path: Path) -> None:
+    home = tmp_path / "temporary"
+    home.mkdir()
+    run_config = f"experiment='quick' set='rounds=10000 engine.device=cpu' out='{tmp_path / 'out'}'"
+    words = [sys.executable, "-m", "fedbn_flwr.cli", "flwr", "run", str(app), "--run-config", run_config]
+    environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "TMPDIR": str(home)}
+    history = tmp_path / "out" / "FixBN" / "history.jsonl"
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
+        wait_for("a round", history.exists)
+        process.send_signal(sent)
+        assert process.wait(PATIENCE) == 130
+    marked = f"FLWR_HOME={home}".encode()
+    left = [file for file in Path("/proc").glob("[0-9]*/environ") if marked in contents(file)]
+    assert left == []
+    summary = json.loads((tmp_path / "out" / "FixBN" / "summary.json").read_text())
+    assert (summary["status"], summary.get("error")) == ("interrupted", None)
+
+
+def contents(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # another user's process, or it has ended
+        return b""
 
 
 def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: Deployment) -> None:

@@ -8,16 +8,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.cores import cores
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.api import run_all
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, ROOT, environment
+from tests.support.network import wait_for
 from tests.support.sessions import outcome
 
 EXPERIMENT = """
@@ -48,6 +52,82 @@ def test_runs_side_by_side_are_bit_for_bit_those_that_follow_one_another(straigh
     assert [outcome(tmp_path / name) for name in NAMES] == [outcome(straight / name) for name in NAMES]
     assert all(RunFolder(tmp_path / name).is_finished() for name in NAMES)
     assert (tmp_path / "report.html").exists()
+
+
+AFTER_COMPILING = f"""
+import torch
+torch.compile(lambda x: x.sum(), backend="eager")(torch.zeros(2, requires_grad=True)).backward()
+from fedbn_flwr import run_all
+from fedbn_flwr.errors import FedbnError
+for settings in ({{"jobs": 2}}, {{"jobs": 1, "engine": {{"workers": 2}}}}):
+    try:
+        run_all({EXPERIMENT!r}, progress=False, out=str(settings["jobs"]), **settings)
+    except FedbnError as error:
+        print(str(error).count("which has trained a compiled model"), flush=True)
+"""
+
+
+def test_processes_after_a_compiled_pass_are_refused_with_the_reason(tmp_path: Path) -> None:
+    """PyTorch cannot compute gradients in a process that is forked then."""
+    words = [sys.executable, "-W", "ignore", "-c", AFTER_COMPILING]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, env=environment())
+    assert done.stdout.split() == ["4", "4"], done.stdout + done.stderr
+
+
+def test_a_run_that_another_process_has_begun_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = run_module.prepare
+
+    def slowly(*given: Any) -> Any:
+        RunFolder(tmp_path / NAMES[1]).begin({"train": {"lr": 0.3}})
+        return prepare(*given)
+
+    monkeypatch.setattr(run_module, "prepare", slowly)
+    with pytest.raises(RunFailed, match=r"1 of the runs failed:\nFedBN-lr=0\.1: .*holds a run already"):
+        run_all(EXPERIMENT, out=tmp_path, jobs=1, progress=False)
+    assert "lr: 0.3" in (tmp_path / NAMES[1] / "config.yaml").read_text()
+    assert RunFolder(tmp_path / NAMES[0]).is_finished()
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
+    command = [sys.executable, "-m", "fedbn_flwr.cli", "run", "experiment.yaml", "--jobs", jobs, "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(PATIENCE)
+    assert all(RunFolder(tmp_path / "out" / name).is_finished() for name in NAMES)
+
+
+def test_workers_end_with_a_server_that_was_killed(tmp_path: Path) -> None:
+    """Also one whose client still trains, since it would keep the run folder locked."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom torch.nn.functional import cross_entropy\n\n"
+        "def loss(logits, labels):\n    if logits.requires_grad and len(logits) == 16:\n"
+        "        open('begun', 'w').close()\n        time.sleep(600)\n    return cross_entropy(logits, labels)\n"
+    )
+    (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
+    settings = ["only=[FedBN]", "sweep=null", "train.loss=slow:loss", "engine.workers=2"]
+    words = ["run", "experiment.yaml", *settings, "--out", "out"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedbn_flwr.cli", *words], cwd=tmp_path, stdout=subprocess.PIPE, env=environment()
+    )
+    wait_for("a client that trains", (tmp_path / "begun").exists)
+    assert is_locked(tmp_path / "out" / "FedBN")
+    process.kill()
+    process.wait()
+    wait_for("the end of the workers", lambda: not is_locked(tmp_path / "out" / "FedBN"))
+
+
+def is_locked(path: Path) -> bool:
+    try:
+        with RunFolder(path).locked():
+            return False
+    except SettingsError:
+        return True
 
 
 def test_a_finished_cell_is_never_computed_again_and_new_ones_are_added(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ SIGHUP stop it immediately; a resumed run then repeats the rounds after the last
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -226,11 +227,15 @@ class Progress(Listener):
     def _say(self, text: str) -> None:
         if self._quiet:
             return
-        if is_json():
-            FIELDS.update(run=self._name, round=self._round)
-            write_json("INFO", text)
-        else:  # not with rich, which wraps lines at 80 columns if there is no terminal
-            print(text, file=sys.stdout, flush=True)
+        try:
+            if is_json():
+                FIELDS.update(run=self._name, round=self._round)
+                write_json("INFO", text)
+            else:  # not with rich, which wraps lines at 80 columns if there is no terminal
+                print(text, file=sys.stdout, flush=True)
+        except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._quiet = True
 
 
 class _View(JupyterMixin):

@@ -126,6 +126,31 @@ def test_a_model_that_cannot_be_compiled_is_trained_without(
     assert "install g++ and Python's headers" in caplog.text
 
 
+class Alternating(nn.Module):
+    """Its passes change an attribute, and draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(12, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+        self.dropout, self.is_second = nn.Dropout(0.5), False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        head = self.heads[1] if self.is_second else self.heads[0]
+        self.is_second = not self.is_second
+        logits: torch.Tensor = head(self.dropout(self.body(inputs.flatten(1))).relu())
+        return logits
+
+
+@compiles
+def test_a_network_that_alternates_and_draws_trains_as_without_compilation() -> None:
+    ends = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        client = BNClient(Alternating(), images(), lr=0.1, epochs=2, compile=compile)
+        ends.append(dict(client.train_round(initial_arrays(client.model), {"server-round": 1}).arrays))
+    assert distance(*ends) < 1e-5
+
+
 def test_a_benchmark_of_compiled_training_fails_if_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(client_compiled, "_tried", {})  # of other tests

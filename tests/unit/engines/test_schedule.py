@@ -138,3 +138,31 @@ def test_messages_that_are_dropped_are_not_handled() -> None:
     schedule.done(sent[1], 0, 1.0)
     assert schedule.take(0) is None
     assert schedule.is_empty
+
+
+def test_a_worker_that_hangs_loses_its_own_node_only() -> None:
+    """Worker 0 hangs in the message of node 0. Nodes that were to go there begin elsewhere in the next round."""
+    schedule = Schedule(2, dict.fromkeys(range(4), 1.0))
+    sent = messages(range(4), COHORT_QUERY)
+    for message in sent:
+        message.metadata.__dict__["_message_id"] = str(message.metadata.dst_node_id)
+    schedule.add(sent)
+    hanging = schedule.take(0)
+    assert hanging is not None
+    done = {hanging.metadata.dst_node_id}
+    while (message := schedule.take(1)) is not None:
+        done.add(message.metadata.dst_node_id)
+        schedule.done(message, 1, 1.0)
+    (behind,) = {0, 1, 2, 3} - done
+    schedule.drop([str(hanging.metadata.dst_node_id), str(behind)])
+    for node in {0, 1, 2, 3} - {hanging.metadata.dst_node_id}:
+        schedule.let_go(node)  # the round ended
+    schedule.add(messages(sorted({0, 1, 2, 3} - {hanging.metadata.dst_node_id}), COHORT_QUERY))
+    served = set()
+    while (message := schedule.take(1)) is not None:
+        served.add(message.metadata.dst_node_id)
+        schedule.done(message, 1, 1.0)
+    assert served == {0, 1, 2, 3} - {hanging.metadata.dst_node_id}
+    schedule.done(hanging, 0, 600.0)
+    schedule.add(messages([hanging.metadata.dst_node_id], COHORT_QUERY))
+    assert schedule.take(0) is not None, "it is no longer late"
