@@ -26,6 +26,7 @@ import ray
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import RunFailed, UserError
 
+from .ray_settings import set_ray_defaults
 from .temporary import temporary_folder
 
 _PACKAGE = __name__.partition(".")[0]
@@ -50,8 +51,7 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns
+    set_ray_defaults(os.environ)
     own: dict[str, Any] = {}
     if address == "local":
         own = {"num_cpus": cores, "include_dashboard": False}

@@ -31,6 +31,7 @@ from fedbn_flwr import named
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import RunFailed, SettingsError
 
+from .ray_settings import set_ray_defaults
 from .temporary import temporary_folder
 
 _EXAMPLE = {  # for the options of `flwr run` that have a value
@@ -167,9 +168,8 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
     }
     environment.setdefault(named.FOLDER, os.getcwd())
     environment.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")  # otherwise Ray uses a cluster that was last started here
-    environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns
+    set_ray_defaults(environment)
     (home / "config.toml").write_text('[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n')
     if environment.pop("PYTHONDONTWRITEBYTECODE", None):
         # Flower starts many processes; without bytecode files each would compile torch again.

@@ -120,21 +120,32 @@ def test_the_superlink_of_a_killed_flwr_run_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app: Path, tmp_path: Path) -> None:
-    home = tmp_path / "temporary"
+    home = tmp_path / ("temporary" + 60 * "x")  # too long for the paths of Ray's sockets
     home.mkdir()
     run_config = f"experiment='quick' set='rounds=10000 engine.device=cpu' out='{tmp_path / 'out'}'"
     words = [sys.executable, "-m", "fedbn_flwr.cli", "flwr", "run", str(app), "--run-config", run_config]
     environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "TMPDIR": str(home)}
-    history = tmp_path / "out" / "FixBN" / "history.jsonl"
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
-        wait_for("a round", history.exists)
-        process.send_signal(sent)
-        assert process.wait(PATIENCE) == 130
+    history, output = tmp_path / "out" / "FixBN" / "history.jsonl", tmp_path / "output.txt"
+    with (
+        output.open("wb") as written,
+        subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=written, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            wait_for("a round, or the end", lambda: size(history) > 0 or process.poll() is not None)
+            assert process.poll() is None, output.read_text()
+            process.send_signal(sent)
+            assert process.wait(PATIENCE) == 130
+        finally:
+            process.kill()
     marked = f"FLWR_HOME={home}".encode()
     left = [file for file in Path("/proc").glob("[0-9]*/environ") if marked in contents(file)]
     assert left == []
     summary = json.loads((tmp_path / "out" / "FixBN" / "summary.json").read_text())
     assert (summary["status"], summary.get("error")) == ("interrupted", None)
+
+
+def size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def contents(file: Path) -> bytes:
