@@ -42,6 +42,11 @@ def folder() -> Path:
     return Path(os.environ.get(FOLDER, ".")).resolve()
 
 
+def path_of(given: str) -> Path:
+    """A path in the settings; a relative one begins in the folder in which the command was started."""
+    return Path(os.environ.get(FOLDER, "")) / Path(given).expanduser()
+
+
 def load(key: str, name: str) -> Callable[..., Any]:
     """The function, class or other callable that `name` (`module:name`) refers to; `key` is the setting's key."""
     module, _, path = name.partition(":")

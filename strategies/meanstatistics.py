@@ -66,6 +66,12 @@ class MeanStatistics(Wrapper):
         super().__init__(strategy)
         if statistics not in ("mean", "median"):
             raise SettingsError(f"statistics is {statistics!r}; expected 'mean' or 'median'")
+        if OF_NORMS & (self.traits.kept - self.traits.returned):
+            inside = type(strategy).__name__
+            raise SettingsError(
+                f"MeanStatistics has nothing to combine around this {inside}, whose clients do not send batch norm's "
+                f"statistics; use {inside} without it"
+            )
         if self.robust is not None:
             reason = f"MeanStatistics around it combines the statistics; use {type(strategy).__name__} without it"
             self.robust.refuse(("robust", "robust_statistics"), reason)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr import named
 from fedbn_flwr.errors import DataError, did_you_mean
 
 from .catalogue import CATALOGUE, Entry
@@ -34,7 +35,7 @@ def open_splits(
     key = "data.root" if root else "FEDBN_DATA"
     root = root or os.environ.get("FEDBN_DATA")
     if root and not name.startswith((".", "/", "~")):
-        base = Path(root).expanduser()
+        base = named.path_of(root)
         if not base.is_dir():
             raise DataError(
                 f"{key}={root!r}: there is no such folder; give the folder that contains {name}/ with "
@@ -49,7 +50,7 @@ def open_splits(
                 "there" + (f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry.hub else "")
             )
     if entry is None and _is_path(name):
-        return _folder(_unrevised(Path(name).expanduser(), revision), entry, train, test)
+        return _folder(_unrevised(named.path_of(name), revision), entry, train, test)
     if entry is None and "/" not in name:  # the hub need not be asked, which takes half a minute without a network
         raise DataError(
             f"data.name={name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the Hugging "
@@ -74,7 +75,7 @@ def _unrevised(folder: Path, revision: str | None) -> Path:
 
 
 def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+    return name.startswith((".", "/", "~")) or named.path_of(name).is_dir()
 
 
 def _folder(

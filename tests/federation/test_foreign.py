@@ -16,14 +16,15 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.client import NumPyClient
 from flwr.serverapp.exception import InconsistentMessageReplies
+from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import client_app
 from fedbn_flwr.client.rules import known_keys
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, MeanStatistics, SiloBN
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, MeanStatistics, SiloBN, Standalone
 from tests.support.command import ROOT, python_blocks
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
@@ -279,6 +280,14 @@ def test_our_client_reports_a_negative_variance_of_bare_fedadam(federation: Fede
         assert re.search(r"client \d could not (train|evaluate): MessageError: .*negative values", error)
         assert "'1.running_var' has negative values (-" in error
         assert "MeanStatistics(FedAdam(...))" in error
+
+
+@pytest.mark.parametrize("strategy", [SiloBN(global_norm="initial"), FedBN(global_norm="initial"), Standalone()])
+def test_mean_statistics_refuses_a_rule_whose_clients_send_none(strategy: Strategy) -> None:
+    name = type(strategy).__name__
+    with pytest.raises(SettingsError, match=f"nothing to combine around this {name}, .* use {name} without it"):
+        MeanStatistics(strategy)
+    MeanStatistics(FedBN(share="statistics", global_norm="initial"))
 
 
 def test_fedadam_in_mean_statistics_keeps_variances_positive(federation: Federations) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from fedbn_flwr import seeding
+from fedbn_flwr import named, seeding
 from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -601,6 +601,20 @@ def test_a_wrong_value_is_named_by_column_and_row(
 def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such folder; give a folder with train"):
         load(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("given", [{"name": "./pictures"}, {"name": "pictures"}, {"name": "pictures", "root": "."}])
+def test_a_relative_folder_begins_where_the_command_was_started(
+    given: dict[str, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split in ("train", "test"):
+        write_split(folder / "pictures", split, [png(pixels(1, (4, 4))[0])], [0])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="there is no such"):
+        load(**given)
+    monkeypatch.setenv(named.FOLDER, str(folder))  # as in Flower's processes, which run in a folder of their own
+    assert len(load(**given).train.labels) == 1
 
 
 def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
