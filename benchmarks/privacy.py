@@ -16,6 +16,7 @@ import tempfile
 
 from fedbn_flwr import run
 from fedbn_flwr.messages.privacy import epsilon_of
+from fedbn_flwr.results.folder import environment
 
 ROUNDS, DELTA, SEEDS = 15, 1e-5, (0,)
 BASE = f"""
@@ -55,6 +56,11 @@ def settings(way: str, epsilon: float) -> dict[str, object]:
     return chosen | {"noise": (0.8 * each) ** -0.5, "statistics_noise": (0.2 * each) ** -0.5}
 
 
+made = environment()
+print(
+    f"# python benchmarks/privacy.py; commit {made['commit']}; {made['processor']}, {made['cores']} cores; "
+    f"torch {made['versions']['torch']}\n# {ROUNDS} rounds, 60 clients, delta {DELTA:g}, seeds {list(SEEDS)}"
+)
 print(f"{'epsilon':>8}  " + "  ".join(f"{way:>16}" for way in WAYS), flush=True)
 for epsilon in (math.inf, 30.0, 10.0, 3.0):
     cells = []

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import named, seeding
+from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 
 from .data import Shape
 from .engine import Engine
-from .settings import Settings
+from .settings import Settings, name_in
 
 
 def choose_device(name: str) -> torch.device:
@@ -58,10 +59,13 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
     }
 
 
-def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
+def try_model(
+    run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device, loss: Loss | None
+) -> None:
     """Run two images through the model, so that a wrong size is reported before training.
 
-    It is tried in eval mode, and a copy of it in training mode, in which some networks return something else.
+    It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
+    needs a `loss` of the user.
     """
     named.check_unchanged(run.model_dump())
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -77,11 +81,16 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     except Exception:  # a module of the user; clients try it
         return
     with seeding.all_streams(0, device):  # dropout draws
-        _try_images(run, copied, dataset, sizes[0], device)
+        _try_images(run, copied, dataset, sizes[0], device, loss)
 
 
 def _try_images(
-    run: Settings, model: nn.Module, dataset: DataSet | Shape, size: tuple[int, int], device: torch.device
+    run: Settings,
+    model: nn.Module,
+    dataset: DataSet | Shape,
+    size: tuple[int, int],
+    device: torch.device,
+    loss: Loss | None = None,
 ) -> None:
     height, width = size
     mode = " in training mode" if model.training else ""
@@ -97,6 +106,23 @@ def _try_images(
             f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
             f"{run.data.name!r}{mode}: {reason}"
         ) from None
+    expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
+    if isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) == expected:
+        return
+    found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    if loss is not None:
+        labels = torch.arange(2, device=device).view(2, *(1 for _ in expected[2:])).expand(2, *expected[2:])
+        try:
+            value: Any = loss(logits, labels)
+            problem = None if isinstance(value, Tensor) and value.ndim == 0 else "it did not return a scalar tensor"
+        except Exception as error:  # the user's
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise SettingsError(
+                f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 images, which "
+                f"train.loss={name_in(run.train.loss)!r} does not take: {problem}"
+            )
+        return
     if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
         raise SettingsError(
             f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
@@ -107,10 +133,8 @@ def _try_images(
             f"model.name={run.model.name!r} is a classifier (one output per image), but {run.data.name!r} has one "
             "label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
         )
-    expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
-    if not isinstance(logits, Tensor) or list(logits.shape[: len(expected)]) != expected:
-        found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise SettingsError(
-            f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 images; expected logits of shape "
-            f"{expected}, as {run.data.name!r} has {dataset.classes} classes"
-        )
+    other = ", or a train.loss of your own that takes what the model returns" if model.training else ""
+    raise SettingsError(
+        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 images; expected logits of shape "
+        f"{expected}, as {run.data.name!r} has {dataset.classes} classes{other}"
+    )

@@ -35,7 +35,7 @@ from .find import run_names
 from .model import check_gpus, choose_device, make_model, model_arguments, try_model
 from .mods import check_mods
 from .settings import Experiment, Settings, strategy_name
-from .training import check_training
+from .training import check_training, own_loss
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     check_labels(run, shape)
     model = make_model(run, shape).to(device)
     _check_norm(run, model, rule)
-    try_model(run, model, shape, device)
+    try_model(run, model, shape, device, own_loss(run))
     try:
         check_training(run, rule, model, shape)
         with _without_warnings():  # the run calls it again

@@ -31,6 +31,7 @@ from .model import choose_device, make_model, try_model
 from .node import check_node_keys, data_of, min_batch_of, number_of
 from .prepare import make_rule
 from .settings import Experiment, Settings
+from .training import own_loss
 
 _LITTLE_MEMORY = 2.0  # GB; PyTorch and Flower take about one
 _LITTLE_DISK = 2.0  # GB
@@ -107,7 +108,7 @@ def _suits(run: Settings, dataset: DataSet) -> Check:
         here = {"classes": dataset.classes, "channels": dataset.channels, "size": tuple(dataset.size)}
         if wrong := [f"{key} {here[key]}, expected {value}" for key, value in given.items() if here[key] != value]:
             return Check("experiment", "failed", "the data have " + "; ".join(wrong), "correct data or experiment")
-    try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
+    try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
     return Check("experiment", "ok", f"{run.name}: {run.model.name} takes these images")
 
 

@@ -351,3 +351,55 @@ def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits
     assert RunFolder(tmp_path / "whole").history()[0]["bytes_down"] == 2 * down
     trained = global_model(RunFolder(tmp_path / "whole"), "model.safetensors")
     assert {value.dtype for value in trained.parameters()} == {torch.bfloat16}
+
+
+class Auxiliary(nn.Module):
+    """In training mode the logits and those of a head that shares their layers."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head, self.other = nn.Linear(8, num_classes), nn.Linear(8, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        features = self.body(images)
+        logits: Tensor = self.head(features)
+        return (logits, self.other(features)) if self.training else logits
+
+
+class Plain(Auxiliary):
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(images))
+        return logits
+
+
+def of_the_first(outputs: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return nn.functional.cross_entropy(outputs, labels)
+    return nn.functional.cross_entropy(outputs[0], labels) + 0 * outputs[1].sum()
+
+
+def of_both(outputs: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return nn.functional.cross_entropy(outputs, labels)
+    return sum(nn.functional.cross_entropy(each, labels) for each in outputs) / 2  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rule", ["{name: FixBN, freeze_round: 1}", "{name: FedTAN, min_batch: 1}"])
+def test_a_loss_of_one_s_own_takes_what_a_network_returns_in_training_mode(rule: str, tmp_path: Path) -> None:
+    def run(model: str, loss: str) -> dict[str, Any]:
+        parts = [f"model.name={__name__}:{model}", f"train.loss={__name__}:{loss}", f"strategy={rule}", "rounds=2"]
+        (prepared,) = prepare(experiment := load_experiment(EXPERIMENT, parts))
+        folder = RunFolder(tmp_path / f"{model}-{loss}")
+        folder.begin(prepared.run.model_dump(mode="json"))
+        with LocalGrid(client_app(functools.partial(client_of, experiment)), 2) as grid:
+            run_one(prepared, grid, folder, Stopping(0), False)
+        return load_file(folder.path / "model.safetensors")
+
+    def equal(left: dict[str, Any], right: dict[str, Any], keys: str) -> bool:
+        return all(np.array_equal(left[key], right[key]) for key in left if key.startswith(keys))
+
+    first, plain, both = run("Auxiliary", "of_the_first"), run("Plain", "of_the_first"), run("Auxiliary", "of_both")
+    assert equal(first, plain, "")
+    assert not equal(first, both, "body")
+    assert not equal(first, both, "other")

@@ -237,6 +237,14 @@ from torch import nn
 
 FIVE = 5
 
+def loss_of_logits(logits, labels):
+    return nn.functional.cross_entropy(logits, labels)
+
+def loss_of_each(outputs, labels):
+    if isinstance(outputs, tuple):
+        return nn.functional.cross_entropy(outputs[0], labels, reduction="none")
+    return nn.functional.cross_entropy(outputs, labels)
+
 class Net(nn.Module):
     def __init__(self, num_classes):
         super().__init__()
@@ -410,7 +418,18 @@ def prepared(model: str) -> nn.Module:
         ("{name: mobilenet_v2, norm: fixup}", "norm 'fixup': MobileNetV2 is not a residual network"),
         ("{name: 'own_nets:Twelve'}", r"returns shape \[2, 12\] for a batch of 2 images; expected .*\[2, 10\]"),
         ("{name: 'own_nets:Pair'}", "returns a tuple for a batch of 2 images; expected"),
-        ("{name: 'own_nets:PairInTraining'}", "returns a tuple in training mode for a batch of 2 images; expected"),
+        (
+            "{name: 'own_nets:PairInTraining'}",
+            "tuple in training mode for a batch of 2 images; .* or a train.loss",
+        ),
+        (
+            "{name: 'own_nets:PairInTraining'}, train: {loss: 'own_nets:loss_of_logits'}",
+            r"a tuple in training mode .* which train\.loss='own_nets:loss_of_logits' does not take: TypeError: ",
+        ),
+        (
+            "{name: 'own_nets:PairInTraining'}, train: {loss: 'own_nets:loss_of_each'}",
+            "tuple in training mode .* which train.loss='own_nets:loss_of_each' does not take: it did not return",
+        ),
         ("{name: 'own_nets:Raises'}", "Raises' does not take the 1x8x8 images of 'digits': KeyError: 'a layer'"),
         ("{name: 'own_nets:frozen'}", "own_nets:frozen' has no parameter with requires_grad; expected one to train"),
     ],
