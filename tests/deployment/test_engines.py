@@ -118,7 +118,7 @@ def test_the_superlink_of_a_killed_flwr_run_ends(tmp_path: Path) -> None:
     wait_for("the end of the SuperLink and of the app", lambda: not living(superlink) and not living(app))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])  # both end as Ctrl-C does
 def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app: Path, tmp_path: Path) -> None:
     home = tmp_path / ("temporary" + 60 * "x")  # too long for the paths of Ray's sockets
     home.mkdir()

@@ -93,7 +93,7 @@ def test_two_projects_with_packages_of_the_same_name_do_not_mix(tmp_path: Path) 
         "    end = time.monotonic() + 300\n"
         "    while len(nodes := list(grid.get_node_ids())) < 2 and time.monotonic() < end:\n"
         "        time.sleep(0.1)\n"
-        "    replies = grid.send_and_receive([Message(RecordDict(), n, 'query') for n in nodes], timeout=60)\n"
+        "    replies = grid.send_and_receive([Message(RecordDict(), n, 'query') for n in nodes], timeout=300)\n"
         "    print(sorted(r.content['reply']['name'] for r in replies))\n"
     )
     (other / "apps" / "client_app.py").write_text(
