@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack
 
+from flwr.app import ArrayRecord
+
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Traits
 from .fedavg import FedAvg, FedAvgOptions
 
 
 class LocalNorm(FedAvg):
-    """FedAvg over the roles that do not stay on the client; for a model without batch norm it is FedAvg.
+    """FedAvg over the roles that do not stay on the client. A model without them is refused: it would be FedAvg.
 
     Accepts FedAvg's arguments too.
 
@@ -42,6 +44,15 @@ class LocalNorm(FedAvg):
         self.global_norm = global_norm
         returned = self.kept if global_norm == "average" else frozenset[Role]()
         self.traits = Traits(personal=True, client_memory="their own batch norm", kept=self.kept, returned=returned)
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
+        if self.kept.isdisjoint(roles(arrays).values()):
+            kept = " and ".join(sorted(role.value for role in self.kept - {Role.COUNTER}))
+            raise SettingsError(
+                f"{type(self).__name__} keeps batch norm ({kept}) on the clients, and the model has none (no key "
+                "ends in running_mean); use FedAvg, or a model with model.norm=bn"
+            )
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "global_norm": self.global_norm}

@@ -45,16 +45,16 @@ def test_run_does_what_the_command_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"data": {"partition": {"kind": "dirichlet", "alpha": 0.5}}, "model": {"norm": "gn"}, "strategy": "FedBN"},
+        {"data": {"partition": {"kind": "dirichlet", "alpha": 0.5}}, "model": {"norm": "gn"}, "strategy": "Standalone"},
         {
             "data": Data.model_validate({"partition": {"kind": "dirichlet", "alpha": 0.5}}),
             "model": Model(norm="gn"),
-            "strategy": {"name": "FedBN"},
+            "strategy": {"name": "Standalone"},
         },
         {
             "data": {"partition": {"kind": "dirichlet", "alpha": np.float32(0.5)}},
             "model": {"norm": "gn"},
-            "strategy": "FedBN",
+            "strategy": "Standalone",
             "train": {"steps": np.int64(1)},
         },
     ],
@@ -66,7 +66,7 @@ def test_changes_are_dicts_section_objects_or_names(changes: Any, tmp_path: Path
     assert config["data"]["name"] == "digits"
     assert config["model"]["norm"] == "gn"
     assert config["model"]["name"] == "cnn"
-    assert config["strategy"] == {"name": "FedBN"}
+    assert config["strategy"] == {"name": "Standalone"}
     assert config["train"]["steps"] == 1
     assert config["engine"]["workers"] == 0
 
