@@ -107,7 +107,8 @@ def _try_images(
             f"{run.data.name!r}{mode}: {reason}"
         ) from None
     expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
-    if isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) == expected:
+    of_pixels = isinstance(logits, Tensor) and logits.ndim == 4
+    if isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) == expected and of_pixels == dataset.dense:
         return
     found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if loss is not None:
@@ -123,7 +124,7 @@ def _try_images(
                 f"train.loss={name_in(run.train.loss)!r} does not take: {problem}"
             )
         return
-    if isinstance(logits, Tensor) and logits.ndim == 4 and not dataset.dense:
+    if of_pixels and not dataset.dense:
         raise SettingsError(
             f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
             f"{run.data.name!r} has one label per image; use a classifier, such as resnet18, or segmentation data"
