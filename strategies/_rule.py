@@ -23,7 +23,7 @@ from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import Reply
 from fedbn_flwr.messages.robust import Robust
-from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.roles import Role, roles
 
 from ._records import load, save
 
@@ -113,6 +113,14 @@ class Rule(Strategy):
             raise SettingsError(f"the initial model cannot be trained: {reason}")
         self.memory = self.Memory()
         self.num_rounds = num_rounds
+
+    def require_norm(self, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:
+        """Refuse a model without arrays of the `needed` roles: the run would be `instead` under another name."""
+        if set(needed).isdisjoint(roles(arrays).values()):
+            raise SettingsError(
+                f"{type(self).__name__} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
+                "a model with model.norm=bn"
+            )
 
     def instructions(self, round: Round) -> Mapping[str, Any]:
         """The config keys that ask clients to apply the client rule."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role
 
 from ._rule import Traits
 from .fedavg import FedAvg, FedAvgOptions
@@ -47,12 +47,8 @@ class LocalNorm(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        if self.kept.isdisjoint(roles(arrays).values()):
-            kept = " and ".join(sorted(role.value for role in self.kept - {Role.COUNTER}))
-            raise SettingsError(
-                f"{type(self).__name__} keeps batch norm ({kept}) on the clients, and the model has none (no key "
-                "ends in running_mean); use FedAvg, or a model with model.norm=bn"
-            )
+        kept = " and ".join(sorted(role.value for role in self.kept - {Role.COUNTER}))
+        self.require_norm(self.kept, arrays, f"keeps batch norm ({kept}) on the clients")
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "global_norm": self.global_norm}

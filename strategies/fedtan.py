@@ -34,7 +34,7 @@ from fedbn_flwr.exchange.message_round import MessageRound, RoundMessages
 from fedbn_flwr.exchange.round import Carrier, ExchangesDone, run_exchanges
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, configs_in
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
@@ -115,11 +115,7 @@ class FedTAN(FedAvg):
                     "the exchange service at %s has no TLS: third parties can read and change exchanges",
                     service.address,
                 )
-        if Role.STATISTICS not in roles(arrays).values():
-            raise SettingsError(
-                f"{type(self).__name__} exchanges statistics of batch norm, and the model has none (no key ends in "
-                "running_mean); use FedAvg, or a model with model.norm=bn"
-            )
+        self.require_norm({Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
 
     def instructions(self, round: Round) -> dict[str, Any]:
         asked = {protocol.REPORT_BATCH: True} if self.weights_by == "batch" else {}

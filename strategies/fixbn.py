@@ -138,11 +138,8 @@ class FixBN(Wrapper):
         freezes = self.freeze_round == "auto" or last_free < num_rounds
         # In round 1 a reply shows whether the client honours the freeze, and FedTAN inside needs a BNClient anyway.
         self._asks = freezes and last_free > 0 and not self.traits.replaces_norm
-        if freezes and not split_by_role(arrays, roles(arrays), self.freeze)[0]:
-            raise SettingsError(
-                "FixBN freezes batch norm, and the model has none (no key ends in running_mean); use its base "
-                "strategy, or a model with model.norm=bn"
-            )
+        if freezes:
+            self.require_norm(self.freeze, arrays, "freezes batch norm", instead="its base strategy")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

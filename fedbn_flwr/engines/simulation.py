@@ -194,18 +194,18 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
         start_new_session=True,
     ) as process:
         try:
-            with _stopped_after_us(process.pid, home):
+            with _stopped_after_us(home):
                 _wait_until_healthy(process, port, log)
                 yield environment
         finally:
-            _stop(process, home)
+            _stop(home)
 
 
 @contextlib.contextmanager
-def _stopped_after_us(group: int, home: Path) -> Iterator[None]:
+def _stopped_after_us(home: Path) -> Iterator[None]:
     """Have a shell end the run's processes when this process was killed and could not: its input ends then."""
     shell = subprocess.Popen(
-        ["/bin/sh", "-c", _STOP_SCRIPT, "sh", str(group), str(home)],
+        ["/bin/sh", "-c", _STOP_SCRIPT, "sh", str(home)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -248,15 +248,14 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
     raise RunFailed(f"Flower's SuperLink did not start within {_START_TIMEOUT} s; its log ends:\n{ending}")
 
 
-def _stop(process: subprocess.Popen[bytes], home: Path) -> None:
-    """End the SuperLink and all processes of its run: SIGTERM, then SIGKILL."""
+def _stop(home: Path) -> None:
+    """End the SuperLink and the other processes of its run: SIGTERM, then SIGKILL."""
     for sent, patience in ((signal.SIGTERM, _STOP_TIMEOUT), (signal.SIGKILL, 5)):
-        for each in (process.pid, *_of_run(home)):
+        for each in _of_run(home):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, sent)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
-            process.poll()
             if not _of_run(home):
                 return
             time.sleep(0.1)
@@ -276,9 +275,8 @@ def _of_run(home: Path) -> list[int]:
 _STOP_SCRIPT = f"""
 cat >/dev/null
 for sent in TERM KILL; do
-    kill -$sent "$1"
     for folder in /proc/[0-9]*; do
-        tr '\\0' '\\n' <"$folder/environ" 2>/dev/null | grep -qxF "FLWR_HOME=$2" && kill -$sent "${{folder#/proc/}}"
+        tr '\\0' '\\n' <"$folder/environ" 2>/dev/null | grep -qxF "FLWR_HOME=$1" && kill -$sent "${{folder#/proc/}}"
     done
     [ $sent = KILL ] || sleep {_STOP_TIMEOUT}
 done

@@ -112,7 +112,8 @@ def _try_images(
         return
     found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if loss is not None:
-        labels = torch.arange(2, device=device).view(2, *(1 for _ in expected[2:])).expand(2, *expected[2:])
+        labels = torch.zeros(2, *expected[2:], dtype=torch.int64, device=device)
+        labels[1] = 1  # some losses need two classes
         try:
             value: Any = loss(logits, labels)
             problem = None if isinstance(value, Tensor) and value.ndim == 0 else "it did not return a scalar tensor"

@@ -29,7 +29,7 @@ def read_weights(name: str, weights: str) -> dict[str, Tensor]:
     """The state dict that `weights` refers to: a file, or weights that torchvision has for the network `name`."""
     if weights.endswith(SUFFIX):
         try:
-            file = named.folder() / Path(weights).expanduser()
+            file = named.path_of(weights).absolute()
             if not file.is_file():
                 raise SettingsError(f"model.weights={weights!r}: there is no file {str(file)!r}")
             return _file(file, file.stat().st_mtime_ns)

@@ -17,11 +17,11 @@ from flwr.app import ArrayRecord, RecordDict
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
-from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.explain import explain
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.find import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one
@@ -387,19 +387,21 @@ def of_both(outputs: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rule", ["{name: FixBN, freeze_round: 1}", "{name: FedTAN, min_batch: 1}"])
 def test_a_loss_of_one_s_own_takes_what_a_network_returns_in_training_mode(rule: str, tmp_path: Path) -> None:
-    def run(model: str, loss: str) -> dict[str, Any]:
-        parts = [f"model.name={__name__}:{model}", f"train.loss={__name__}:{loss}", f"strategy={rule}", "rounds=2"]
-        (prepared,) = prepare(experiment := load_experiment(EXPERIMENT, parts))
-        folder = RunFolder(tmp_path / f"{model}-{loss}")
-        folder.begin(prepared.run.model_dump(mode="json"))
-        with LocalGrid(client_app(functools.partial(client_of, experiment)), 2) as grid:
-            run_one(prepared, grid, folder, Stopping(0), False)
-        return load_file(folder.path / "model.safetensors")
+    def ends(model: str, loss: str) -> dict[str, Any]:
+        out = tmp_path / f"{model}-{loss}"
+        changes = {"model": {"name": f"{__name__}:{model}"}, "train": {"loss": f"{__name__}:{loss}"}}
+        run(EXPERIMENT, **changes, strategy=parse_yaml(rule), rounds=2, out=out, progress=False)
+        (file,) = out.glob("*/model.safetensors")
+        return load_file(file)
 
     def equal(left: dict[str, Any], right: dict[str, Any], keys: str) -> bool:
         return all(np.array_equal(left[key], right[key]) for key in left if key.startswith(keys))
 
-    first, plain, both = run("Auxiliary", "of_the_first"), run("Plain", "of_the_first"), run("Auxiliary", "of_both")
+    first, plain, both = (
+        ends("Auxiliary", "of_the_first"),
+        ends("Plain", "of_the_first"),
+        ends("Auxiliary", "of_both"),
+    )
     assert equal(first, plain, "")
     assert not equal(first, both, "body")
     assert not equal(first, both, "other")
