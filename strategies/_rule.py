@@ -149,6 +149,10 @@ class Rule(Strategy):
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Update the state from the replies that were combined into the new model."""
 
+    def switched(self, server_round: int) -> bool:
+        """Whether this round is after the one in which the rule froze or switched, for schedules that follow it."""
+        return False
+
     def global_model(self, round: Round) -> ArrayRecord:
         """The model for use outside the federation, where `round.arrays` is the result of the round."""
         return round.arrays

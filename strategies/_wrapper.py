@@ -117,6 +117,9 @@ class Wrapper(_Around):
         self.used = self.rule.used
         return metrics
 
+    def switched(self, server_round: int) -> bool:
+        return self.rule.switched(server_round)
+
     def global_model(self, round: Round) -> ArrayRecord:
         return self.rule.global_model(round)
 

@@ -81,6 +81,9 @@ class FedBS(FedAvg):
         """`switch_round` is the first round of FedProx, or None."""
         return {**super().notes(), "switch_round": self.memory.switch_round}
 
+    def switched(self, server_round: int) -> bool:
+        return self.memory.switch_round is not None and server_round >= self.memory.switch_round
+
     def instructions(self, round: Round) -> dict[str, Any]:
         return {} if self.memory.switch_round is None else {PROXIMAL_MU: float(self.proximal_mu)}
 

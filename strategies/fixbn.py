@@ -150,6 +150,11 @@ class FixBN(Wrapper):
         self._asks = False
         return super().configure_train(server_round, arrays, config, grid)
 
+    def switched(self, server_round: int) -> bool:
+        return super().switched(server_round) or (
+            self.memory.last_free is not None and server_round > self.memory.last_free
+        )
+
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "freeze_round": self.memory.last_free, "frozen": sorted(self.freeze)}
 

@@ -228,7 +228,7 @@ class BNClient(NumPyClient):
             exchange, self.clip, self.min_batch,
         )  # fmt: skip
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        lr = self.lr(server_round) if callable(self.lr) else self.lr
+        lr = self._rate(server_round, config)
         seed = seeding.seed_for(self.seed, "model", server_round, self._number)
         self._parts.set_training()
         not_begun = list(rules)
@@ -266,6 +266,11 @@ class BNClient(NumPyClient):
             rule.finish(update)
         return update
 
+    def _rate(self, server_round: int, config: Config) -> float:
+        """The learning rate of a round, which the server scales after the round in which its strategy switched."""
+        rate = self.lr(server_round) if callable(self.lr) else self.lr
+        return rate * float(config.get(protocol.LR_FACTOR, 1.0))
+
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
 
@@ -298,7 +303,7 @@ class BNClient(NumPyClient):
     def _tune(self, steps: int, config: Config) -> None:
         """Train some steps without client rules; nothing is stored."""
         server_round = int(config.get(protocol.ROUND, 1))
-        lr = config.get(protocol.TUNE_LR) or (self.lr(server_round) if callable(self.lr) else self.lr)
+        lr = config.get(protocol.TUNE_LR) or self._rate(server_round, config)
         trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
         self._parts.set_training()
         with seeding.streams(seeding.seed_for(self.seed, "fine-tuning", server_round, self._number), self.device):

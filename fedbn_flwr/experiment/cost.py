@@ -54,6 +54,8 @@ def images_of(run: Settings) -> int | None:
     if run.train.steps is not None:
         return run.rounds * clients * run.train.steps * run.train.batch_size
     entry, held = CATALOGUE.get(run.data.name), run.data.images
+    if (of_each := getattr(run.data.partition, "images", None)) is not None:
+        held = of_each * run.clients
     if held is None:
         held = entry.images if entry is not None and not run.data.domains else None
     if held is None:

@@ -138,6 +138,8 @@ def end(listeners: Sequence[Listener], state: RunState) -> None:
 def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     rule, number = state.prepared.rule, state.round + 1
     config = ConfigRecord({**state.identity, protocol.KEPT_ROUND: state.kept_round})
+    if (factor := state.run.train.schedule.switch) is not None and rule.switched(number):
+        config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, state.arrays, config, state.grid))
     if not state.run.evaluate.dynamics and (folding := folding_of(rule, messages, state.nodes)) is not None:
         state.grid.observe(folding)  # no listener reads the arrays of single replies

@@ -32,11 +32,13 @@ RUN = "fedbn.run"
 READY = "fedbn.ready"
 TOKEN = "fedbn.run-token"  # noqa: S105 (the name of a key)
 KEPT_ROUND = "fedbn.kept-round"
+LR_FACTOR = "fedbn.lr-factor"
 OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
+    LR_FACTOR: Key("float", "multiply the learning rate of the round by it, since the strategy froze or switched"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 

@@ -22,8 +22,8 @@ def partition(
 ) -> list[Tensor]:
     """Indices of each client's images, ascending, for a kind of partition in kinds.py with its `options`.
 
-    `kind` may also be `module:callable`, a partition of the user, which may leave images out. Raises DataError unless
-    each image belongs to exactly one client and each client has images.
+    `kind` may also be `module:callable`, a partition of the user, which may leave images out, as does the option
+    `images`. Raises DataError unless each image belongs to exactly one client and each client has images.
     """
     if clients > len(labels):
         raise DataError(f"clients is {clients}, but the data has {len(labels)} training images")
@@ -41,7 +41,7 @@ def partition(
             "use fewer clients, more classes per client, a larger alpha, or another seed"
         )
     counts = np.bincount(np.concatenate(parts), minlength=len(labels))
-    if lost := int((counts == 0).sum()):
+    if (lost := int((counts == 0).sum())) and not options.get("images"):
         gone = sorted(set(labels[torch.from_numpy(counts == 0)].tolist()))
         raise DataError(
             f"data.partition ({kind}) gives {lost} of {len(labels)} images to no client (classes {gone[:10]}); "

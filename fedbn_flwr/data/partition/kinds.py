@@ -272,10 +272,17 @@ def unbalanced_shards(
 
 
 @kind()
-def domain(rows: Rows, clients: int, seed: int, *, clients_per_domain: Positive | None = None) -> Parts:
+def domain(
+    rows: Rows,
+    clients: int,
+    seed: int,
+    *,
+    clients_per_domain: Positive | None = None,
+    images: Positive | None = None,  # of each client; the others are not used
+) -> Parts:
     """Images of one domain; the clients of the first domain have the lowest numbers.
 
-    The clients of a domain have equal-sized random shares of it. Default: clients / domains.
+    The clients of a domain have equal-sized random shares of it, or `images` of these. Default: clients / domains.
     """
     if rows.groups is None:
         raise DataError("data.partition (domain): the data has no domains; name their column by data.domain")
@@ -289,10 +296,14 @@ def domain(rows: Rows, clients: int, seed: int, *, clients_per_domain: Positive 
         )
     parts: Parts = []
     for number, group in enumerate(present):
-        images = np.flatnonzero(groups == group)
-        if len(images) < each:
-            raise DataError(f"data.partition (domain): {names[group]!r} has {len(images)} images for {each} clients")
-        parts += np.array_split(np.random.default_rng(seed + number).permutation(images), each)
+        found = np.flatnonzero(groups == group)
+        if len(found) < each * (images or 1):
+            of_each = f" with images={images}" if images else ""
+            raise DataError(
+                f"data.partition (domain): {names[group]!r} has {len(found)} images for {each} clients{of_each}"
+            )
+        shares = np.array_split(np.random.default_rng(seed + number).permutation(found), each)
+        parts += [share[:images] for share in shares]
     return parts
 
 
