@@ -164,6 +164,15 @@ def test_each_natural_id_is_a_client() -> None:
     assert [part.tolist() for part in parts] == [list(range(i, 400, 3)) for i in range(3)]
 
 
+def test_clients_of_a_domain_can_have_a_part_of_its_images() -> None:
+    whole = partition(SORTED, 10, 3, 0, "domain", groups=SITES)
+    parts = partition(SORTED, 10, 3, 0, "domain", groups=SITES, images=62)
+    assert [len(part) for part in parts] == [62, 62, 62]
+    for part, images in zip(parts, whole, strict=True):
+        assert set(part.tolist()) < set(images.tolist())
+    assert parts[0].tolist() != partition(SORTED, 10, 3, 1, "domain", groups=SITES, images=62)[0].tolist()
+
+
 def test_a_domain_with_only_test_images_has_no_client() -> None:
     held_out = Groups("site", ("attic", "barn", "zoo"), torch.arange(400) % 2, None)
     assert len(partition(SORTED, 10, 2, 0, "domain", groups=held_out)) == 2
@@ -175,6 +184,7 @@ def test_a_domain_with_only_test_images_has_no_client() -> None:
         (4, "domain", {"groups": SITES}, r"3 domains \(attic, barn, cellar\) cannot be .* to clients=4.*clients=3"),
         (2, "domain", {"groups": SITES}, "set clients=3"),
         (6, "domain", {"groups": SITES, "clients_per_domain": 3}, "for 3 per domain set clients=9"),
+        (3, "domain", {"groups": SITES, "images": 200}, "'attic' has 134 images for 1 clients with images=200"),
         (3, "domain", {}, "the data has no domains; name their column by data.domain"),
         (5, "natural", {"groups": SITES, "column": "site"}, "'site' has 3 values .*, but clients is 5; set clients=3"),
         (
