@@ -3,7 +3,6 @@
 from fedbn_flwr.messages.gate import Reply as Reply
 
 from ._flower import FLOWER as FLOWER
-from ._folding import folding_of as folding_of
 from ._records import CannotSave as CannotSave
 from ._registry import Description as Description
 from ._registry import build_strategy as build_strategy

@@ -28,7 +28,7 @@ from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import capabilities, wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, RunningSum, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, one_line, partition_of, read_reply
 from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
@@ -138,7 +138,6 @@ class FedAvg(Rule, FlowerFedAvg):
         self.memory = self.Memory()
         self.shares = {}
         self.round: Round | None = None  # the current one
-        self.sums = RunningSum()  # of its first replies, if they were added as they arrived
         self.asked = 0  # number of clients that received the model in this round
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
         options = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
@@ -157,7 +156,6 @@ class FedAvg(Rule, FlowerFedAvg):
         if self.fraction_train == 0.0:
             return []
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
-        self.sums = RunningSum()
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
         if self.robust is not None and server_round == 1:
@@ -279,7 +277,6 @@ class FedAvg(Rule, FlowerFedAvg):
         self.shares = {reply.node: weight for reply, weight in zip(usable, weights, strict=True)}
         self.used = [*self.shares]
         model = pack(self.combine(round, usable, weights))
-        self.sums = RunningSum()  # frees the old one
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
         self.after_round(round, usable, weights)
@@ -320,7 +317,7 @@ class FedAvg(Rule, FlowerFedAvg):
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
         if self.robust is None:
-            return weighted_mean((reply.arrays for reply in replies), weights, self.sums)
+            return weighted_mean((reply.arrays for reply in replies), weights)
         arrays = [reply.arrays for reply in replies]
         return self.robust.combine(arrays, weights, unpack(round.arrays), f"round {round.number}")
 

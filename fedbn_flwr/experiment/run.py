@@ -35,7 +35,6 @@ from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_int
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.write import write_report
-from fedbn_flwr.strategies import folding_of
 
 from .compiling import decided, fill_cache
 from .cost import images_of
@@ -141,8 +140,6 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     if (factor := state.run.train.schedule.switch) is not None and rule.switched(number):
         config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, state.arrays, config, state.grid))
-    if not state.run.evaluate.dynamics and (folding := folding_of(rule, messages, state.nodes)) is not None:
-        state.grid.observe(folding)  # no listener reads the arrays of single replies
     replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
     arrays, metrics = rule.aggregate_train(number, replies)
     if arrays is not None:

@@ -240,7 +240,7 @@ class Schedule(Section):
     # step: multiply by gamma at each milestone, given as a fraction of the rounds or as a round
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = MILESTONES
     gamma: float | None = Field(default=None, gt=0, le=1)  # step: 0.1; exponential: required
-    # Multiplies the rate in all rounds after the one in which the strategy freezes (FixBN, FedTANII) or switches (FedBS).
+    # Multiplies the rate in all rounds after the one in which the strategy freezes or switches.
     switch: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="after")

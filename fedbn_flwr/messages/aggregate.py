@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.cores import cores
 from fedbn_flwr.norms.roles import Role, roles
 
-from .arrays import AddedArrays, FlatArrays, Layout
+from .arrays import FlatArrays, Layout
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -42,100 +42,60 @@ _THREADS = min(8, cores())
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
 
-class RunningSum:
-    """The weighted sum of the first replies of a round, in float64: they need not stay in memory."""
-
-    def __init__(self) -> None:
-        self.count = 0  # of replies
-        self.layout: Layout | None = None
-        self.total: Array = np.empty(0)
-
-    def takes(self, reply: Arrays) -> bool:
-        """Whether a reply can be added: 64-bit arrays are summed as differences, see `_set_means`."""
-        return (
-            isinstance(reply, FlatArrays)
-            and (self.layout is None or reply.layout is self.layout)
-            and not _is_exact(reply.layout.dtype)
-        )
-
-    def add(self, reply: FlatArrays, weight: float) -> None:
-        if self.layout is None:
-            self.layout, self.total = reply.layout, np.zeros(reply.layout.size)
-        scratch = np.empty(min(_PIECE, self.total.size))
-        for begin in range(0, self.total.size, _PIECE):
-            place = slice(begin, begin + _PIECE)
-            _add(self.total[place], reply.flat[place], weight, scratch)
-        self.count += 1
-
-
-def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float], begun: RunningSum | None = None) -> Arrays:
+def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
     """The weighted mean of each key, in the dtype of the input.
 
     Sums are in float64 and in the order of `replies`. So the mean of equal arrays is exactly that array, for instance
     the mean of ten integers 16 is 16, and rounding errors do not grow with the number of clients. Integers are rounded
     to the nearest; booleans are decided by majority. Beside the replies and the result it takes little memory.
-
-    The first `begun.count` replies are not read, because `begun` is their sum with these weights; the result has the
-    same bits.
     """
     total = total_weight(weights)
     given = [reply for reply, _ in zip(replies, weights, strict=True)]
     first = given[0]
-    begun = RunningSum() if begun is None else begun
-    if [isinstance(reply, AddedArrays) for reply in given] != [i < begun.count for i in range(len(given))]:
-        raise ValueError("the replies that were added on arrival are not the first ones of the mean")
     if isinstance(first, FlatArrays):
         blocks = [reply.flat for reply in given if isinstance(reply, FlatArrays) and reply.layout is first.layout]
         if len(blocks) == len(given):  # all arrays as one
-            return FlatArrays(first.layout, _means([blocks], [begun.total], weights, total, begun.count)[0])
-    sums = [begun.total if begun.layout is None else begun.total[begun.layout.places[key]] for key in first]
-    flat = _means([[_flat(reply, key) for reply in given] for key in first], sums, weights, total, begun.count)
-    shapes = first.layout.shapes if isinstance(first, FlatArrays) else {key: first[key].shape for key in first}
-    return {key: mean.reshape(shapes[key]) for key, mean in zip(first, flat, strict=True)}
+            return FlatArrays(first.layout, _means([blocks], weights, total)[0])
+    flat = _means([[reply[key].reshape(-1) for reply in given] for key in first], weights, total)
+    return {key: mean.reshape(first[key].shape) for key, mean in zip(first, flat, strict=True)}
 
 
-def _flat(reply: Arrays, key: str) -> Array:
-    """The values of a key; of a reply that was added, zeros, which are not read."""
-    return reply.flat[reply.layout.places[key]] if isinstance(reply, FlatArrays) else reply[key].reshape(-1)
-
-
-def _means(
-    arrays: Sequence[Sequence[Array]], sums: Sequence[Array], weights: Sequence[float], total: float, begun: int
-) -> list[Array]:
-    """The mean of each sequence of flat arrays, whose first `begun` are in `sums`; large ones use several threads.
+def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: float) -> list[Array]:
+    """The mean of each sequence of flat arrays; large ones use several threads.
 
     The result depends neither on the number of threads nor on the position of an element.
     """
     means = [np.empty(values[0].size, values[0].dtype) for values in arrays]
     pieces = [
-        (mean[place], [value[place] for value in values], so_far[place])
-        for mean, values, so_far in zip(means, arrays, sums, strict=True)
+        (mean[place], [value[place] for value in values])
+        for mean, values in zip(means, arrays, strict=True)
         for place in (slice(begin, begin + _PIECE) for begin in range(0, mean.size, _PIECE))
     ]
     threads = max(1, min(_THREADS, sum(mean.size for mean in means) // _LARGE))
-    parts = [(pieces[k::threads], weights, total, begun) for k in range(threads)]
     if threads == 1:
-        _set_means(*parts[0])
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(_set_means, *part) for part in parts]:
-                done.result()
+        _set_means(pieces, weights, total)
+        return means
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(_set_means, pieces[k::threads], weights, total) for k in range(threads)]:
+            done.result()
     return means
 
 
-def _set_means(
-    pieces: Sequence[tuple[Array, Sequence[Array], Array]], weights: Sequence[float], total: float, begun: int
-) -> None:
-    """Set each piece to the mean of values, the first `begun` of which are in its sum already.
+def _set_means(pieces: Sequence[tuple[Array, Sequence[Array]]], weights: Sequence[float], total: float) -> None:
+    """Set each piece to the mean of its values.
 
     64-bit values are summed as differences from the first ones, because float64 sums would round them.
     """
-    scratch = np.empty(max((mean.size for mean, _, _ in pieces), default=0))
-    for mean, values, so_far in pieces:
-        start = values[0] if _is_exact(mean.dtype) else None
-        summed = so_far if begun else np.zeros(mean.size)
-        for value, weight in zip(values[begun:], weights[begun:], strict=True):  # while the sum is in the cache
-            _add(summed, value, weight, scratch, start)
+    scratch = np.empty(_PIECE)
+    for mean, values in pieces:
+        start = values[0] if mean.dtype.itemsize > 4 else None
+        summed, row = np.zeros(mean.size), scratch[: mean.size]
+        for value, weight in zip(values, weights, strict=True):  # while the sum is in the cache
+            row[:] = value
+            if start is not None:
+                row -= start
+            row *= weight
+            summed += row
         summed /= total
         whole = summed if start is None else start + summed
         with np.errstate(invalid="ignore"):
@@ -143,21 +103,6 @@ def _set_means(
         if start is not None and mean.dtype.kind in "iu" and (far := np.abs(whole) >= 2**53).any():
             step = np.rint(np.abs(summed[far])).astype(mean.dtype)  # float64 would round these integers
             mean[far] = np.where(summed[far] < 0, start[far] - step, start[far] + step)
-
-
-def _add(total: Array, value: Array, weight: float, scratch: Array, start: Array | None = None) -> None:
-    """Add the weighted values, or their differences from `start`; three operations, of which none fuses two."""
-    row = scratch[: total.size]
-    row[:] = value
-    if start is not None:
-        row -= start
-    row *= weight
-    total += row
-
-
-def _is_exact(dtype: np.dtype[Any]) -> bool:
-    """Whether float64 sums of this dtype could round a mean of equal values to another value."""
-    return dtype.itemsize > 4
 
 
 def as_bfloat16(values: Array) -> Array:
@@ -203,8 +148,6 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
     `like` are the arrays that the server sent; `expected` are the keys that the client must send back (by default all).
     NaN, infinity and negative variances are faults, since one such reply makes the global model unusable.
     """
-    if isinstance(arrays, AddedArrays):
-        return None  # they were checked before
     if isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout:
         whole = expected is None or arrays.layout.places.keys() == set(expected)
         if whole and is_finite(arrays.flat) and negative_variance(arrays) is None:

@@ -83,18 +83,6 @@ class FlatArrays(Mapping[str, NDArray[Any]]):
         return _block, (where.dtype.str, tuple(where.shapes), tuple(where.shapes.values()), self.flat)
 
 
-class AddedArrays(FlatArrays):
-    """The arrays of a reply that were added to a sum and freed; their size is still known, their values are not."""
-
-    __slots__ = ()
-
-    def __init__(self, where: Layout) -> None:
-        super().__init__(where, np.broadcast_to(np.zeros((), where.dtype), (where.size,)))
-
-    def __getitem__(self, key: str) -> NDArray[Any]:
-        raise ValueError(f"{key!r} of this reply was added to the mean of the round and freed")
-
-
 def _block(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], flat: NDArray[Any]) -> FlatArrays:
     return FlatArrays(layout_of(dtype, keys, shapes), flat)
 

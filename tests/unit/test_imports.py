@@ -115,8 +115,3 @@ def test_no_cycles() -> None:
 
     for name in sorted(graph):
         visit(name, ())
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_no_module_is_longer_than_400_lines(name: str) -> None:
-    assert len(FILES[name].read_text(encoding="utf-8").splitlines()) <= 400
