@@ -101,4 +101,4 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure the overhead over a bare PyTorch loop; close other programs first."""
-    run(session, "fedbn", "bench", *session.posargs)
+    run(session, "python", "-m", "benchmarks.speed", *session.posargs)

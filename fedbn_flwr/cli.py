@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from . import __version__
 from .commands import (
-    bench,
     check,
     clean,
     completion,
@@ -39,7 +38,6 @@ COMMANDS = (
     check,
     metrics,
     clean,
-    bench,
     flwr,
     completion,
 )  # as in the help

@@ -282,7 +282,6 @@ TABLES: dict[str, Callable[[], Table]] = {
             "clean",
             "metrics",
             "completion",
-            "bench",
         )
     },
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},

@@ -72,10 +72,6 @@ def _words(action: argparse.Action) -> list[str]:
         return [*_names("experiments"), FILES]
     if action.dest == "overrides":
         return _settings()
-    if action.dest == "names":
-        from .bench import BENCHMARKS
-
-        return list(BENCHMARKS)
     if action.type is Path:
         return [FOLDERS if action.metavar == "DIR" else FILES]
     return []

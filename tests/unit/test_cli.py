@@ -10,19 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from fedbn_flwr import cli
-from fedbn_flwr.bench.common import Options, random_images
-from fedbn_flwr.bench.gpu import Case, processes
-from fedbn_flwr.bench.memory import peak
-from fedbn_flwr.bench.sharing import Rounds
-from fedbn_flwr.bench.training import five_clients
 from fedbn_flwr.results.folder import RunFolder, mark_interrupted
 from fedbn_flwr.results.summary import Status, Summary
-from fedbn_flwr.strategies import FedBN
 from tests.support.command import PATIENCE, ROOT, environment
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
@@ -309,59 +301,6 @@ def test_options_that_change_numbers_are_named_in_the_summary(tmp_path: Path) ->
     found, plain = (json.loads(next((tmp_path / each).rglob("summary.json")).read_text()) for each in ("all", "none"))
     assert (found["precision"], found["memory_format"]) == ("bfloat16", "channels_last")
     assert not {"precision", "memory_format"} & plain.keys()
-
-
-def test_a_benchmark_gives_its_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.main(["bench", "exchange", "overhead", "gpu", "--json", "--repeats", "1", "--steps", "1", "--workers", "1"])
-        == 0
-    )
-    found = json.loads(capsys.readouterr().out)
-    assert found["options"]["steps"] == 1
-    assert found["environment"]["python"]
-    for name in ("exchange", "overhead"):
-        for figure in found["figures"][name]:
-            assert 0 < figure["low"] <= figure["value"] <= figure["high"]
-            assert figure["name"]
-            assert figure["goal"]
-    if not torch.cuda.is_available():
-        assert found["figures"]["gpu"] == []
-        assert cli.main(["bench", "gpu"]) == 0
-        assert "nothing measured on cpu" in capsys.readouterr().out
-
-
-def test_a_round_is_never_shorter_than_the_bound_that_it_is_measured_by() -> None:
-    steps = np.repeat([1, 2], 50)
-    images = random_images(40, torch.device("cpu"))
-    rounds = Rounds(images, steps, FedBN, chosen=3, workers=2, how={"keep_momentum": True})
-    with rounds.grid:
-        ratios = [rounds.train(1), rounds.train(2), rounds.evaluate(2)]
-    assert min(ratios) >= 1
-
-
-def test_memory_that_processes_share_counts_once() -> None:
-    """A process with 100 MiB forks two that write to 20 MiB of them."""
-    program = """if True:
-        import os, time
-        held = bytearray(100 << 20)
-        held[::4096] = b"x" * (len(held) // 4096)
-        for _ in range(2):
-            if os.fork() == 0:
-                held[: 20 << 20 : 4096] = b"y" * 5120  # one byte of each page: a value of 20 MiB would count too
-                break
-        time.sleep(1)
-    """
-    found = peak([sys.executable, "-c", program]) / 2**20
-    assert 140 <= found <= 220, "100 and twice 20 MiB, and the interpreters; 300 if shared pages counted three times"
-    with pytest.raises(RuntimeError, match="ValueError: no"):
-        peak([sys.executable, "-c", "raise ValueError('no')"])
-
-
-def test_what_a_gpu_is_measured_by_runs_anywhere() -> None:
-    options = Options(repeats=1, steps=1, device=torch.device("cpu"), workers=2)
-    figures = [*five_clients(options), *processes(options, [Case("cnn", 4, False)], clients=1, counts=(1, 2, 4))]
-    assert len(figures) == 3 + 2 * 2
-    assert all(figure.value > 0 for figure in figures)
 
 
 def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ FOLDERS = (
     "apps",
     "fedbn_flwr.cli",
     "fedbn_flwr.commands",
-    "fedbn_flwr.bench",
     "fedbn_flwr.experiment",
     "fedbn_flwr.results",
     "strategies",

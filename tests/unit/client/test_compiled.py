@@ -18,14 +18,10 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.utils.data import DataLoader, TensorDataset
 
-import fedbn_flwr.client.compiled as client_compiled
 from fedbn_flwr import LocalGrid, client_app, convert_norm
-from fedbn_flwr.bench.common import Options
-from fedbn_flwr.bench.training import compiled
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import CrossEntropy
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import STRATEGIES, build_strategy
@@ -149,12 +145,3 @@ def test_a_network_that_alternates_and_draws_trains_as_without_compilation() -> 
         client = BNClient(Alternating(), images(), lr=0.1, epochs=2, compile=compile)
         ends.append(dict(client.train_round(initial_arrays(client.model), {"server-round": 1}).arrays))
     assert distance(*ends) < 1e-5
-
-
-def test_a_benchmark_of_compiled_training_fails_if_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr(client_compiled, "_tried", {})  # of other tests
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
-    options = Options(repeats=1, steps=1, device=torch.device("cpu"), workers=0)
-    with fresh_cache(), pytest.raises(RunFailed, match="cannot compile ResNet-20"):
-        next(compiled(options))

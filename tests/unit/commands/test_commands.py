@@ -47,7 +47,6 @@ def test_every_command_is_on_the_page_and_has_help(capsys: pytest.CaptureFixture
         (["list", "strategy"], "did you mean 'strategies'?"),
         (["run", "demo", "--engine", "rai"], "did you mean 'ray'?"),
         (["run", "demo", "--bla"], "--bla"),
-        (["bench", "overhed"], "did you mean 'overhead'?"),
         ([], "COMMAND"),
     ],
 )

@@ -30,7 +30,6 @@ LINES = {
     "fedbn run quick rounds=1 engine.device=cu": "fedbn run quick rounds=1 engine.device=cuda ",
     "fedbn explain quick strategy.name=FedTANI": "fedbn explain quick strategy.name=FedTANII ",
     "fedbn list strategies Scaf": "fedbn list strategies Scaffold ",
-    "fedbn bench over": "fedbn bench overhead ",
 }
 START = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "bind 'set enable-bracketed-paste off'; . {}"),

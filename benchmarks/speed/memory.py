@@ -37,7 +37,7 @@ def memory(options: Options) -> Iterator[Figure]:
     }
     bare, federated = [], []
     for _ in range(options.repeats):
-        bare.append(peak([sys.executable, "-m", "fedbn_flwr.bench.bare", *map(str, sizes)]))
+        bare.append(peak([sys.executable, "-m", "benchmarks.speed.bare", *map(str, sizes)]))
         with tempfile.TemporaryDirectory() as folder:
             run = [sys.executable, "-m", "fedbn_flwr.cli", "run", json.dumps(experiment), "--out", f"{folder}/out"]
             federated.append(peak(run))

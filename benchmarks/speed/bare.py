@@ -1,4 +1,4 @@
-"""The bare loop of `fedbn bench memory`, a program of its own that imports PyTorch and torchvision only."""
+"""The bare loop of the measurement of memory, a program of its own that imports PyTorch and torchvision only."""
 
 from __future__ import annotations
 
