@@ -12,7 +12,7 @@ from torch import nn
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.engines.local import LocalGrid
@@ -106,7 +106,7 @@ def _client(data: Images, cases: tuple[Case, ...], clients: int, steps: int, con
 @functools.cache
 def _model(case: Case, device: torch.device) -> ModelTensors:
     """A model for all clients of a process, as in an experiment."""
-    return ModelTensors(flatten_storage(_build(case, device)))
+    return ModelTensors(_build(case, device))
 
 
 def _build(case: Case, device: torch.device) -> nn.Module:

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from torch import nn
 
 from fedbn_flwr.client.app import client_app
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -65,7 +65,7 @@ def empty_round(options: Options) -> Iterator[Figure]:
     """A round without a step, with its aggregation, and the aggregation of large models."""
     cpu = torch.device("cpu")
     model = resnet20(cpu)
-    tensors, arrays = ModelTensors(flatten_storage(model)), pack(initial_arrays(model))
+    tensors, arrays = ModelTensors(model), pack(initial_arrays(model))
     strategy = FedAvg(min_available_nodes=5)
     app = same_clients(random_images(BATCH, cpu), lambda _: tensors, steps=0)
     with LocalGrid(app, 5, threads=1) as grid:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.model_tensors import Initial, ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.model_tensors import Initial, ModelTensors, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.engines.local import LocalGrid
@@ -143,7 +143,7 @@ class Rounds:
         self, data: Images, steps: np.ndarray, strategy: type[FedAvg], chosen: int, workers: int, how: dict[str, Any]
     ) -> None:
         def build() -> nn.Module:
-            return flatten_storage(resnet20(data.device))
+            return resnet20(data.device)
 
         tensors = ModelTensors(build(), initial=Initial(build))
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.compiled import is_compiled
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack
@@ -40,7 +40,7 @@ def overhead(options: Options) -> Iterator[Figure]:
     steps, device = options.steps, options.device
     data = random_images(BATCH * steps, device)
     bare = BareLoop(data)
-    model = ModelTensors(flatten_storage(resnet20(device)))  # one for all clients, as in an experiment
+    model = ModelTensors(resnet20(device))  # one for all clients, as in an experiment
     first = pack(initial_arrays(bare.model))
 
     def rounds(workers: int, clients: int) -> Iterator[float]:
@@ -86,7 +86,7 @@ def compiled(options: Options) -> Iterator[Figure]:
         model = resnet20(device)
         if fast:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        tensors = ModelTensors(flatten_storage(model))
+        tensors = ModelTensors(model)
         app = same_clients(data, lambda _: tensors, steps, batch=batch, compile=True, **how)  # noqa: B023
         grid, strategy = LocalGrid(app, 1), FedAvg(min_available_nodes=1, min_train_nodes=1)
         for number in (1, 2):
@@ -117,7 +117,7 @@ def fedtan(options: Options) -> Iterator[Figure]:
         for rows in torch.arange(clients * batch).split(batch)
     ]
     models = [resnet20(device) for _ in range(clients)]
-    tensors = [ModelTensors(flatten_storage(model)) for model in models]  # kept for all rounds, as in an experiment
+    tensors = [ModelTensors(model) for model in models]  # kept for all rounds, as in an experiment
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
@@ -183,7 +183,7 @@ def five_clients(options: Options) -> Iterator[Figure]:
             model = resnet20(device)
             if how.get("channels_last"):
                 model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            return ModelTensors(flatten_storage(model))
+            return ModelTensors(model)
 
         # Clients of a FedTAN round train concurrently and need a model each.
         models = model_of if isinstance(strategy, FedTAN) else lambda _: model_of(0)

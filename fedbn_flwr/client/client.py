@@ -385,8 +385,8 @@ class BNClient(NumPyClient):
             self._parts = ModelTensors(self.model, self.device)
         self._state = NodeState(self.records, run_of(config))
         own = self._state.load("local")
-        if not self._parts.fits(arrays, own):
-            self._parts.check(arrays, own)
+        self._parts.check(arrays, own)
+        if not own.keys().isdisjoint(arrays):
             own = {key: value for key, value in own.items() if key not in arrays}
         if negative := negative_variance(arrays):
             raise MessageError(

@@ -5,50 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import FlatArrays, Layout, layout_of
+from fedbn_flwr.messages.arrays import FlatArrays, layout_of
 from fedbn_flwr.models.tensors import as_array, check_tensors, sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Buffers through which arrays of one layout are copied to a GPU, or to tensors of another dtype, in one piece."""
-
-    host: Tensor  # in the host's memory
-    here: Tensor  # on the model's device; `host` itself on a CPU
-    pieces: list[Tensor]  # of `here`
-    into: list[Tensor]  # the model's tensors, in the order of `pieces`
-
-    def load(self, block: np.ndarray) -> None:
-        np.copyto(self.host.numpy(), block)
-        if self.here is not self.host:
-            self.here.copy_(self.host)
-        torch._foreach_copy_(self.into, self.pieces)
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The memory of a model on a CPU, in the order of a layout."""
-
-    into: list[np.ndarray]
-
-    def load(self, block: np.ndarray) -> None:
-        begin = 0
-        for piece in self.into:
-            np.copyto(piece, block[begin : begin + len(piece)])
-            begin += len(piece)
-
-
-Plan = tuple[list[Tensor], Layout] | None
 
 
 class Initial:
@@ -108,15 +76,6 @@ class ModelTensors:
         self.tensors: dict[str, Tensor] = model.state_dict()
         self.parameters = dict(model.named_parameters())
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
-        self._flat = {key: tensor.view(-1) for key, tensor in self.tensors.items() if tensor.is_contiguous()}
-        self._views = {
-            key: tensor.numpy()
-            for key, tensor in self.tensors.items()
-            if tensor.device.type == "cpu" and sent_dtype(tensor.dtype) is tensor.dtype
-        }
-        self._stages: dict[Layout, Stage | Pieces | None] = {}
-        self._fits: dict[tuple[Layout, ...], bool] = {}
-        self._plans: dict[tuple[str, ...], Plan] = {}
         self._modules = list(model.modules())
         # A network may override `train`, for instance to keep batch norms that are not trained in evaluation mode.
         self._has_own_train = any(type(module).train is not nn.Module.train for module in self._modules)
@@ -157,20 +116,6 @@ class ModelTensors:
         """Set training mode, if it is not set: setting it takes longer than checking it."""
         if self._has_own_train or not all(module.training for module in self._modules):
             self.model.train()
-
-    def fits(self, *sets: Arrays) -> bool:
-        """Whether these blocks contain distinct arrays of this model and all its weights; False for other mappings."""
-        blocks = [block for block in sets if len(block)]
-        if not all(isinstance(block, FlatArrays) for block in blocks):
-            return False
-        layouts = tuple(block.layout for block in blocks if isinstance(block, FlatArrays))
-        if layouts not in self._fits:
-            shapes = [item for where in layouts for item in where.shapes.items()]
-            keys = {key for key, _ in shapes}
-            weights = {key for key, role in self.roles.items() if role is Role.WEIGHTS}
-            known = all(self.shapes.get(key) == shape for key, shape in shapes)
-            self._fits[layouts] = known and len(keys) == len(shapes) and weights <= keys
-        return self._fits[layouts]
 
     def check(self, arrays: Arrays, own: Arrays) -> None:
         """Raise MessageError unless the received arrays and the client's own ones are those of its model."""
@@ -223,100 +168,23 @@ class ModelTensors:
 
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
-        if isinstance(arrays, FlatArrays) and (stage := self._stage(arrays.layout)) is not None:
-            stage.load(arrays.flat)
-            return
-        for key, value in arrays.items():
-            tensor = self.tensors[key]
-            if not tensor.is_floating_point() and value.dtype.kind == "f":
-                # Flower's mean returns integer counters as floats with a rounding error.
-                value = np.rint(value)
-            if (view := self._views.get(key)) is not None:
-                np.copyto(view, value, casting="unsafe")
-            else:
-                tensor.copy_(torch.from_numpy(np.array(value)))
-
-    def _stage(self, where: Layout) -> Stage | Pieces | None:
-        """Copies arrays of this layout; None if they must be copied one by one."""
-        if where not in self._stages:
-            keys = list(where.places)
-            dtype = self._sent_dtype(keys)
-            stage: Stage | Pieces | None = None
-            if dtype is not None and torch.empty(0, dtype=dtype).numpy().dtype == where.dtype:
-                into = joined([self._flat[key] for key in keys])
-                if all(key in self._views for key in keys):
-                    stage = Pieces([piece.numpy() for piece in into])
-                else:
-                    host = torch.empty(where.size, dtype=dtype)
-                    here = host if self.device.type == "cpu" else torch.empty_like(host, device=self.device)
-                    stage = Stage(host, here, list(here.split([len(piece) for piece in into])), into)
-            self._stages[where] = stage
-        return self._stages[where]
+        into = [self.tensors[key] for key in arrays]
+        if isinstance(arrays, FlatArrays):  # one copy to the device
+            block = torch.from_numpy(np.array(arrays.flat)).to(self.device)
+            values = [*_unflatten_dense_tensors(block, into)]
+        else:
+            values = [torch.from_numpy(np.array(value)) for value in arrays.values()]
+        for number in [number for number, tensor in enumerate(into) if not tensor.is_floating_point()]:
+            if values[number].is_floating_point():  # Flower's mean of integer counters, with a rounding error
+                values[number] = values[number].round()
+        if into:
+            torch._foreach_copy_(into, values)
 
     def taken(self, keys: Iterable[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
         if self._is_left:
             self.load_all({}, {})
-        wanted = tuple(keys)
-        if wanted not in self._plans:
-            self._plans[wanted] = self._plan(wanted)
-        plan = self._plans[wanted]
-        if plan is not None:
-            flat, where = plan
-            return FlatArrays(where, as_array(torch.cat(flat)))
-        return copied({key: self.tensors[key] for key in wanted})
-
-    def _plan(self, keys: tuple[str, ...]) -> Plan:
-        """The tensors of these keys and their layout in one block; None if they do not fit into one."""
-        if (dtype := self._sent_dtype(keys)) is None:
-            return None
-        name = torch.empty(0, dtype=dtype).numpy().dtype.str
-        flat = joined([self._flat[key] for key in keys])
-        return flat, layout_of(name, keys, tuple(self.shapes[key] for key in keys))
-
-    def _sent_dtype(self, keys: Iterable[str]) -> torch.dtype | None:
-        """The dtype in which the tensors with these keys are sent; None if they have several or are not contiguous."""
-        tensors = [self._flat.get(key) for key in keys]
-        dtypes = {None if tensor is None else sent_dtype(tensor.dtype) for tensor in tensors}
-        return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def flatten_storage(model: nn.Module) -> nn.Module:
-    """Move the model's tensors to consecutive memory, so that they can be copied as one, and return the model.
-
-    Only for models that this package builds: any other view of a parameter's memory no longer shares it afterwards.
-    Tensors on a GPU are not moved, since GPU kernels prefer weights at aligned addresses, and one kernel launch copies
-    many tensors.
-    """
-    first = next(model.parameters(), torch.empty(0))
-    once = {
-        id(tensor): tensor
-        for module in model.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None and tensor.is_contiguous()
-        if (tensor.dtype, tensor.device) == (first.dtype, torch.device("cpu"))
-    }
-    if once:
-        flat = torch.cat([tensor.detach().view(-1) for tensor in once.values()])
-        for tensor, piece in zip(once.values(), flat.split([tensor.numel() for tensor in once.values()]), strict=True):
-            tensor.data = piece.view(tensor.shape)
-    return model
-
-
-def joined(flat: list[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors: tensors in consecutive memory become one."""
-    merged: list[Tensor] = []
-    for piece in flat:
-        if merged and _follows(piece, merged[-1]):
-            merged[-1] = merged[-1].as_strided((len(merged[-1]) + len(piece),), (1,))
-        else:
-            merged.append(piece)
-    return merged
-
-
-def _follows(piece: Tensor, last: Tensor) -> bool:
-    one_memory = piece.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return one_memory and piece.storage_offset() == last.storage_offset() + len(last)
+        return copied({key: self.tensors[key] for key in keys})
 
 
 def initial_arrays(model: nn.Module) -> Arrays:
@@ -328,13 +196,11 @@ def initial_arrays(model: nn.Module) -> Arrays:
 
 def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     """Copies of the tensors' current values; tensors of one dtype are copied from the device as one block."""
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
-    flat = [tensor.detach().reshape(-1) for tensor in tensors.values()]
-    if len({sent_dtype(values.dtype) for values in flat}) != 1:
-        arrays = [np.array(as_array(values)) for values in flat]
-        return {key: array.reshape(shape) for key, array, shape in zip(tensors, arrays, shapes, strict=True)}
-    block = as_array(torch.cat(flat))
-    return FlatArrays(layout_of(block.dtype.str, tuple(tensors), shapes), block)
+    values = [tensor.detach() for tensor in tensors.values()]
+    if len({sent_dtype(value.dtype) for value in values}) != 1:
+        return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
+    block = as_array(_flatten_dense_tensors(values))
+    return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple(tuple(each.shape) for each in values)), block)
 
 
 def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:

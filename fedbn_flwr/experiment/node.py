@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import Initial, ModelTensors, flatten_storage
+from fedbn_flwr.client.model_tensors import Initial, ModelTensors
 from fedbn_flwr.client.rules import known_keys
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
@@ -187,7 +187,7 @@ def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[Mo
 
     if _is_own(run):
         return pool, ModelTensors(build())
-    return pool, ModelTensors(flatten_storage(build()), initial=pool.initial(build))
+    return pool, ModelTensors(build(), initial=pool.initial(build))
 
 
 def _is_own(run: Settings) -> bool:

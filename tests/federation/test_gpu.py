@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.client.training import SGD, Step
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.images import Images
@@ -50,7 +50,7 @@ def federate(strategy: FedAvg, device: torch.device, rounds: int = 3, **how: Any
     torch.manual_seed(0)
     model = build_model("resnet20", 10, "bn")
     first = pack(initial_arrays(model))
-    models, data = [ModelTensors(flatten_storage(copy.deepcopy(model).to(device))) for _ in range(3)], images(device)
+    models, data = [ModelTensors(copy.deepcopy(model).to(device)) for _ in range(3)], images(device)
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])

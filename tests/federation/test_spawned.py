@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
-from fedbn_flwr.client.model_tensors import ModelTensors, flatten_storage, initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.spawned import Spawned
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -136,7 +136,7 @@ def test_workers_for_gpus_train_on_the_images_of_the_main_process(
 
 def test_a_model_that_the_app_holds_is_copied() -> None:
     """Each worker trains its own; tensors that belong together stay together."""
-    held = ModelTensors(flatten_storage(model()))
+    held = ModelTensors(model())
     first = {key: value.clone() for key, value in held.tensors.items()}
     copy = Spawned(held).pack(0).load()
     assert isinstance(copy, ModelTensors)
