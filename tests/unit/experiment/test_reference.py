@@ -19,7 +19,7 @@ from tests.support.command import ROOT
 PAPERS = yaml.safe_load((ROOT / "docs" / "published.yaml").read_text(encoding="utf-8"))
 NAMES = [name for name in shipped_experiments() if "/" in name]
 
-# A table, an experiment, the label of a condition, a key of summary.json, and the figure, maybe with its standard deviation.
+# A table, an experiment, the label of a condition, a key of summary.json, and the figure, maybe with a deviation.
 Figure: TypeAlias = tuple[str, str, str, str, float | tuple[float, ...]]
 
 
@@ -183,7 +183,11 @@ def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str
     setup = PAPERS["FixBN"]["setup"]
     for run in experiments["fixbn/table4"]:
         train = run.train
-        assert (run.clients, train.lr, train.batch_size) == (setup["clients"], setup["lr"]["others"], setup["batch size"])
+        assert (run.clients, train.lr, train.batch_size) == (
+            setup["clients"],
+            setup["lr"]["others"],
+            setup["batch size"],
+        )
         assert (train.momentum, train.weight_decay) == (setup["momentum"]["others"], setup["weight decay"])
         assert (train.schedule.kind, list(train.schedule.milestones or ())) == ("step", setup["lr falls at"])
         assert run.strategy.get("freeze_round", setup["freeze round"]) == setup["freeze round"]
@@ -216,7 +220,9 @@ def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str
 def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
     setup = PAPERS["FedTAN"]["setup"]
     sweep = experiments["fedtan/classes-per-client"]
-    assert sorted({run.data.partition.model_dump()["classes_per_client"] for run in sweep}) == setup["classes on a client"]
+    assert (
+        sorted({run.data.partition.model_dump()["classes_per_client"] for run in sweep}) == setup["classes on a client"]
+    )
     assert {run.train.steps for run in experiments["fedtan/one-step"]} == {1}
     rules = {run.cell.row for run in experiments["fedtan/table1"]}
     assert {run.cell.row for run in experiments["fedtan/table2"]} == rules, "the curves of Figure 4"
@@ -241,7 +247,12 @@ def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
             assert run.strategy.get("clip", setup["clipping"]) == setup["clipping"]
     for run in experiments["fedwon/cifar10"]:
         part = run.strategy.get("base", run.strategy)["fraction_train"]
-        found = {"clients": run.clients, "share of clients": part, "local epochs": run.train.epochs, "rounds": run.rounds}
+        found = {
+            "clients": run.clients,
+            "share of clients": part,
+            "local epochs": run.train.epochs,
+            "rounds": run.rounds,
+        }
         assert found == setup["CIFAR-10"]
     assert {run.clients for run in experiments["fedwon/participation"]} == {50}
     numbers = sorted({run.clients for run in experiments["fedwon/clients"]})
@@ -257,7 +268,11 @@ def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
             train = run.train
             assert (run.clients, run.rounds) == (setup["clients"], setup["rounds"][key])
             assert run.strategy["fraction_train"] * run.clients == setup["clients in a round"]
-            assert (train.batch_size, train.lr, train.epochs) == (setup["batch size"], setup["lr"], setup["local epochs"])
+            assert (train.batch_size, train.lr, train.epochs) == (
+                setup["batch size"],
+                setup["lr"],
+                setup["local epochs"],
+            )
             if run.strategy["name"] == "FedBS":
                 assert {key: run.strategy[key] for key in ("epsilon", "patience")} == setup["switch"]
             if "unbalanced" in name:
