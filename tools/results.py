@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -149,7 +150,8 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
         other |= differing(rows[run.label], run.settings)
         if not run.finished:
             failed.add(run.label)
-    budget = " to ".join(dict.fromkeys(f"{share:.2g}" for share in (min(shares), max(shares))))
+    ends = (f"{share:.0f}" if share >= 10 else f"{share:.2g}" for share in (min(shares), max(shares)))
+    budget = " to ".join(dict.fromkeys(ends))
     words = ["whole budget" if shares == {100} else f"{budget} % of the rounds"]
     words += [] if done.keys() == rows.keys() else [f"{len(done)} of {len(rows)} runs"]
     words += [f"{len(failed)} failed"] if failed else []
@@ -455,6 +457,40 @@ def slower() -> Table:
     return ("R", "FedTAN takes 1.1 times as long at a round trip of", "2 times"), rows
 
 
+def time_to_accuracy() -> Table:
+    """From the output of benchmarks/time_to_accuracy.py: a part for one batch norm, and one for 19."""
+    parts = (RESULTS / "network/time_to_accuracy.txt").read_text(encoding="utf-8").strip().split("\n\n")
+
+    def section_of(part: str, level: str) -> str:
+        return re.split(r"^  \d+ %:.*$", part.partition(f"\n  {level}: ")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+    def rounds(rule: str, level: str) -> str:
+        found = re.search(rf"^ +{re.escape(rule)} +(\d+|never)", section_of(parts[0], level), re.MULTILINE)
+        return found[1].replace("never", "not with all seeds") if found else ""
+
+    def limit(part: str, rule: str, level: str) -> str:
+        found = re.search(
+            rf"{re.escape(rule)} is (at least|faster .* ([\d.]+ R)$)", section_of(part, level), re.MULTILINE
+        )
+        return (found[2] or "0") if found else "never"
+
+    names = {"FedAvg+BN": "FedAvg or FixBN with batch norm", "FedAvg+GN": "FedAvg with group norm"}
+    names |= {"FedTAN-II M=50": "FedTAN-II, M = 50", "FedTAN-II M=10": "FedTAN-II, M = 10"}
+    shown = [("75 %", "FedAvg+BN"), ("75 %", "FedAvg+GN"), ("90 %", "FedTAN-II M=50"), ("90 %", "FedTAN-II M=10")]
+    shown += [("90 %", "FedAvg+GN"), ("85 %", "FedAvg+BN"), ("90 %", "FedAvg+BN")]
+    rows: list[Row] = [
+        (
+            level,
+            rounds("FedTAN", level),
+            f"{names[rule]}: {rounds(rule, level)}",
+            *(limit(p, rule, level) for p in parts),
+        )
+        for level, rule in shown
+    ]
+    columns = ("accuracy", "rounds: FedTAN", "other strategy: rounds", "FedTAN is slower with a round trip above")
+    return (*columns, "with 38 exchanges"), rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "papers": papers,
     "results demo": demo,
@@ -474,4 +510,5 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results network latency": latency,
     "results network nodes": nodes,
     "results network slower": slower,
+    "results network accuracy": time_to_accuracy,
 }

@@ -1,8 +1,8 @@
 """Writes the generated tables of the documentation; `--check` only reports the pages that are not current.
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
-registries and docstrings, measured figures from the raw files of docs/results. Columns that neither contains, such as the
-meaning of a key, are kept from the page; a row without this text is an error.
+registries and docstrings, measured figures from the raw files of docs/results. Columns that neither contains, such as
+the meaning of a key, are kept from the page; a row without this text is an error.
 """
 
 from __future__ import annotations
