@@ -164,6 +164,37 @@ def fedbs() -> Iterator[str]:
         yield f"in round {one.summary['switch_round']} on {'MNIST' if file == 'mnist' else 'Fashion-MNIST'}"
 
 
+def clients() -> Iterator[str]:
+    runs = results.by_label("clients/clients.json", "clients/participation.json")
+    cells = dict.fromkeys(label.partition(", ")[2] for label in runs)
+
+    def after(rule: str, cell: str) -> float:
+        return 100 * statistics.mean(run.summary["accuracy"] for run in runs[f"{rule}, {cell}"])
+
+    behind = {cell: after("FedAvg+GN", cell) - after("FedAvg+BN", cell) for cell in cells}
+    five = behind.pop("clients=5")
+    yield f"it is {five:.0f} points below group norm"
+    yield f"or a part of them in a round, {min(behind.values()):.0f} to {max(behind.values()):.0f}."
+    good = [[after(rule, cell) for rule in ("FedTAN-II", "FixBN", "FedAvg+GN")] for cell in cells]
+    yield f"are within {max(max(each) - min(each) for each in good):.1f} points of one another in each column"
+    lost = [after("FedAvg+GN", "clients=5") - after(rule, "clients=5") for rule in ("FedTAN", "Scaffold")]
+    yield f"except with five clients, where it is {lost[0]:.1f} points below, and Scaffold {lost[1]:.0f}"
+    rules = {label.partition(", ")[0] for label in runs}
+    cost = max(after(rule, "clients=100") - after(rule, "fraction_train=0.05") for rule in rules)
+    yield f"{cost:.1f} points or less for every rule"
+    constant = {label: run for label, (run,) in results.by_label("clients/constant.json").items()}
+
+    def last(label: str) -> str:
+        return f"{100 * constant[label].summary['accuracy']:.1f} %"
+
+    before, frozen = (100 * constant["FixBN, clients=100"].after(number) for number in (100, 110))
+    yield f"FixBN falls from {before:.1f} to {frozen:.1f} % within ten rounds of the freeze with 100 clients"
+    yield f"ends at {last('FixBN, clients=100')}, 10 points below batch norm"
+    yield f"it ends at {last('FixBN, clients=5')}, batch norm at {last('FedAvg+BN, clients=5')}"
+    ends = [100 * constant[f"FedTAN-II, clients={number}"].summary["accuracy"] for number in (5, 20, 100)]
+    yield f"ends at {min(ends):.1f} to {max(ends):.1f} %"
+
+
 STREAMS = "FedTAN streams"
 
 
@@ -181,7 +212,7 @@ def network() -> Iterator[str]:
     yield f"a round of FedAvg took {nodes[5, 'FedAvg'][0]:.0f} and {nodes[5, 'FedAvg'][1]:.0f} s"
 
 
-@pytest.mark.parametrize("page", [fixbn, fedbs, network], ids=lambda page: page.__name__)
+@pytest.mark.parametrize("page", [fixbn, fedbs, clients, network], ids=lambda page: page.__name__)
 def test_the_sentences_of_a_page_have_the_figures_of_its_raw_files(page: Callable[[], Iterator[str]]) -> None:
     text = " ".join((ROOT / "docs" / "results" / f"{page.__name__}.md").read_text(encoding="utf-8").split())
     assert [sentence for sentence in page() if sentence not in text] == []
