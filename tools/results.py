@@ -335,6 +335,30 @@ def fedtan() -> Table:
     return ("run", *columns, "communication rounds", "MiB"), rows
 
 
+def costs() -> Table:
+    """FedTAN-II on MNIST; what the exchanges add is relative to a FedAvg that sends all but the two values for each statistic."""
+    figures = published("FedTAN", "Table 5")
+    rows: list[Row] = []
+    for (label, runs), (exact, paper) in zip(by_label("costs/report.json").items(), figures.items(), strict=True):
+        assert label == "FedTAN" or label.endswith(f"M={exact}")
+        summary, iterations = runs[0].summary, runs[0].settings["rounds"]
+        plain = 4 * summary["elements_down_per_client"] * (1 + runs[0].settings["clients"]) * iterations
+        sent = summary["broadcast_bytes"]
+        more = 100 * (1 - iterations / summary["communication_rounds"])
+        rows.append(
+            (
+                label,
+                share("accuracy", digits=2)(runs),
+                trips(runs),
+                f"{more:.2f}, {paper['more rounds']:.2f}",
+                f"{8 * sent / 2**30:.4f}, {paper['Gibit']:.4f}",
+                f"{100 * (1 - plain / sent):.4f}, {paper['more bits']:.4f}",
+            )
+        )
+    columns = ("accuracy, %", "communication rounds", "more rounds, %", "Gibit", "more bits, %")
+    return ("run", *columns), rows
+
+
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 
 
@@ -501,6 +525,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedbs mnist": fedbs((0.90, 0.95, 0.97), "fedbs/mnist.json", "fedbs/mnist-fedbn.json"),
     "results fedbs fashion-mnist": fedbs((0.75, 0.80, 0.85), "fedbs/fashion-mnist.json"),
     "results fedtan": fedtan,
+    "results costs": costs,
     "results fedwon": fedwon(32),
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,

@@ -164,6 +164,16 @@ def fedbs() -> Iterator[str]:
         yield f"in round {one.summary['switch_round']} on {'MNIST' if file == 'mnist' else 'Fashion-MNIST'}"
 
 
+def costs() -> Iterator[str]:
+    runs = results.by_label("costs/report.json")
+    after = {label: 100 * statistics.mean(run.summary["accuracy"] for run in each) for label, each in runs.items()}
+    yield f"From M = 10 to 100 it gains {after['FedTAN-II M=100'] - after['FedTAN-II M=10']:.1f} points"
+    yield f"it ends {after['FedTAN-II M=100'] - after['FedTAN']:.1f} points above FedTAN"
+    setup = results.published("FedTAN", "setup")["MNIST"]
+    yield f"the {setup['statistics']} running statistics that a model of {setup['parameters']:,} parameters has"
+    yield f"ours are {100 * setup['statistics'] / setup['parameters']:.2f} % larger"
+
+
 def clients() -> Iterator[str]:
     runs = results.by_label("clients/clients.json", "clients/participation.json")
     cells = dict.fromkeys(label.partition(", ")[2] for label in runs)
@@ -212,7 +222,7 @@ def network() -> Iterator[str]:
     yield f"a round of FedAvg took {nodes[5, 'FedAvg'][0]:.0f} and {nodes[5, 'FedAvg'][1]:.0f} s"
 
 
-@pytest.mark.parametrize("page", [fixbn, fedbs, clients, network], ids=lambda page: page.__name__)
+@pytest.mark.parametrize("page", [fixbn, fedbs, costs, clients, network], ids=lambda page: page.__name__)
 def test_the_sentences_of_a_page_have_the_figures_of_its_raw_files(page: Callable[[], Iterator[str]]) -> None:
     text = " ".join((ROOT / "docs" / "results" / f"{page.__name__}.md").read_text(encoding="utf-8").split())
     assert [sentence for sentence in page() if sentence not in text] == []
