@@ -336,7 +336,7 @@ def fedtan() -> Table:
 
 
 def costs() -> Table:
-    """FedTAN-II on MNIST; what the exchanges add is relative to a FedAvg that sends all but the two values for each statistic."""
+    """FedTAN-II on MNIST; what the exchanges add is relative to the same messages without them."""
     figures = published("FedTAN", "Table 5")
     rows: list[Row] = []
     for (label, runs), (exact, paper) in zip(by_label("costs/report.json").items(), figures.items(), strict=True):
