@@ -1,8 +1,8 @@
 """Writes the generated tables of the documentation; `--check` only reports the pages that are not current.
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
-registries and docstrings. Columns that the code does not contain, such as the meaning of a key, are kept from the page;
-a row without this text is an error.
+registries and docstrings, measured figures from the raw files of docs/results. Columns that neither contains, such as
+the meaning of a key, are kept from the page; a row without this text is an error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from results import TABLES as MEASURED
+from results import Row, Table
 
 from fedbn_flwr.cli import parser
 from fedbn_flwr.client.rules import rules_by_key
@@ -34,10 +36,7 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.strategies import STRATEGIES, describe
 
 ROOT = Path(__file__).parents[1]
-MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-
-Row = tuple[str | None, ...]  # None: the page's own text
-Table = tuple[tuple[str, ...], list[Row]]
+MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def literal(value: Any) -> str:
@@ -284,6 +283,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "completion",
         )
     },
+    **MEASURED,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
     **{f"cost {name}": cost_of(name) for name in STRATEGIES},
 }
@@ -300,7 +300,8 @@ def cells(line: str) -> list[str]:
 def render(name: str, old: str) -> str:
     columns, rows = TABLES[name]()
     kept = {row[0]: row for row in map(cells, old.strip().splitlines()[2:]) if row}
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    others = "---:|" if name.startswith("results ") else "---|"  # numbers
+    lines = [f"| {' | '.join(columns)} |", f"|---|{others * (len(columns) - 1)}"]
     for row in rows:
         before = kept.get(str(row[0]), [])
         full = []

@@ -15,8 +15,8 @@ from .expansion import Cell, Lists, changed, values_in_words
 AVERAGE = "average"  # of the domains of a figure that is given by domain
 
 # Settings that a paper's figure does not depend on, or that it has no word on.
-_FREE = ("name", "label", "cell", "size", "seed", "track", "published", "engine", "evaluate", "mods")
-_FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
+FREE = ("name", "label", "cell", "size", "seed", "track", "published", "engine", "evaluate", "mods")
+FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
 
 
 class Published(BaseModel):
@@ -76,7 +76,7 @@ def figures_by_label(figures: Any, rows: Mapping[str, Lists], name: str) -> dict
 
 def with_set_up(figures: Any, size: str, written: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """The figures of a run, with a note if its settings are not those of the file."""
-    keys = [key for key in changed(written, settings) if key.partition(".")[0] not in _FREE and key not in _FREE_KEYS]
+    keys = [key for key in changed(written, settings) if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
     if not keys or not isinstance(figures, Mapping) or "differs" in figures:
         return figures
     return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}

@@ -1,9 +1,8 @@
-"""The figures in the experiment files are those of the papers, and their set-ups too; the reference is not shipped."""
+"""The figures and set-ups in the experiment files are those of the papers, which docs/published.yaml lists."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -13,227 +12,164 @@ from fedbn_flwr.experiment.content import shipped_experiments
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.published import condition
 from fedbn_flwr.experiment.settings import Settings
+from fedbn_flwr.experiment.training import schedule_of
+from fedbn_flwr.models.build import build_model
+from tests.support.command import ROOT
 
-# An experiment, the label of a condition, a key of summary.json, and the figure, maybe with its standard deviation.
-Figure: TypeAlias = tuple[str, str, str, float | tuple[float, float]]
-Key: TypeAlias = str | int
-Place: TypeAlias = tuple[Key, ...]
+PAPERS = yaml.safe_load((ROOT / "docs" / "published.yaml").read_text(encoding="utf-8"))
+NAMES = [name for name in shipped_experiments() if "/" in name]
 
-
-class Reference:
-    """The reference, and which of its figures were asked for."""
-
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self.content = content
-        self.used: set[Place] = set()
-
-    def at(self, *path: Key) -> Any:
-        found: Any = self.content
-        for key in path:
-            found = found[key]
-        self.used |= {(*path, *rest) for rest in _leaves(found)}
-        return found
-
-    def keys(self, *path: Key) -> list[Any]:
-        found: Any = self.content
-        for key in path:
-            found = found[key]
-        return list(found)
-
-    def share(self, *path: Key) -> float:
-        """A percentage as a fraction."""
-        return _share(self.at(*path))
-
-    def figures(self) -> set[Place]:
-        return set(_leaves(self.content))
-
-
-def _leaves(content: Any) -> Iterator[Place]:
-    if not isinstance(content, dict | list):
-        yield ()
-        return
-    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-        yield from ((key, *rest) for rest in _leaves(value))
-
-
-def _share(percent: float) -> float:
-    return round(percent / 100, 5)
-
-
-@pytest.fixture(scope="module")
-def reference(shared_data: Path) -> Reference:
-    file = shared_data.parent / "reference" / "paper_results.yaml"
-    if not file.is_file():
-        pytest.skip(f"the papers' figures are not here: {file.name} in reference/ beside the data sets")
-    return Reference(yaml.safe_load(file.read_text(encoding="utf-8")))
+# A table, an experiment, the label of a condition, a key of summary.json, and the figure, maybe with a deviation.
+Figure: TypeAlias = tuple[str, str, str, str, float | tuple[float, ...]]
 
 
 @pytest.fixture(scope="module")
 def experiments() -> dict[str, tuple[Settings, ...]]:
-    return {name: load_experiment(name, ["seed=0"]).runs for name in shipped_experiments() if "/" in name}
+    return {name: load_experiment(name, ["seed=0"]).runs for name in NAMES}
+
+
+def share(percent: float | list[float]) -> float | tuple[float, ...]:
+    return tuple(round(each / 100, 5) for each in percent) if isinstance(percent, list) else round(percent / 100, 5)
 
 
 # --- figures --------------------------------------------------------------------
 
 IID, TWO_CLASSES = "partition=iid", "partition=classes classes_per_client=2"
 SHARDS = "partition=shards shards_per_client=2"
-OFFICE = ("amazon", "caltech", "dslr", "webcam")
-DIGITS = ("mnist", "svhn", "usps", "synth", "mnist_m")
 
 
-def fedtan(of: Reference) -> Iterator[Figure]:
-    names = {"Centralized+BN": "Centralised", "FedAvg+Algorithm2": "FedAvg+Algorithm 2"}
-    for table, section in (("table1", "with_momentum"), ("table2", "without_momentum")):
-        for row in of.keys("fedtan_cifar10", section):
+def fedtan(tables: Mapping[str, Any]) -> Iterator[Figure]:
+    for table, name in (("Table 1", "fedtan/table1"), ("Table 2", "fedtan/table2")):
+        for row, figures in tables[table].items():
             key = "clients_accuracy" if row in ("FedBN", "SiloBN") else "accuracy"
-            for kind, partition in (("iid", IID), ("noniid", TWO_CLASSES)):
-                if kind not in of.keys("fedtan_cifar10", section, row):
-                    continue
-                place = ("fedtan_cifar10", section, row)
-                figure = of.share(*place, kind), of.share(*place, f"{kind}_pm")
-                label = names.get(row, row) + ("" if row == "Centralized+BN" else f", {partition}")
-                yield f"fedtan/{table}", label, key, figure
-                if table == "table1" and kind == "noniid" and key == "accuracy":
-                    yield "fedtan/classes-per-client", label.replace(partition, "classes_per_client=2"), key, figure
+            if len(figures) == 1:
+                yield table, name, row, key, share(figures[0])
+                continue
+            for partition, figure in zip((IID, TWO_CLASSES), figures, strict=True):
+                yield table, name, f"{row}, {partition}", key, share(figure)
+            if table == "Table 1" and key == "accuracy":
+                yield table, "fedtan/classes-per-client", f"{row}, classes_per_client=2", key, share(figures[1])
+    counts = tables["setup"]["CIFAR-10"]
+    with_gn, with_bn = counts["parameters with GN"], counts["parameters with GN"] + counts["statistics"]
+    yield "Table 3", "fedtan/table3", "FedAvg+GN", "parameters", with_gn
+    yield "Table 3", "fedtan/table3", "FedAvg+BN", "elements_up_per_client", with_bn
+    for row, figures in tables["Table 3"].items():
+        yield "Table 3", "fedtan/table3", row, "broadcast_mib_per_round", figures["MiB"]
+        yield "Table 3", "fedtan/table3", row, "communication_rounds", figures["communication rounds"]
+    for table, unit, mib in (("Table 4", "GiB", 1024), ("Table 5", "Gibit", 128)):
+        setup = tables["setup"]["CIFAR-10" if table == "Table 4" else "MNIST"]
+        iterations = setup["iterations"]
+        for exact, figures in tables[table].items():
+            if table == "Table 4":
+                label = "FedTAN" if exact == iterations else f"FedTAN-II, fedtan_rounds={exact / iterations}"
+            else:
+                label = "FedTAN" if exact == iterations else f"FedTAN-II M={exact}"
+            name, rounds = f"fedtan/{table.lower().replace(' ', '')}", iterations + exact * 3 * setup["batch norms"]
+            yield table, name, label, "broadcast_mib_per_round", round(figures[unit] * mib / iterations, 4)
+            yield table, name, label, "communication_rounds", rounds
 
 
-def fedtan_traffic(of: Reference) -> Iterator[Figure]:
-    place = "resnet20_cifar10_wire"
-    yield "fedtan/table3", "FedAvg+GN", "parameters", of.at(place, "parameters_gn")
-    yield "fedtan/table3", "FedAvg+BN", "elements_up_per_client", of.at(place, "parameters_bn_with_statistics")
-    rounds = of.at(place, "communication_rounds_per_iteration")
-    for row in of.keys(place, "mib_per_iteration"):
-        yield "fedtan/table3", row, "broadcast_mib_per_round", of.at(place, "mib_per_iteration", row)
-        yield "fedtan/table3", row, "communication_rounds", rounds[row.partition("+")[0]]
-    iterations = 10_000
-    for row in of.keys(place, "fedtan_ii_10000_iterations"):
-        gib, extra_rounds, extra_bits = of.at(place, "fedtan_ii_10000_iterations", row).values()
-        mib = round(gib * 1024 / iterations, 4)
-        exact = int(row.removeprefix("M=")) if row != "FedTAN" else iterations
-        sent = iterations - exact + exact * rounds["FedTAN"]
-        assert 100 * (sent - iterations) / sent == pytest.approx(extra_rounds, abs=0.005)
-        plain = of.at(place, "mib_per_iteration", "FedAvg+BN")
-        assert 100 * (mib - plain) / mib == pytest.approx(extra_bits, abs=0.001), "of four decimals of a MiB"
-        label = "FedTAN" if row == "FedTAN" else f"FedTAN-II, fedtan_rounds={exact / iterations}"
-        yield "fedtan/table4", label, "broadcast_mib_per_round", mib
-        yield "fedtan/table4", label, "communication_rounds", sent
+@pytest.mark.parametrize(("table", "data", "unit", "bits"), [
+    ("Table 4", "CIFAR-10", "GiB", 8), ("Table 5", "MNIST", "Gibit", 1)])  # fmt: skip
+def test_the_costs_of_fedtan_ii_are_arithmetic(table: str, data: str, unit: str, bits: int) -> None:
+    setup = PAPERS["FedTAN"]["setup"][data]
+    # Table 4 counts the running statistics, Table 5 does not. An exchange adds two values for each statistic.
+    model = setup["parameters with GN"] + setup["statistics"] if table == "Table 4" else setup["parameters"]
+    copies = 4 * (1 + setup["clients"])  # to all clients once, and from each of them
+    for exact, figures in PAPERS["FedTAN"][table].items():
+        part = exact / setup["iterations"]
+        plain, mib = (each * copies / 2**20 for each in (model, model + 2 * setup["statistics"] * part))
+        if table == "Table 4":  # of the MiB of an iteration as printed, with four decimals
+            plain, mib = round(plain, 4), round(mib, 4)
+        assert mib * setup["iterations"] * 8 / bits / 1024 == pytest.approx(figures[unit], abs=5.1e-5), exact
+        assert 100 * (mib - plain) / mib == pytest.approx(figures["more bits"], abs=5.1e-5), exact
+        more = 3 * setup["batch norms"] * part
+        assert 100 * more / (1 + more) == pytest.approx(figures["more rounds"], abs=0.0051), exact
 
 
-def fixbn(of: Reference) -> Iterator[Figure]:
-    for norm in of.keys("fixbn", "table1_E1_shards_no_momentum"):
-        for kind, label in (("central", "Central"), ("fl", "Federated")):
-            share = of.share("fixbn", "table1_E1_shards_no_momentum", norm, kind)
-            yield "fixbn/table1", f"{label}, {norm}", "accuracy", share
-    section = "table2_imagenet_dirichlet01_100clients_resnet18"
-    for row in of.keys("fixbn", section):
-        yield "fixbn/table2", row, "accuracy", of.share("fixbn", section, row)
-    for model, label in (("mobilenet_v2", "MobileNetV2"), ("resnet50", "ResNet-50")):
-        for row in of.keys("fixbn", "table3_cityscapes_miou", model):
-            share = of.share("fixbn", "table3_cityscapes_miou", model, row)
-            yield "fixbn/table3", f"{label}, {row}", "mean_iou", share
-    table4 = {row: of.share("fixbn", "table4_shards_E100_128epochs", row) for row in ("BN", "GN", "FixBN")}
-    for row in of.keys("fixbn", "table4_shards_E100_128epochs"):
-        yield "fixbn/table4", row, "accuracy", of.share("fixbn", "table4_shards_E100_128epochs", row)
-    for row, share in table4.items():  # one point of a figure is the set-up of Table 4
-        yield "fixbn/clients", f"{row}, clients=5", "accuracy", share
-        yield "fixbn/local-steps-128-epochs", f"{row}, E=100, {SHARDS}", "accuracy", share
-        if row != "FixBN":
-            yield "fixbn/batch-size", f"{row}, batch_size=20", "accuracy", share
+def fixbn(tables: Mapping[str, Any]) -> Iterator[Figure]:
+    for norm, figures in tables["Table 1"].items():
+        for where, figure in figures.items():
+            for lr in tables["setup"]["lr"]["Table 1"]:  # the paper does not say for which of the two
+                yield "Table 1", "fixbn/table1", f"{where}, {norm}, lr={lr}", "accuracy", share(figure)
+    for row, figure in tables["Table 2"].items():
+        yield "Table 2", "fixbn/table2", row, "accuracy", share(figure)
+    for model, figures in tables["Table 3"].items():
+        for row, figure in figures.items():
+            yield "Table 3", "fixbn/table3", f"{model}, {row}", "mean_iou", share(figure)
+    for row, figure in tables["Table 4"].items():
+        yield "Table 4", "fixbn/table4", row, "accuracy", share(figure)
+        if row in ("BN", "GN", "FixBN"):  # one point of a figure is the set-up of Table 4
+            yield "Table 4", "fixbn/clients", f"{row}, clients=5", "accuracy", share(figure)
+            yield "Table 4", "fixbn/local-steps-128-epochs", f"{row}, E=100, {SHARDS}", "accuracy", share(figure)
     for freeze, row in (("0.5", "FixBN"), ("1.0", "BN")):
-        yield "fixbn/freeze-round", f"FixBN, freeze_round={freeze}", "accuracy", table4[row]
-    names = {"Centralized+BN": "Centralised, BN", "Centralized+FixBN": "Centralised, FixBN"}
-    for row in of.keys("fixbn", "table5_10000_rounds"):
-        place = ("fixbn", "table5_10000_rounds", row)
-        if row in names:
-            yield "fixbn/table5", names[row], "accuracy", of.share(*place)
+        label = f"FixBN, freeze_round={freeze}"
+        yield "Table 4", "fixbn/freeze-round", label, "accuracy", share(tables["Table 4"][row])
+    table5 = dict(tables["Table 5"])
+    rounds = table5.pop("communication rounds of FedTAN")
+    for row, figures in table5.items():
+        if len(figures) == 1:
+            yield "Table 5", "fixbn/table5", row, "accuracy", share(figures[0])
             continue
-        for kind, partition in (("iid", IID), ("noniid", TWO_CLASSES)):
-            yield "fixbn/table5", f"{row}, {partition}", "accuracy", of.share(*place, kind)
+        for partition, figure in zip((IID, TWO_CLASSES), figures, strict=True):
+            yield "Table 5", "fixbn/table5", f"{row}, {partition}", "accuracy", share(figure)
             if row == "FedTAN":
-                yield "fixbn/table5", f"{row}, {partition}", "communication_rounds", of.at(*place, "rounds")
-    frozen = {
-        "statistics_and_affine": "Statistics and affine",
-        "statistics_only": "Statistics",
-        "affine_only": "Affine",
-        "nothing": "Nothing",
-    }
-    for key in of.keys("fixbn", "tableH_what_is_frozen"):
-        yield "fixbn/tableH", frozen[key], "accuracy", of.share("fixbn", "tableH_what_is_frozen", key)
-    for groups in of.keys("fixbn", "tableI_gn_groups"):
-        yield "fixbn/tableI", f"GN, groups={groups}", "accuracy", of.share("fixbn", "tableI_gn_groups", groups)
+                yield "Table 5", "fixbn/table5", f"{row}, {partition}", "communication_rounds", rounds
+    for row, figure in tables["Table H"].items():
+        yield "Table H", "fixbn/tableH", row, "accuracy", share(figure)
+    for groups, figure in tables["Table I"].items():
+        yield "Table I", "fixbn/tableI", f"GN, groups={groups}", "accuracy", share(figure)
 
 
-def fedwon(of: Reference) -> Iterator[Figure]:
+def fedwon(tables: Mapping[str, Any]) -> Iterator[Figure]:
     own = "clients_own_accuracy"
-    averages = (("digits_five_avg", "digits-five"), ("domainnet_avg", "domainnet"))
-    for section, name in (*averages, ("office_caltech10_resnet18_avg", "resnet18")):
-        for row in of.keys("fedwon", section):
-            yield f"fedwon/{name}", row, own, of.share("fedwon", section, row)
-    for row in of.keys("fedwon", "office_caltech10_alexnet_B32"):
-        *domains, average = of.at("fedwon", "office_caltech10_alexnet_B32", row)
-        for domain, value in zip(OFFICE, domains, strict=True):
-            yield "fedwon/office-caltech10", row, f"{own}_{domain}", _share(value)
-        yield "fedwon/office-caltech10", row, own, _share(average)
-    section = "office_caltech10_small_batch_avg"
-    for batch in of.keys("fedwon", section):
-        for row in of.keys("fedwon", section, batch):
-            label = f"{row}, batch_size={batch.removeprefix('B=')}"
-            yield "fedwon/batch-size", label, own, of.share("fedwon", section, batch, row)
-    section = "office_caltech10_wsconv_ablation_avg"
-    for batch in of.keys("fedwon", section):
-        for with_or_without in of.keys("fedwon", section, batch):
-            share = of.share("fedwon", section, batch, with_or_without)
-            yield "fedwon/ablation", f"{batch}, {with_or_without}", own, share
-    section = "cifar10_mobilenetv2_100clients_C01_E5_300rounds"
-    skews = {
-        "iid": "iid",
-        "dir1": "dirichlet alpha=1.0",
-        "dir05": "dirichlet alpha=0.5",
-        "dir01": "dirichlet alpha=0.1",
-    }
-    for row in of.keys("fedwon", section):
-        for skew, partition in skews.items():
-            share = of.share("fedwon", section, row, skew)
-            yield "fedwon/cifar10", f"{row}, partition={partition}", "accuracy", share
-    section = "digits_five_participation"
-    for part in of.keys("fedwon", section):
-        for row in of.keys("fedwon", section, part):
-            label = f"{row}, fraction_train={part.removeprefix('C=')}"
-            for domain, value in zip(DIGITS, of.at("fedwon", section, part, row), strict=True):
-                yield "fedwon/participation", label, f"accuracy_{domain}", _share(value)
+    names = {"Digits-Five": "digits-five", "DomainNet": "domainnet", "Office-Caltech-10, ResNet-18": "resnet18"}
+    for table, name in names.items():
+        for row, figure in tables[table].items():
+            yield table, f"fedwon/{name}", row, own, share(figure)
+    table = "Office-Caltech-10, AlexNet"
+    keys = [*(f"{own}_{domain}" for domain in ("amazon", "caltech", "dslr", "webcam")), own]
+    for row, figures in tables[table].items():
+        for key, figure in zip(keys, figures, strict=True):
+            yield table, "fedwon/office-caltech10", row, key, share(figure)
+    table = "Office-Caltech-10, small batches"
+    for size, rows in tables[table].items():
+        for row, figure in rows.items():
+            yield table, "fedwon/batch-size", f"{row}, batch_size={size}", own, share(figure)
+    for size, rows in tables["ablation"].items():
+        for row, figure in rows.items():
+            yield "ablation", "fedwon/ablation", f"B={size}, {row}", own, share(figure)
+    table, skews = "CIFAR-10, MobileNetV2", ("iid", *(f"dirichlet alpha={alpha}" for alpha in (1.0, 0.5, 0.1)))
+    for row, figures in tables[table].items():
+        for skew, figure in zip(skews, figures, strict=True):
+            yield table, "fedwon/cifar10", f"{row}, partition={skew}", "accuracy", share(figure)
+    table = "Digits-Five, participation"
+    for part, rows in tables[table].items():
+        for row, figures in rows.items():
+            for domain, figure in zip(("mnist", "svhn", "usps", "synth", "mnist_m"), figures, strict=True):
+                label = f"{row}, fraction_train={part}"
+                yield table, "fedwon/participation", label, f"accuracy_{domain}", share(figure)
 
 
-# What the reference says of set-ups, and what follows from its other figures.
-NO_FIGURES = {
-    ("resnet20_cifar10_wire", "bn_statistics"),
-    ("resnet20_cifar10_wire", "bn_layers"),
-    ("fedtan_cifar10", "other_datasets"),
-    ("fedtan_cifar10", "classes_per_client_sweep"),
-    ("fixbn", "setup"),
-    ("fixbn", "figures"),
-    ("fixbn", "auto_freeze"),
-    ("fedwon", "defaults"),
-    *(("fedbs", key) for key in ("setup", "partitions", "models", "claim")),
-}
-
-
-def test_each_figure_of_the_reference_is_in_a_file_and_no_file_has_another(
-    reference: Reference, experiments: Mapping[str, tuple[Settings, ...]]
+def test_each_published_figure_is_in_a_file_and_no_file_has_another(
+    experiments: Mapping[str, tuple[Settings, ...]],
 ) -> None:
     expected: dict[tuple[str, str, str], Any] = {}
-    for paper in (fedtan, fedtan_traffic, fixbn, fedwon):
-        for name, label, key, figure in paper(reference):
+    tables = set()
+    for paper, figures in (("FedTAN", fedtan), ("FixBN", fixbn), ("FedWon", fedwon)):
+        for table, name, label, key, figure in figures(PAPERS[paper]):
             assert (name, label, key) not in expected
-            expected[name, label, key] = figure
+            expected[name, label, key] = (figure, f"{paper}, {table}")
+            tables.add((paper, table))
+    assert tables == {(paper, table) for paper in PAPERS for table in PAPERS[paper] if table != "setup"}
     shipped: dict[tuple[str, str, str], Any] = {}
     for name, runs in experiments.items():
         for run in runs:
-            for key, figure in (run.published.model_extra or {} if run.published is not None else {}).items():
-                shipped[name, condition(run.cell), key] = figure
+            if run.published is not None:
+                for key, figure in (run.published.model_extra or {}).items():
+                    shipped[name, condition(run.cell), key] = (figure, run.published.source)
     assert sorted(shipped) == sorted(expected)
-    assert {place: figure for place, figure in shipped.items() if figure != pytest.approx(expected[place])} == {}
-    not_in_a_file = {path[:2] for path in reference.figures() - reference.used}
-    assert not_in_a_file == NO_FIGURES
+    assert {place: figure for place, figure in shipped.items() if figure != expected[place]} == {}
 
 
 # --- set-ups --------------------------------------------------------------------
@@ -243,55 +179,103 @@ def in_words(partition: Any) -> str:
     return " ".join(str(partition[key]) for key in ("kind", "alpha") if key in partition)
 
 
-def test_the_runs_of_fixbn_have_the_set_up_of_the_reference(
-    reference: Reference, experiments: Mapping[str, tuple[Settings, ...]]
-) -> None:
-    setup, figures = reference.at("fixbn", "setup"), reference.at("fixbn", "figures")
+def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
+    setup = PAPERS["FixBN"]["setup"]
     for run in experiments["fixbn/table4"]:
         train = run.train
-        assert (run.clients, train.lr, train.batch_size) == (setup["clients"], setup["lr"], setup["batch"])
-        assert train.momentum == 0.9
-        assert train.weight_decay == float(setup["weight_decay"])
-        assert (train.schedule.kind, train.schedule.milestones) == ("step", (0.5, 0.75))
-        assert run.strategy.get("freeze_round", 0.5) == 0.5
-        assert run.rounds * run.clients * (train.steps or 0) * train.batch_size == 128 * 50_000
-        assert run.data.partition.model_dump()["shards_per_client"] == 10 * 0.2, "a fifth of ten classes"
-        assert run.data.pad == 2
+        assert (run.clients, train.lr, train.batch_size) == (
+            setup["clients"],
+            setup["lr"]["others"],
+            setup["batch size"],
+        )
+        assert (train.momentum, train.weight_decay) == (setup["momentum"]["others"], setup["weight decay"])
+        assert (train.schedule.kind, list(train.schedule.milestones or ())) == ("step", setup["lr falls at"])
+        assert run.strategy.get("freeze_round", setup["freeze round"]) == setup["freeze round"]
+        images = run.rounds * run.clients * (train.steps or 0) * train.batch_size
+        assert images == setup["epochs over all clients"] * 50_000
+        assert run.data.partition.model_dump()["shards_per_client"] == 10 * setup["share of classes on a client"]
+        assert run.data.pad == setup["padding of crops"]
     assert len(load_experiment("fixbn/table4", ["only=BN"]).runs) == setup["runs"]
-    for name in ("fixbn/local-steps", "fixbn/local-steps-128-epochs"):
-        runs = experiments[name]
-        assert sorted({run.train.steps or 0 for run in runs}) == figures["local_steps"]
-        partitions = dict.fromkeys(in_words(run.data.partition.model_dump()) for run in runs)
-        assert list(partitions) == figures["partitions"]
-    assert {run.rounds for run in experiments["fixbn/local-steps"]} == {128}
+    for name in ("fixbn/local-steps", "fixbn/local-steps-128-epochs", "fixbn/tiny-imagenet"):
+        assert sorted({run.train.steps or 0 for run in experiments[name]}) == setup["local steps"]
+        partitions = dict.fromkeys(in_words(run.data.partition.model_dump()) for run in experiments[name])
+        assert list(partitions) == setup["partitions"]
+    assert {run.rounds for run in experiments["fixbn/local-steps"]} == {setup["rounds of the second budget"]}
     for run in experiments["fixbn/local-steps-128-epochs"]:
         epochs = run.rounds * run.clients * (run.train.steps or 0) * run.train.batch_size / 50_000
-        assert epochs == pytest.approx(128, rel=0.02), "to a round of 2,500 steps"
-    assert {run.rounds for run in experiments["fixbn/dynamics"]} == {200}
+        assert epochs == pytest.approx(setup["epochs over all clients"], rel=0.02), "to a round of 2,500 steps"
+    assert {run.rounds for run in experiments["fixbn/dynamics"]} == {setup["rounds of the training dynamics"]}
+    assert sorted({run.train.lr for run in experiments["fixbn/table1"]}) == setup["lr"]["Table 1"]
+    assert {run.train.momentum for run in experiments["fixbn/table1"]} == {setup["momentum"]["Table 1"]}
+    figure_j, small_images = setup["Figure J"], setup["Tiny-ImageNet"]
+    runs = experiments["fixbn/batch-size"]
+    assert list(dict.fromkeys(run.cell.row for run in runs)) == figure_j["rules"]
+    assert {(run.train.steps, run.model.norm) for run in runs} == {(figure_j["local steps"], "bn")}
+    for run in experiments["fixbn/tiny-imagenet"]:
+        part = run.strategy.get("base", run.strategy)["fraction_train"]
+        expected = (small_images["model"], small_images["clients"], small_images["share of clients"])
+        assert (run.model.name, run.clients, part) == expected
 
 
-def test_the_runs_of_fedtan_fedwon_and_fedbs_have_the_set_up_of_the_reference(
-    reference: Reference, experiments: Mapping[str, tuple[Settings, ...]]
-) -> None:
+def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
+    setup = PAPERS["FedTAN"]["setup"]
     sweep = experiments["fedtan/classes-per-client"]
-    swept = sorted({run.data.partition.model_dump()["classes_per_client"] for run in sweep})
-    assert swept == reference.at("fedtan_cifar10", "classes_per_client_sweep")
+    assert (
+        sorted({run.data.partition.model_dump()["classes_per_client"] for run in sweep}) == setup["classes on a client"]
+    )
+    assert {run.train.steps for run in experiments["fedtan/one-step"]} == {1}
+    rules = {run.cell.row for run in experiments["fedtan/table1"]}
+    assert {run.cell.row for run in experiments["fedtan/table2"]} == rules, "the curves of Figure 4"
+    assert {run.rounds for run in experiments["fedtan/table5"]} == {setup["MNIST"]["iterations"]}
+    for run in experiments["fedtan/table5"]:
+        exact, (before, after) = run.strategy.get("fedtan_rounds", run.rounds), setup["MNIST"]["lr"]
+        rates = [schedule_of(run)(number + 1, run.rounds) for number in range(run.rounds)]
+        assert rates == pytest.approx([before] * exact + [after] * (run.rounds - exact))
+    network = build_model("mlp", 10, "bn", image_size=(28, 28), in_channels=1)
+    parameters = sum(each.numel() for each in network.parameters())
+    statistics = sum(each.numel() for each in network.buffers() if each.dim() > 0)
+    assert (parameters, statistics) == (setup["MNIST"]["parameters"], setup["MNIST"]["statistics"])
 
-    defaults = reference.at("fedwon", "defaults")
+
+def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
+    experiments: Mapping[str, tuple[Settings, ...]],
+) -> None:
+    setup = PAPERS["FedWon"]["setup"]
     for name in ("fedwon/digits-five", "fedwon/office-caltech10", "fedwon/domainnet"):
         for run in experiments[name]:
-            assert (run.train.batch_size, run.train.epochs) == (defaults["batch"], defaults["local_epochs"])
-            assert run.strategy.get("clip", defaults["agc_lambda"]) == defaults["agc_lambda"]
+            assert (run.train.batch_size, run.train.epochs) == (setup["batch size"], setup["local epochs"])
+            assert run.strategy.get("clip", setup["clipping"]) == setup["clipping"]
     for run in experiments["fedwon/cifar10"]:
-        strategy = run.strategy.get("base", run.strategy)
-        assert (run.clients, run.rounds, run.train.epochs, strategy["fraction_train"]) == (100, 300, 5, 0.1)
+        part = run.strategy.get("base", run.strategy)["fraction_train"]
+        found = {
+            "clients": run.clients,
+            "share of clients": part,
+            "local epochs": run.train.epochs,
+            "rounds": run.rounds,
+        }
+        assert found == setup["CIFAR-10"]
+    assert {run.clients for run in experiments["fedwon/participation"]} == {50}
+    numbers = sorted({run.clients for run in experiments["fedwon/clients"]})
+    assert [numbers[0], numbers[-1]] == setup["clients of Figure 4"]
+    runs = experiments["fedwon/clients-batch-size"]
+    assert {run.clients for run in runs} == {setup["Figure 5"]["clients"]}
+    assert sorted({run.train.batch_size for run in runs}) == setup["Figure 5"]["batch size"]
 
-    setup = reference.at("fedbs", "setup")
-    rounds = {"mnist": "mnist", "fashion-mnist": "fashion_mnist"}
-    rounds |= {"cifar10": "cifar10_balanced", "cifar10-unbalanced": "cifar10_unbalanced"}
-    for name, key in rounds.items():
-        for run in experiments[f"fedbs/{name}"]:
+    setup = PAPERS["FedBS"]["setup"]
+    for name in (name for name in NAMES if name.startswith("fedbs/")):
+        key = name.removeprefix("fedbs/").replace("mnist-unbalanced", "mnist").replace("local-test", "cifar10")
+        for run in experiments[name]:
             train = run.train
             assert (run.clients, run.rounds) == (setup["clients"], setup["rounds"][key])
-            assert run.strategy["fraction_train"] * run.clients == setup["per_round"]
-            assert (train.batch_size, train.lr, train.epochs) == (setup["batch"], setup["lr"], setup["local_epochs"])
+            assert run.strategy["fraction_train"] * run.clients == setup["clients in a round"]
+            assert (train.batch_size, train.lr, train.epochs) == (
+                setup["batch size"],
+                setup["lr"],
+                setup["local epochs"],
+            )
+            if run.strategy["name"] == "FedBS":
+                assert {key: run.strategy[key] for key in ("epsilon", "patience")} == setup["switch"]
+            if "unbalanced" in name:
+                partition = run.data.partition.model_dump()
+                assert partition["shard_size"] == setup["unbalanced"]["shard size"]
+                assert [partition["min_shards"], partition["max_shards"]] == setup["unbalanced"]["shards"]

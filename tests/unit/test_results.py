@@ -1,0 +1,228 @@
+"""The results pages say what their raw files say: tools/tables.py makes the tables, sentences are checked here."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import results
+import yaml
+
+from fedbn_flwr.experiment.find import load_experiment
+from tests.support.command import ROOT
+
+PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
+
+
+def test_each_table_of_a_results_page_is_generated() -> None:
+    names = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        names += re.findall(r"<!-- table: (.*?) -->", text)
+        by_hand = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+        assert not re.search(r"^\|", by_hand, re.MULTILINE), f"{page.name} has a table that its raw files cannot change"
+    assert sorted(names) == sorted(name for name in results.TABLES if name != "papers")
+
+
+def test_each_raw_file_of_the_index_exists() -> None:
+    index = yaml.safe_load(results.INDEX.read_text(encoding="utf-8"))
+    entries = [entry for items in index.values() for item in items.values() for entry in item.get("files", [])]
+    assert entries
+    for entry in entries:
+        assert results.measured(entry)
+
+
+# --- what the table of the papers may claim ------------------------------------------
+
+
+@pytest.fixture
+def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Writes report.json: runs of fedtan/table3 with changes of their settings."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    paper = {run.label: run.model_dump(mode="json") for run in load_experiment("fedtan/table3").runs}
+
+    def write(*runs: tuple[str, dict[str, Any]], status: str = "finished") -> None:
+        report = [
+            {"settings": {**paper[label], **changes}, "summary": {"status": status}, "curve": []}
+            for label, changes in runs
+        ]
+        (tmp_path / "report.json").write_text(json.dumps(report), encoding="utf-8")
+        results.read.cache_clear()
+
+    yield write
+    results.read.cache_clear()
+
+
+ITEM: dict[str, Any] = {"experiment": "fedtan/table3", "files": [{"file": "report.json"}]}
+EVERY: tuple[tuple[str, dict[str, Any]], ...] = (("FedAvg+GN", {}), ("FedAvg+BN", {}), ("FedTAN", {}))
+
+
+def test_an_item_without_a_raw_file_is_smoke_only() -> None:
+    assert results.status({"experiment": "fedtan/table3"}) == ("smoke only", "")
+    assert results.status({"experiment": "fedtan/table3", "needs": "a GPU"}) == ("smoke only; needs a GPU", "")
+    assert results.status({"experiment": "fedtan/table3", "impossible": "no data"}) == ("not possible: no data", "")
+
+
+def test_the_whole_budget_is_all_runs_with_the_settings_of_the_experiment(raw: Callable[..., None]) -> None:
+    raw(*EVERY)
+    assert results.status(ITEM) == ("whole budget", "1 of 1")
+    raw(*EVERY[:2])
+    assert results.status(ITEM) == ("whole budget; 2 of 3 runs", "1 of 1")
+    raw(*EVERY, status="failed")
+    assert results.status(ITEM) == ("whole budget; 3 failed", "1 of 1")
+    strategy = {"name": "FedTAN", "exchange": "joined"}
+    raw(*EVERY[:2], ("FedTAN", {"strategy": strategy, "engine": {"name": "ray"}}))
+    assert results.status(ITEM) == ("whole budget; other `strategy.exchange`", "1 of 1")
+
+
+def test_fewer_rounds_are_a_share_and_other_images_are_named(raw: Callable[..., None]) -> None:
+    raw(("FedAvg+GN", {"rounds": 2, "data": {"images": 500}}), ("FedTAN", {"clients": 3}))
+    text, _ = results.status(ITEM)
+    assert text.startswith("100 to 200 % of the rounds; 2 of 3 runs; other `clients`, `data.images`")
+
+
+def test_an_index_that_claims_more_than_there_is_is_refused(raw: Callable[..., None], tmp_path: Path) -> None:
+    raw(*EVERY)
+    with pytest.raises(ValueError, match=r"report\.json has no run 'FixBN'"):
+        results.status({**ITEM, "files": [{"file": "report.json", "labels": {"FixBN": "FedTAN"}}]})
+    with pytest.raises(ValueError, match=r"fedtan/table3 has no run 'SiloBN'"):
+        results.status({**ITEM, "files": [{"file": "report.json", "labels": {"FedTAN": "SiloBN"}}]})
+    (tmp_path / "run.yaml").write_text("extends: fedtan/table3", encoding="utf-8")
+    entry = {"file": "history.jsonl", "settings": "run.yaml", "run": "FedTAN", "seed": 0}
+    with pytest.raises(ValueError, match="may change after the run"):
+        results.status({**ITEM, "files": [entry]})
+
+
+# --- sentences with figures ----------------------------------------------------------
+
+
+def final(rule: str) -> list[float]:
+    return [100 * results.seed(rule, number).after(160) for number in range(3)]
+
+
+def listed(values: list[float], digits: int = 1) -> str:
+    *first, last = (f"{value:.{digits}f}" for value in values)
+    return f"{', '.join(first)} and {last}"
+
+
+def fixbn() -> Iterator[str]:
+    def after(rule: str, server_round: int) -> float:
+        return 100 * results.seed(rule, 0).after(server_round)
+
+    table4 = results.published("FixBN", "Table 4")
+    bn, fixed, gn = final("BN"), final("FixBN"), final("GN")
+    yield f"where the test accuracy is {after('FixBN', 80):.1f} %"
+    ten_later = [after(rule, 90) for rule in ("BN", "FixBN")]
+    yield f"Ten rounds later BN has {ten_later[0]:.1f} %, FixBN {ten_later[1]:.1f} %"
+    yield f"then FixBN rises to {fixed[0]:.0f} %"
+    since = [after("BN", number) for number in range(100, 161, 10)]
+    yield f"BN stays between {min(since):.0f} and {max(since):.0f} %"
+    yield f"({fixed[0] - bn[0]:.1f} points, published {table4['FixBN'] - table4['BN']:.1f})"
+    above = [after(rule, 160) - bn[0] for rule in ("GN+WS", "IN")]
+    there = [table4[rule] - table4["BN"] for rule in ("GN+WN", "IN")]
+    yield f"instance norm are {above[0]:.0f} and {above[1]:.0f} points above batch norm, and above it in the paper too"
+    yield f"({there[0]:.0f} and {there[1]:.0f}). GN, LN and Fixup"
+    below = [bn[0] - after(rule, 160) for rule in ("GN", "LN", "Fixup")]
+    there = [table4[rule] - table4["BN"] for rule in ("GN", "LN", "Fixup")]
+    yield f"they are {min(below):.0f} to {max(below):.0f} points below batch norm"
+    yield f"where the paper has them {', '.join(f'{each:.0f}' for each in there[:2])} and {there[2]:.0f} points above"
+    rise = {rule: after(rule, 80) - after(rule, 70) for rule in ("GN", "LN", "Fixup")}
+    yield f"GN rises by {rise['GN']:.1f} points and LN by {rise['LN']:.1f}, and Fixup falls by {-rise['Fixup']:.1f}"
+    rules = ("FixBN", "GN+WS", "BN", "GN", "LN", "IN")
+    loss = {rule: f"{results.seed(rule, 0).summary['train_loss']:.2f}" for rule in rules}
+    yield f"it is {loss['FixBN']} with FixBN, {loss['GN+WS']} with GN+WS"
+    yield f"{loss['BN']} with BN, {loss['GN']} with GN, {loss['LN']} with LN and {loss['IN']} with IN"
+    yield f"At the end BN has {results.mean(bn)} % and FixBN {results.mean(fixed)} %"
+    more = [one - other for one, other in zip(fixed, bn, strict=True)]
+    half = 4.302653 * statistics.stdev(more) / 3**0.5  # 97.5 % of Student's t with two degrees of freedom
+    middle = statistics.mean(more)
+    yield f"FixBN is {listed(more)} points above BN, {middle:.1f} on average"
+    yield f"is {middle - half:.1f} to {middle + half:.1f} points"
+    yield f"In round 160 GN has {results.mean(gn)} %, batch norm {results.mean(bn)} %"
+    behind = [one - other for one, other in zip(fixed, gn, strict=True)]
+    yield f"{min(behind):.0f} to {max(behind):.0f} points below FixBN with each"
+
+
+def fedbs() -> Iterator[str]:
+    for file, others in (("mnist", "mnist-fedbn"), ("fashion-mnist", "fashion-mnist")):
+        runs = results.by_label(f"fedbs/{file}.json")
+        (fedbn,) = results.by_label(f"fedbs/{others}.json")["FedBN"]
+        (one,), (other,) = runs["FedBS"], runs["FedAvg"]
+        ahead = sum(one.after(number) > other.after(number) for number in range(8, 61))
+        words = "of the last 53 rounds of MNIST" if file == "mnist" else "of 53 of Fashion-MNIST"
+        yield f"{ahead} {words}"
+        own = fedbn.summary
+        mean = f"{100 * own['clients_accuracy']:.1f} % on all test images"
+        yield mean if file == "mnist" else f"{mean} after 60 rounds"
+        spread = f" ± {100 * own['clients_own_accuracy_std']:.1f}" if file == "fashion-mnist" else ""
+        yield f"{100 * own['clients_own_accuracy']:.1f}{spread} % on"
+        yield f"in round {one.summary['switch_round']} on {'MNIST' if file == 'mnist' else 'Fashion-MNIST'}"
+
+
+def costs() -> Iterator[str]:
+    runs = results.by_label("costs/report.json")
+    after = {label: 100 * statistics.mean(run.summary["accuracy"] for run in each) for label, each in runs.items()}
+    yield f"From M = 10 to 100 it gains {after['FedTAN-II M=100'] - after['FedTAN-II M=10']:.1f} points"
+    yield f"it ends {after['FedTAN-II M=100'] - after['FedTAN']:.1f} points above FedTAN"
+    setup = results.published("FedTAN", "setup")["MNIST"]
+    yield f"the {setup['statistics']} running statistics that a model of {setup['parameters']:,} parameters has"
+    yield f"ours are {100 * setup['statistics'] / setup['parameters']:.2f} % larger"
+
+
+def clients() -> Iterator[str]:
+    runs = results.by_label("clients/clients.json", "clients/participation.json")
+    cells = dict.fromkeys(label.partition(", ")[2] for label in runs)
+
+    def after(rule: str, cell: str) -> float:
+        return 100 * statistics.mean(run.summary["accuracy"] for run in runs[f"{rule}, {cell}"])
+
+    behind = {cell: after("FedAvg+GN", cell) - after("FedAvg+BN", cell) for cell in cells}
+    five = behind.pop("clients=5")
+    yield f"it is {five:.0f} points below group norm"
+    yield f"or a part of them in a round, {min(behind.values()):.0f} to {max(behind.values()):.0f}."
+    good = [[after(rule, cell) for rule in ("FedTAN-II", "FixBN", "FedAvg+GN")] for cell in cells]
+    yield f"are within {max(max(each) - min(each) for each in good):.1f} points of one another in each column"
+    lost = [after("FedAvg+GN", "clients=5") - after(rule, "clients=5") for rule in ("FedTAN", "Scaffold")]
+    yield f"except with five clients, where it is {lost[0]:.1f} points below, and Scaffold {lost[1]:.0f}"
+    rules = {label.partition(", ")[0] for label in runs}
+    cost = max(after(rule, "clients=100") - after(rule, "fraction_train=0.05") for rule in rules)
+    yield f"{cost:.1f} points or less for every rule"
+    constant = {label: run for label, (run,) in results.by_label("clients/constant.json").items()}
+
+    def last(label: str) -> str:
+        return f"{100 * constant[label].summary['accuracy']:.1f} %"
+
+    before, frozen = (100 * constant["FixBN, clients=100"].after(number) for number in (100, 110))
+    yield f"FixBN falls from {before:.1f} to {frozen:.1f} % within ten rounds of the freeze with 100 clients"
+    yield f"ends at {last('FixBN, clients=100')}, 10 points below batch norm"
+    yield f"it ends at {last('FixBN, clients=5')}, batch norm at {last('FedAvg+BN, clients=5')}"
+    ends = [100 * constant[f"FedTAN-II, clients={number}"].summary["accuracy"] for number in (5, 20, 100)]
+    yield f"ends at {min(ends):.1f} to {max(ends):.1f} %"
+
+
+STREAMS = "FedTAN streams"
+
+
+def network() -> Iterator[str]:
+    lines = results.lines("network/latency.jsonl")
+    seconds = {each["milliseconds"]: each["median"] for each in lines if (each["clients"], each["run"]) == (2, STREAMS)}
+    yield f"seconds = {seconds[0]:.2f} + {results.ROUND_TRIPS} x round trip"
+    assert (seconds[100] - seconds[0]) / 0.2 == pytest.approx(results.ROUND_TRIPS, abs=0.5)
+    shares = [f"{100 - 100 * seconds[0] / seconds[ms]:.0f} % at {ms} ms" for ms in (10, 50, 100)]
+    yield f"{shares[0]} each way, {shares[1]} and {shares[2]}"
+    nodes = {(each["nodes"], each["run"]): each["seconds"] for each in results.lines("network/nodes.jsonl")}
+    messages = [seconds / 5 for seconds in nodes[2, "FedTAN messages, cnn"]]
+    least, most = (39 * each / 60 for each in (min(messages), max(messages)))
+    yield f"{min(messages):.0f} to {max(messages):.0f} s each it would take {least:.1f} to {most:.0f} minutes"
+    yield f"a round of FedAvg took {nodes[5, 'FedAvg'][0]:.0f} and {nodes[5, 'FedAvg'][1]:.0f} s"
+
+
+@pytest.mark.parametrize("page", [fixbn, fedbs, costs, clients, network], ids=lambda page: page.__name__)
+def test_the_sentences_of_a_page_have_the_figures_of_its_raw_files(page: Callable[[], Iterator[str]]) -> None:
+    text = " ".join((ROOT / "docs" / "results" / f"{page.__name__}.md").read_text(encoding="utf-8").split())
+    assert [sentence for sentence in page() if sentence not in text] == []

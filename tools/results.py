@@ -1,0 +1,539 @@
+"""The tables of what was measured, from the raw files of docs/results: those of the papers' items and of the pages."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from fedbn_flwr.experiment.content import shipped_experiments
+from fedbn_flwr.experiment.data import resolve
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.published import FREE, FREE_KEYS, condition
+from fedbn_flwr.experiment.settings import Settings
+from fedbn_flwr.results.folder import flat_settings
+from fedbn_flwr.strategies import describe
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+INDEX = RESULTS / "index.yaml"
+PUBLISHED = ROOT / "docs" / "published.yaml"
+
+Row = tuple[str | None, ...]  # None: the page's own text
+Table = tuple[tuple[str, ...], list[Row]]
+
+
+class Run(NamedTuple):
+    label: str
+    settings: Mapping[str, Any]  # of a history none
+    summary: Mapping[str, Any]  # of a history its last round
+    curve: Sequence[Mapping[str, Any]]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary.get("status", "finished") == "finished")
+
+    def after(self, server_round: int, key: str = "accuracy") -> float:
+        return float(next(point[key] for point in self.curve if point["round"] == server_round))
+
+
+@functools.cache
+def read(name: str) -> tuple[Run, ...]:
+    """The runs of a report.json, or the only one of a history."""
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    if name.endswith(".jsonl"):
+        rounds = [json.loads(line) for line in text.splitlines()]
+        return (Run("", {}, rounds[-1], rounds),)
+    return tuple(
+        Run(run["settings"]["label"], run["settings"], run["summary"], run["curve"]) for run in json.loads(text)
+    )
+
+
+def by_label(*names: str) -> dict[str, list[Run]]:
+    """The runs of files by their labels, each with all seeds."""
+    found: dict[str, list[Run]] = {}
+    for name in names:
+        for run in read(name):
+            found.setdefault(run.label, []).append(run)
+    return found
+
+
+def published(paper: str, table: str) -> Any:
+    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[paper][table]
+
+
+# --- the papers' items ----------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    label: str  # in the experiment
+    seed: int
+    settings: Mapping[str, Any]
+    finished: bool
+
+
+def measured(entry: Mapping[str, Any]) -> list[Measured]:
+    """The runs of an entry's file that count for its item."""
+    if "settings" in entry:
+        label, seed = entry["run"], entry["seed"]
+        content = yaml.safe_load((RESULTS / entry["settings"]).read_text(encoding="utf-8"))
+        if "extends" in content:
+            raise ValueError(f"{entry['settings']} extends an experiment, which may change after the run")
+        (run,) = load_experiment(str(RESULTS / entry["settings"]), [f"only={label}", f"seed={seed}"]).runs
+        (history,) = read(entry["file"])
+        settings = resolve(run).model_dump(mode="json")
+        found = [Measured(label, seed, settings, history.summary["round"] == run.rounds)]
+    else:
+        found = [Measured(run.label, run.settings["seed"], run.settings, run.finished) for run in read(entry["file"])]
+    labels = entry.get("labels") or {run.label: run.label for run in found}
+    if missing := set(labels) - {run.label for run in found}:
+        raise ValueError(f"{entry['file']} has no run {', '.join(map(repr, missing))}")
+    return [run._replace(label=labels[run.label]) for run in found if run.label in labels]
+
+
+# Elsewhere None is the default of the time of the run, which a raw file may have as a value.
+NONE_COUNTS = ("data.images", "data.test_images", "train.steps", "train.epochs")
+WITHOUT_DEFAULTS = ("strategy.", "data.partition.")
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by key, with the defaults of the strategy's arguments."""
+    arguments = {f"strategy.{each.name}": each.default for each in describe(settings["strategy"]["name"]).arguments}
+    values = {**arguments, **flat_settings(settings)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def differing(paper: Settings, run: Mapping[str, Any]) -> set[str]:
+    """The settings of a run that are not the experiment's; raw files may lack an option, or have one that is gone."""
+    expected, found = flat(paper.model_dump(mode="json")), flat(run)
+    different = set()
+    for key in {*expected, *found}:
+        free = key.partition(".")[0] in FREE or key in (*FREE_KEYS, "rounds")
+        if free or expected.get(key) == found.get(key):
+            continue
+        if key.startswith(WITHOUT_DEFAULTS) or key in NONE_COUNTS or None not in (expected.get(key), found.get(key)):
+            different.add(key)
+    return different
+
+
+def status(item: Mapping[str, Any]) -> tuple[str, str]:
+    """What was measured of an item, and with how many seeds of the experiment's."""
+    name = item["experiment"]
+    needs = f"; needs {item['needs']}" if "needs" in item else ""
+    if "impossible" in item:
+        return f"not possible: {item['impossible']}", ""
+    if "test" in item:
+        if not (ROOT / item["test"]).is_file():
+            raise ValueError(f"{item['test']} does not exist")
+        return f"counted by `{item['test']}`", ""
+    runs = [run for entry in item.get("files", []) for run in measured(entry)]
+    if not runs:
+        return f"smoke only{needs}", ""
+    rows: dict[str, Settings] = {}
+    seeds: dict[str, set[int]] = {}
+    for paper in load_experiment(name).runs:
+        rows.setdefault(condition(paper.cell), resolve(paper))
+        seeds.setdefault(condition(paper.cell), set()).add(paper.seed)
+    done: dict[str, set[int]] = {}
+    failed, other, shares = set(), set(), set()
+    for run in runs:
+        if run.label not in rows:
+            raise ValueError(f"{name} has no run {run.label!r}")
+        done.setdefault(run.label, set()).add(run.seed)
+        shares.add(100 * run.settings["rounds"] / rows[run.label].rounds)
+        other |= differing(rows[run.label], run.settings)
+        if not run.finished:
+            failed.add(run.label)
+    ends = (f"{share:.0f}" if share >= 10 else f"{share:.2g}" for share in (min(shares), max(shares)))
+    budget = " to ".join(dict.fromkeys(ends))
+    words = ["whole budget" if shares == {100} else f"{budget} % of the rounds"]
+    words += [] if done.keys() == rows.keys() else [f"{len(done)} of {len(rows)} runs"]
+    words += [f"{len(failed)} failed"] if failed else []
+    words += [f"other {', '.join(f'`{key}`' for key in sorted(other))}"] if other else []
+    words += [item["differs"]] if "differs" in item else []
+    counts = sorted({len(each) for each in done.values()})
+    return "; ".join(
+        words
+    ), f"{' to '.join(map(str, (counts[0], counts[-1])[: len(counts)]))} of {len(seeds[run.label])}"
+
+
+def papers() -> Table:
+    """Each table and figure, its experiment, and what was measured of it."""
+    index = yaml.safe_load(INDEX.read_text(encoding="utf-8"))
+    used = [item["experiment"] for items in index.values() for item in items.values()]
+    shipped = [name for name in shipped_experiments() if "/" in name and not name.startswith("ours/")]
+    if sorted(used) != sorted(shipped):
+        raise ValueError(f"{INDEX.name} and the experiments differ: {sorted(set(used) ^ set(shipped))}")
+    rows: list[Row] = []
+    for paper, items in index.items():
+        for title, item in items.items():
+            done, seeds = status(item)
+            page = f" ([results](results/{item['page']}.md))" if "page" in item else ""
+            rows.append((f"{paper}, {title}", f"`{item['experiment']}`", done + page, seeds))
+    return ("item", "experiment", "measured", "seeds"), rows
+
+
+# --- the tables of the results pages --------------------------------------------
+
+Column = Callable[[list[Run]], str]
+
+
+def mean(values: Sequence[float], digits: int = 1, unit: str = "") -> str:
+    text = f"{statistics.mean(values):,.{digits}f}"
+    return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "") + unit
+
+
+def percent(values: Iterable[float], digits: int = 1, unit: str = "") -> str:
+    return mean([100 * value for value in values], digits, unit)
+
+
+def share(*keys: str, digits: int = 1, unit: str = "") -> Column:
+    """A fraction of the summary in percent, by the first of the keys that it has."""
+
+    def column(runs: list[Run]) -> str:
+        values = [
+            next(run.summary[key] for key in keys if key in run.summary) for run in runs if {*keys} & {*run.summary}
+        ]
+        return percent(values, digits, unit) if len(values) == len(runs) else "-"
+
+    return column
+
+
+def diverged_in(runs: list[Run]) -> str:
+    rounds = {run.summary["rounds"] + 1 for run in runs}
+    return f"diverged in round {rounds.pop()}" if len(rounds) == 1 else "diverged"
+
+
+def trips(runs: list[Run]) -> str:
+    return f"{statistics.mean(run.summary['communication_rounds'] for run in runs):,.0f}"
+
+
+def mib(digits: int) -> Column:
+    return lambda runs: mean(
+        [(run.summary["bytes_down"] + run.summary["bytes_up"]) / 2**20 for run in runs][:1], digits
+    )
+
+
+def table(first: str, rows: Mapping[str, list[Run]], columns: Mapping[str, Column]) -> Table:
+    return (first, *columns), [(name, *(column(runs) for column in columns.values())) for name, runs in rows.items()]
+
+
+def demo() -> Table:
+    columns = {"accuracy, %": share("accuracy", digits=2), "best, %": share("best_test_accuracy", digits=2)}
+    return table("run", by_label("demo/report.json"), {**columns, "communication rounds": trips, "MiB": mib(1)})
+
+
+def mnist(file: str) -> Callable[[], Table]:
+    def accuracy(runs: list[Run]) -> str:
+        values = [run.summary["accuracy"] for run in runs if run.finished]
+        if not values:
+            return diverged_in(runs)
+        lost = len(runs) - len(values)
+        return percent(values, 2) + (f", {lost} of {len(runs)} seeds diverged" if lost else "")
+
+    columns: dict[str, Column] = {
+        "accuracy, %": accuracy,
+        "best, %": share("best_test_accuracy", "best_accuracy", digits=2),
+        "mean of the clients' models, %": share("clients_accuracy", digits=2),
+    }
+    if file.startswith("noniid"):
+        columns |= {"communication rounds": trips, "MiB": mib(1)}
+    return lambda: table("run", by_label(f"mnist/{file}.json"), columns)
+
+
+def clients() -> Table:
+    runs = by_label("clients/clients.json", "clients/participation.json")
+    columns = {"5 clients, all": "clients=5", "20, all": "clients=20", "100, all": "clients=100"}
+    columns |= {"100, 20 % a round": "fraction_train=0.2", "100, 10 %": "fraction_train=0.1"}
+    columns |= {"100, 5 %": "fraction_train=0.05"}
+    rules = ["FedAvg+BN", "FedAvg+GN", "FixBN", "FedTAN-II", "FedTAN", "Scaffold", "FedBN"]
+    rows = {"FedBN, global model" if rule == "FedBN" else rule: (rule, "accuracy") for rule in rules}
+    rows["FedBN, own"] = ("FedBN", "clients_own_accuracy")
+    return ("rule", *columns), [
+        (name, *(share(key)(runs[f"{rule}, {cell}"]) for cell in columns.values()))
+        for name, (rule, key) in rows.items()
+    ]
+
+
+def domains() -> Table:
+    names = {"Algorithm 2": "FedAvg+Algorithm 2"}
+    runs = {label.partition(",")[0]: each for label, each in by_label("domains/seeds.json").items()}
+    runs = {names.get(label, label): each for label, each in runs.items()}
+
+    def of_global(key: str) -> Column:
+        return lambda runs: "-" if runs[0].summary["accuracy_of"] != "the global model" else share(key)(runs)
+
+    columns = {"global model": of_global("accuracy"), "MNIST": of_global("accuracy_mnist")}
+    columns |= {"USPS": of_global("accuracy_usps"), "MNIST-M": of_global("accuracy_mnist_m")}
+    own = share("clients_own_accuracy", "accuracy")
+    return table("run", runs, {**columns, "own images": own, "trips": trips, "MiB": mib(0)})
+
+
+def domains_batches() -> Table:
+    runs = by_label("domains/batches.json")
+
+    def cell(label: str) -> str:
+        (run,) = runs[label]
+        if not run.finished:
+            return diverged_in([run])
+        own = f"({percent([run.summary['clients_own_accuracy']])})" if run.settings["clients"] > 1 else ""
+        whole = run.summary["accuracy_of"] == "the global model"
+        return f"{percent([run.summary['accuracy']])} {own}".strip() if whole else own
+
+    cells = [f"batch_size={size}, lr={lr}" for size in (32, 2) for lr in (0.01, 0.1)]
+    rules = dict.fromkeys(label.partition(",")[0] for label in runs if "BRN" not in label)
+    columns = [each.replace("batch_size=", "batch ").replace("=", " ") for each in cells]
+    return ("run", *columns), [(rule, *(cell(f"{rule}, {each}") for each in cells)) for rule in rules]
+
+
+def fedbs(levels: tuple[float, ...], *files: str) -> Callable[[], Table]:
+    def rounds_to(level: float) -> Column:
+        def column(runs: list[Run]) -> str:
+            (run,) = runs
+            reached = (point["round"] for point in run.curve if point["accuracy"] >= level)
+            return str(next(reached, f"not in {run.settings['rounds']}"))
+
+        return column
+
+    def late(runs: list[Run]) -> str:
+        values = [point["accuracy"] for point in runs[0].curve if point["round"] > 40]
+        return percent([statistics.mean(values)], 2, " %") if len(values) == 20 else "-"
+
+    def whole() -> Table:
+        runs = by_label(*files)
+        rows = {name: runs[name.partition(",")[0]] for name in ("FedAvg", "FedProx", "FedBS", "FedBN, global model")}
+        first, *others = levels
+        columns: dict[str, Column] = {f"rounds to {100 * first:.0f} %": rounds_to(first)}
+        columns |= {f"{100 * level:.0f} %": rounds_to(level) for level in others}
+        columns["best"] = share("best_test_accuracy", digits=2, unit=" %")
+        columns["mean of rounds 41 to 60"] = late
+        return table("run", rows, {**columns, "after 60 rounds": share("accuracy", digits=2, unit=" %")})
+
+    return whole
+
+
+def fedtan() -> Table:
+    runs = by_label("fedtan/report.json")
+    figures = {label: each[-1][0] for label, each in published("FedTAN", "Table 1").items()}
+    figures["FixBN"] = published("FixBN", "Table 5")["FedAvg+FixBN"][-1]
+    names = {"FixBN": "FixBN, freeze at round 120", "FedTAN-II": "FedTAN-II, 20 FedTAN rounds"}
+    order = ("Centralised", "FedTAN", "FixBN", "FedAvg+Algorithm 2", "FedAvg+BN", "FedAvg+GN", "FedTAN-II")
+    rows: list[Row] = []
+    for label in order:
+        (run,) = runs[label]
+        after = percent([run.summary["accuracy"]], 1, " %") if run.finished else diverged_in([run])
+        before = percent([run.after(120)], 1, " %") if run.finished else "-"
+        figure = f"{figures[label]:.2f} %" if label in figures else "-"
+        rows.append((names.get(label, label), after, before, figure, trips([run]), mib(0)([run])))
+    columns = ("measured, 200 rounds", "before the rate falls (round 120)", "published, 10,000 rounds")
+    return ("run", *columns, "communication rounds", "MiB"), rows
+
+
+def costs() -> Table:
+    """FedTAN-II on MNIST; what the exchanges add is relative to the same messages without them."""
+    figures = published("FedTAN", "Table 5")
+    rows: list[Row] = []
+    for (label, runs), (exact, paper) in zip(by_label("costs/report.json").items(), figures.items(), strict=True):
+        assert label == "FedTAN" or label.endswith(f"M={exact}")
+        summary, iterations = runs[0].summary, runs[0].settings["rounds"]
+        plain = 4 * summary["elements_down_per_client"] * (1 + runs[0].settings["clients"]) * iterations
+        sent = summary["broadcast_bytes"]
+        more = 100 * (1 - iterations / summary["communication_rounds"])
+        rows.append(
+            (
+                label,
+                share("accuracy", digits=2)(runs),
+                trips(runs),
+                f"{more:.2f}, {paper['more rounds']:.2f}",
+                f"{8 * sent / 2**30:.4f}, {paper['Gibit']:.4f}",
+                f"{100 * (1 - plain / sent):.4f}, {paper['more bits']:.4f}",
+            )
+        )
+    columns = ("accuracy, %", "communication rounds", "more rounds, %", "Gibit", "more bits, %")
+    return ("run", *columns), rows
+
+
+OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
+
+
+def fedwon(batch: int) -> Callable[[], Table]:
+    def whole() -> Table:
+        if batch == 32:
+            runs = {label: each[0] for label, each in by_label("fedwon/report.json").items()}
+            figures = {rule: each[-1] for rule, each in published("FedWon", "Office-Caltech-10, AlexNet").items()}
+        else:
+            files = sorted((RESULTS / f"fedwon/batch{batch}").glob("*-history.jsonl"))
+            runs = {each.name.removesuffix("-history.jsonl"): read(str(each.relative_to(RESULTS)))[0] for each in files}
+            figures = published("FedWon", "Office-Caltech-10, small batches")[batch]
+        rows: list[Row] = []
+        own = "clients_own_accuracy"
+        for rule, run in sorted(runs.items(), key=lambda each: (-each[1].finished, -each[1].summary[own])):
+            if run.finished:
+                after = ["-" if rule == "Standalone" else percent([run.summary["accuracy"]])]
+                after += [percent([run.summary[f"{own}_{domain}"]]) for domain in OFFICE.values()]
+                after += [percent([run.summary[own]])]
+            else:
+                after = [diverged_in([run]), *[""] * (len(OFFICE) + 1)]
+            loss = () if batch == 32 else (f"{run.summary['train_loss']:.2f}",)
+            rows.append((rule, *after, str(figures.get(rule, "-")), *loss))
+        columns = ("run", "global model", *OFFICE, "average", "published average")
+        return (*columns, *(() if batch == 32 else ("training loss",))), rows
+
+    return whole
+
+
+def fixbn() -> Table:
+    runs, figures = by_label("fixbn/report.json"), published("FixBN", "Table 4")
+    rows: list[Row] = []
+    for label in ("BN", "FixBN", "GN", "GN+WS", "LN", "IN", "Fixup"):
+        (run,) = runs[label]
+        own = [share(key, unit=" %")([run]) for key in ("accuracy", "best_test_accuracy")]
+        rows.append((label, *own, f"{figures[label.replace('WS', 'WN')]:.2f} %"))
+    return ("run", "measured, 160 rounds", "best on the way", "published, 640 rounds"), rows
+
+
+def seed(rule: str, number: int) -> Run:
+    """A run of fixbn.md, by its history."""
+    name = f"fixbn/{rule}-history.jsonl" if number == 0 else f"fixbn/seeds/{rule}-seed{number}-history.jsonl"
+    return read(name)[0]
+
+
+SINCE_FREEZE = range(80, 161, 10)
+
+
+def fixbn_seeds(*rules: str) -> Callable[[], Table]:
+    def at(rule: str, number: int, server_round: int) -> float:
+        # FixBN and BN are one run until the freeze, and seeds 1 and 2 of BN continue from FixBN's.
+        return seed("FixBN" if server_round == 80 and rule == "BN" else rule, number).after(server_round)
+
+    def whole() -> Table:
+        names = [f"{rule}, seed 0" if number == 0 else f"seed {number}" for rule in rules for number in range(3)]
+        rows: list[Row] = []
+        for server_round in SINCE_FREEZE:
+            values = [at(rule, number, server_round) for rule in rules for number in range(3)]
+            rows.append((str(server_round), *(percent([value], 1, " %") for value in values)))
+        return ("round", *names), rows
+
+    return whole
+
+
+def fixbn_frozen() -> Table:
+    rules = {"nothing (BN)": ("BN", "Nothing"), "gamma and beta": ("Affine", "Affine")}
+    rules |= {
+        "statistics (FixBN)": ("FixBN", "Statistics"),
+        "all three": ("Statistics-and-affine", "Statistics and affine"),
+    }
+    figures = published("FixBN", "Table H")
+    rows: list[Row] = []
+    for name, (file, row) in rules.items():
+        values = [percent([seed(file, 1).after(number)], 1, " %") for number in (120, 130, 160)]
+        rows.append((name, *values, f"{figures[row]:.2f} %"))
+    return ("frozen", "round 120", "round 130", "measured, 160 rounds", "published, 640 rounds"), rows
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+
+
+def latency() -> Table:
+    found = {
+        (each["clients"], each["run"], each["milliseconds"]): each["median"] for each in lines("network/latency.jsonl")
+    }
+    columns = {"FedAvg, pipes": ("FedAvg", 0), "FedTAN, pipes": ("FedTAN pipes", 0)}
+    columns |= {("streams, " if ms == 0 else "") + f"{ms} ms": ("FedTAN streams", ms) for ms in (0, 10, 50, 100)}
+    rows: list[Row] = [
+        (str(number), *(f"{found[number, *each]:.2f} s" for each in columns.values())) for number in (2, 5, 10)
+    ]
+    return ("clients", *columns), rows
+
+
+def nodes() -> Table:
+    names = {"FedAvg": "FedAvg, ResNet-20", "FixBN": "FixBN, ResNet-20 (frozen after round 1)"}
+    names |= {"FedTAN streams": "FedTAN on streams, ResNet-20", "FedTAN streams, cnn": "FedTAN on streams, `cnn`"}
+    names |= {"FedTAN messages, cnn": "FedTAN over messages, `cnn`"}
+    found = {each["run"]: each for each in lines("network/nodes.jsonl") if each["nodes"] == 2}
+    rows: list[Row] = []
+    for run, name in names.items():
+        trips = found[run]["communication_rounds"]
+        messages = trips if "messages" in run else 1
+        rows.append((name, str(trips), str(messages), ", ".join(f"{each:.0f}" for each in found[run]["seconds"])))
+    return ("run", "communication rounds", "messages per client", "seconds of each round"), rows
+
+
+ROUND_TRIPS = 42  # of an iteration of ResNet-20: 38 exchanges, and four to connect
+
+
+def slower() -> Table:
+    rows: list[Row] = []
+    for seconds, when in (
+        (6, " (a quiet machine, short local work)"),
+        (12, ""),
+        (60, " (more local work, or a busy site)"),
+    ):
+        limits = (seconds * part / ROUND_TRIPS for part in (0.1, 1))
+        rows.append((f"{seconds} s{when}", *(f"{s:.1f} s" if s > 1 else f"{1000 * s:.0f} ms" for s in limits)))
+    return ("R", "FedTAN takes 1.1 times as long at a round trip of", "2 times"), rows
+
+
+def time_to_accuracy() -> Table:
+    """From the output of benchmarks/time_to_accuracy.py: a part for one batch norm, and one for 19."""
+    parts = (RESULTS / "network/time_to_accuracy.txt").read_text(encoding="utf-8").strip().split("\n\n")
+
+    def section_of(part: str, level: str) -> str:
+        return re.split(r"^  \d+ %:.*$", part.partition(f"\n  {level}: ")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+    def rounds(rule: str, level: str) -> str:
+        found = re.search(rf"^ +{re.escape(rule)} +(\d+|never)", section_of(parts[0], level), re.MULTILINE)
+        return found[1].replace("never", "not with all seeds") if found else ""
+
+    def limit(part: str, rule: str, level: str) -> str:
+        found = re.search(
+            rf"{re.escape(rule)} is (at least|faster .* ([\d.]+ R)$)", section_of(part, level), re.MULTILINE
+        )
+        return (found[2] or "0") if found else "never"
+
+    names = {"FedAvg+BN": "FedAvg or FixBN with batch norm", "FedAvg+GN": "FedAvg with group norm"}
+    names |= {"FedTAN-II M=50": "FedTAN-II, M = 50", "FedTAN-II M=10": "FedTAN-II, M = 10"}
+    shown = [("75 %", "FedAvg+BN"), ("75 %", "FedAvg+GN"), ("90 %", "FedTAN-II M=50"), ("90 %", "FedTAN-II M=10")]
+    shown += [("90 %", "FedAvg+GN"), ("85 %", "FedAvg+BN"), ("90 %", "FedAvg+BN")]
+    rows: list[Row] = [
+        (
+            level,
+            rounds("FedTAN", level),
+            f"{names[rule]}: {rounds(rule, level)}",
+            *(limit(p, rule, level) for p in parts),
+        )
+        for level, rule in shown
+    ]
+    columns = ("accuracy", "rounds: FedTAN", "other strategy: rounds", "FedTAN is slower with a round trip above")
+    return (*columns, "with 38 exchanges"), rows
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "papers": papers,
+    "results demo": demo,
+    **{f"results mnist {file}": mnist(file) for file in ("noniid-lr0.5", "noniid-lr0.1", "iid-lr0.5")},
+    "results clients": clients,
+    "results domains": domains,
+    "results domains batches": domains_batches,
+    "results fedbs mnist": fedbs((0.90, 0.95, 0.97), "fedbs/mnist.json", "fedbs/mnist-fedbn.json"),
+    "results fedbs fashion-mnist": fedbs((0.75, 0.80, 0.85), "fedbs/fashion-mnist.json"),
+    "results fedtan": fedtan,
+    "results costs": costs,
+    "results fedwon": fedwon(32),
+    "results fedwon batch2": fedwon(2),
+    "results fixbn": fixbn,
+    "results fixbn seeds": fixbn_seeds("BN", "FixBN"),
+    "results fixbn GN": fixbn_seeds("GN"),
+    "results fixbn frozen": fixbn_frozen,
+    "results network latency": latency,
+    "results network nodes": nodes,
+    "results network slower": slower,
+    "results network accuracy": time_to_accuracy,
+}
