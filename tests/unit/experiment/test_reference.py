@@ -217,6 +217,13 @@ def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str
         assert (run.model.name, run.clients, part) == expected
 
 
+def rates_of(run: Settings, last: int) -> list[float]:
+    """The learning rate of each round of a strategy that switches after round `last`."""
+    factor = run.train.schedule.switch or 1.0
+    rates = [schedule_of(run)(number, run.rounds) for number in range(1, run.rounds + 1)]
+    return [rate * (factor if number >= last else 1.0) for number, rate in enumerate(rates)]
+
+
 def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
     setup = PAPERS["FedTAN"]["setup"]
     sweep = experiments["fedtan/classes-per-client"]
@@ -229,8 +236,13 @@ def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[st
     assert {run.rounds for run in experiments["fedtan/table5"]} == {setup["MNIST"]["iterations"]}
     for run in experiments["fedtan/table5"]:
         exact, (before, after) = run.strategy.get("fedtan_rounds", run.rounds), setup["MNIST"]["lr"]
-        rates = [schedule_of(run)(number + 1, run.rounds) for number in range(run.rounds)]
-        assert rates == pytest.approx([before] * exact + [after] * (run.rounds - exact))
+        assert rates_of(run, exact) == pytest.approx([before] * exact + [after] * (run.rounds - exact))
+    for run in experiments["fedtan/table4"]:
+        if run.strategy["name"] == "FedTANII":
+            rates = rates_of(run, exact := round(run.strategy["fedtan_rounds"] * run.rounds))
+            assert [rates[number] for number in (exact - 1, exact, 6_000, 8_000)] == pytest.approx(
+                setup["FedTAN-II's lr"]
+            )
     network = build_model("mlp", 10, "bn", image_size=(28, 28), in_channels=1)
     parameters = sum(each.numel() for each in network.parameters())
     statistics = sum(each.numel() for each in network.buffers() if each.dim() > 0)
@@ -245,6 +257,9 @@ def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
         for run in experiments[name]:
             assert (run.train.batch_size, run.train.epochs) == (setup["batch size"], setup["local epochs"])
             assert run.strategy.get("clip", setup["clipping"]) == setup["clipping"]
+    for name, images in setup["images of a client"].items():
+        for run in experiments[f"fedwon/{name}"]:
+            assert run.data.partition.model_dump()["images"] == images
     for run in experiments["fedwon/cifar10"]:
         part = run.strategy.get("base", run.strategy)["fraction_train"]
         found = {
