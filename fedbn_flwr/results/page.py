@@ -29,10 +29,11 @@ from fedbn_flwr.errors import MissingPackage
 from . import sections, swept
 from .choice import TITLE as CANDIDATES
 from .choice import Choice
-from .curves import AXES, POINTS, Curves, Measure, curves, is_number, measures
+from .curves import AXES, POINTS, Curves, Measure, curves, is_number, measures, spent
 from .folder import RunFolder
 from .published import published
-from .report import COLOURS, Cell, Row, by_domain, headline, repetitions, table
+from .report import Cell, by_domain, table
+from .rows import COLOURS, Row, headline, repetitions
 from .text import in_csv, in_html, in_script, printable
 
 
@@ -86,7 +87,7 @@ def _about(rows: Sequence[Row]) -> str:
 
 def page_data(rows: Sequence[Row]) -> dict[str, Any]:
     """The content of the charts."""
-    histories = [[run.history for run in row.runs] for row in rows]
+    histories = [[run.history for run in row.counted] for row in rows]
     flat = [history for row in histories for history in row]
     found = measures(flat)
     drawn = [curves(row, [measure.key for measure in found]) for row in histories]
@@ -94,10 +95,11 @@ def page_data(rows: Sequence[Row]) -> dict[str, Any]:
     shown = [key for key in (first, f"clients_own_{first}") if any(measure.key == key for measure in found)]
     return {
         "rows": [
-            {"label": printable(row.title), "runs": repetitions(row) if len(row.runs) > 1 else ""} for row in rows
+            {"label": printable(row.title), "runs": repetitions(row) if 1 < len(row.runs) == len(row.counted) else ""}
+            for row in rows
         ],
         "colours": len(COLOURS),
-        "repeated": any(len(row.runs) > 1 for row in rows),
+        "repeated": any(len(row.counted) > 1 for row in rows),
         "axes": [{"key": key, "title": title} for key, title in AXES.items()],
         "measures": [
             {"key": m.key, "title": m.title, "group": m.group, "fraction": m.is_fraction, "shown": m.key in shown}
@@ -193,9 +195,10 @@ def curves_csv(rows: Sequence[Row], drawn: Sequence[Curves], found: Sequence[Mea
     keys = [measure.key for measure in found]
     lines: list[Sequence[Any]] = [("row", "seed", *AXES, *keys)]
     for row, of in zip(rows, drawn, strict=True):
-        for number, run in enumerate(row.runs):
-            columns = [of.values[key][number] if key in of.values else [None] * len(of.rounds) for key in keys]
-            spent = [of.axes[axis] for axis in AXES]
-            for values in zip(*spent, *columns, strict=True):
-                lines.append((row.label, run.summary.seed, *(_short(value) for value in values)))
+        for run in row.counted:
+            drawn_rounds = set(of.rounds)
+            for line, total in zip(run.history, spent(run.history), strict=True):
+                if line["round"] in drawn_rounds:
+                    values = (*(total[axis] for axis in AXES), *(line.get(key) for key in keys))
+                    lines.append((row.label, run.summary.seed, *map(_short, values)))
     return as_csv(lines)

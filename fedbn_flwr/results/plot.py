@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .curves import AXES, Curves, Measure, curves
-from .report import COLOURS, Domains, Row, by_domain, headline, repetitions
+from .report import Domains, by_domain
+from .rows import COLOURS, MARKERS, Row, headline, repetitions
 from .text import in_plot, shorten
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
-_MARKERS = "osD^vP*X<>ph"
 _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _PANELS = ("round", "communication_rounds", "mib")
 
@@ -30,7 +30,7 @@ def plot(rows: Sequence[Row]) -> Plot:
     own = f"clients_own_{measure}"
     keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
     heights = [4.2] * len(keys) + [2.8] * len(kinds)
-    drawn = [curves([run.history for run in row.runs], keys) for row in rows]
+    drawn = [curves([run.history for run in row.counted], keys) for row in rows]
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or any(map(_exchanges_within_rounds, drawn))]
     figure = Plot(figsize=(15, 0.5 + sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), len(axes), height_ratios=heights)
@@ -68,9 +68,8 @@ def _exchanges_within_rounds(drawn: Curves) -> bool:
 
 def _title(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
-    counts = sorted({len(row.runs) for row in rows})
     text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    if counts == [1]:
+    if all(len(row.runs) == 1 for row in rows):
         return f"{text}: one run per curve"
     words = list(dict.fromkeys(repetitions(row) for row in rows))
     band = "; band: ± one standard deviation" if len(rows) <= _MOST_BANDS else ""
@@ -87,7 +86,7 @@ def _draw(panel: Any, number: int, rows: int, places: list[float], values: list[
         # An earlier line is wider, so that it is visible below a later one.
         linewidth=1.2 + 1.8 * (rows - number) / rows,
         color=COLOURS[number % len(COLOURS)],
-        marker=_MARKERS[number % len(_MARKERS)],
+        marker=MARKERS[number % len(MARKERS)],
         markersize=5,
         markevery=(number * step // rows % max(1, len(places)), step),
     )
@@ -109,7 +108,7 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
                 continue
             x, mean = place + (number - (len(rows) - 1) / 2) * width, 100 * statistics.fmean(values)
             colour = COLOURS[number % len(COLOURS)]
-            panel.plot([x], [mean], color=colour, marker=_MARKERS[number % len(_MARKERS)], markersize=7)
+            panel.plot([x], [mean], color=colour, marker=MARKERS[number % len(MARKERS)], markersize=7)
             if len(values) > 1:
                 deviation = 100 * statistics.stdev(values)
                 panel.plot([x, x], [mean - deviation, mean + deviation], color=colour, lw=1.5)

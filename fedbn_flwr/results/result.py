@@ -12,7 +12,8 @@ from fedbn_flwr.errors import UserError, did_you_mean
 
 from .folder import RunFolder
 from .plot import plot
-from .report import Row, Run, find_runs, group, tables, tables_as_text
+from .report import tables, tables_as_text
+from .rows import Row, Run, find_runs, group
 from .summary import Summary
 
 if TYPE_CHECKING:

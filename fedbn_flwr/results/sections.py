@@ -10,7 +10,8 @@ from typing import Any
 from .clients import Values, spread
 from .curves import Measure, is_number, thinned
 from .folder import RunFolder
-from .report import Domains, Row, Run, by_domain, differing
+from .report import Domains, by_domain
+from .rows import Row, Run, differing
 
 _CELLS = 100  # rows and columns of a heat map
 _POINTS = 200  # clients of a row drawn as points; beyond that only outliers are
@@ -26,7 +27,7 @@ def name_of(run: Run, row: Row) -> str:
 
 def clients(rows: Sequence[Row]) -> dict[str, Any] | None:
     """For each measure of clients and each row, the spread over clients in the last round that has the measure."""
-    found = [[_finite(run.clients) for run in row.runs] for row in rows]
+    found = [[_finite(run.clients) for run in row.counted] for row in rows]
     keys = dict.fromkeys(key for runs in found for values in runs for key in values)
     if not keys:
         return None
@@ -61,7 +62,7 @@ def _box(runs: Sequence[Mapping[str, float]], row: Row, key: str) -> dict[str, A
     inside = [value for value in everything if first - reach <= value <= third + reach]
     points = [
         (value, f"client {client}" + (f", seed {run.summary.seed}" if len(row.runs) > 1 else ""))
-        for values, run in zip(runs, row.runs, strict=True)
+        for values, run in zip(runs, row.counted, strict=True)
         for client, value in values.items()
     ]
     if len(points) > _POINTS:

@@ -14,7 +14,8 @@ from .choice import TITLE as CANDIDATES
 from .choice import Choice, choose
 from .clients import plot_boxes
 from .published import TITLE, published
-from .report import COLOURS, Row, as_markdown, as_text, find_runs, group, tables, tables_as_text
+from .report import as_markdown, as_text, tables, tables_as_text
+from .rows import COLOURS, Row, find_runs, group
 
 
 def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | None]:
@@ -42,7 +43,9 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
             if of_sweeps := swept.sweeps(rows):
                 swept.plot(of_sweeps).write(out / "sweep.png", out / "sweep.svg")
                 pictures.append("sweep.png")
-            if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
+            if plot_boxes(
+                {row.label: [run.clients for run in row.counted] for row in rows}, COLOURS, out / "clients.png"
+            ):
                 pictures.append("clients.png")
         except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
             text, picture, pictures = f"{text}\n\nno plots: {error}", None, []

@@ -126,6 +126,16 @@ def test_each_run_has_a_folder_of_its_own_and_is_not_repeated_when_resumed(
         run(TINY, rounds=2, out="cell", resume=True, progress=False)
 
 
+def test_rows_keep_the_order_of_the_file_whichever_run_began_first(tmp_path: Path) -> None:
+    runs = {"Z": {}, "M": {"train": {"steps": 2}}, "A": {"train": {"steps": 3}}}
+    for only in ("A", "M", ["Z", "A"]):
+        run_all(TINY, runs=runs, only=only, out=tmp_path, resume=True, progress=False)
+    read = Results.read(tmp_path)
+    assert min(read, key=lambda result: result.summary.began).label == "A"
+    assert read.labels == ["Z", "M", "A"]
+    assert [line.split()[1] for line in (tmp_path / "report.md").read_text().splitlines()[2:5]] == ["Z", "M", "A"]
+
+
 def test_runs_are_compared_and_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     runs = {"diverges": {"train": {"lr": 1e30, "steps": 3}}, "trains": {}}
     results = run_all(TINY, runs=runs, out=tmp_path, progress=False)

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.results.clients import Spread, evaluated, last_values, spread
-from fedbn_flwr.results.report import client_table, find_runs, group
+from fedbn_flwr.results.report import client_table
+from fedbn_flwr.results.rows import find_runs, group
 from fedbn_flwr.results.write import write_report
 from tests.support.runs import write_run
 

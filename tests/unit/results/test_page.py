@@ -17,7 +17,8 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.results.curves import POINTS, Measure, curves, measures, thinned
 from fedbn_flwr.results.page import write_page
-from fedbn_flwr.results.report import as_markdown, as_text, find_runs, group, table
+from fedbn_flwr.results.report import as_markdown, as_text, table
+from fedbn_flwr.results.rows import find_runs, group
 from fedbn_flwr.results.write import write_html, write_report
 from tests.support.runs import TRAFFIC, write_run
 

@@ -14,7 +14,8 @@ from fedbn_flwr.results import swept
 from fedbn_flwr.results.choice import choose
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.published import published
-from fedbn_flwr.results.report import Row, find_runs, group, tables
+from fedbn_flwr.results.report import tables
+from fedbn_flwr.results.rows import Row, find_runs, group
 from fedbn_flwr.results.write import write_html, write_report
 from tests.support.runs import write_run
 
@@ -69,9 +70,9 @@ def test_a_run_that_has_not_finished_is_marked_and_not_compared(tmp_path: Path, 
     rows = rows_of(tmp_path)
     (head, line) = published(rows)
     found = dict(zip(head, line, strict=True))
-    assert found["run"] == f"A [{status}]"
+    assert found["run"] == f"A [{status}] (1 of 2 seeds)"
     assert (found["difference"], found["within both spreads"]) == ("-", "not finished")
-    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (2 seeds)", f"A [{status}]"]
+    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (1 of 2 seeds)"] * 2
 
 
 # --- sweeps ---
