@@ -32,27 +32,27 @@ from .choice import Choice
 from .curves import AXES, POINTS, Curves, Measure, curves, is_number, measures, spent
 from .folder import RunFolder
 from .published import published
-from .report import Cell, by_domain, table
+from .report import DEFAULT, Cell, Form, by_domain, differing_settings, set_up, table
 from .rows import COLOURS, Row, headline, repetitions
 from .text import in_csv, in_html, in_script, printable
 
 
-def write_page(rows: Sequence[Row], file: Path, choice: Choice | None = None) -> None:
+def write_page(rows: Sequence[Row], file: Path, choice: Choice | None = None, form: Form = DEFAULT) -> None:
     assets = files("fedbn_flwr.results") / "html"
     style, program = ((assets / name).read_text(encoding="utf-8") for name in ("page.css.md", "page.js.md"))
     names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
     data = page_data(rows)
     parts = {
         "title": in_html(", ".join(names)),
-        "about": in_html(" ".join([_about(rows), *(choice.notes if choice is not None else ())])),
+        "about": in_html(" ".join([set_up(rows), _about(rows), *(choice.notes if choice is not None else ())])),
         "style": style,
         "policy": f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(program)}; "
         "base-uri 'none'; form-action 'none'",
-        "summary": as_html("Results", table(rows), "results"),
+        "summary": as_html("Results", table(rows, form), "results"),
         "swept": _swept(rows),
         "candidates": as_html(CANDIDATES, choice.candidates if choice is not None else [], "candidates"),
         "published": as_html("Published and measured figures", published(rows), "published"),
-        "differing": as_html("Settings that differ", sections.differing_settings(rows), "differing"),
+        "differing": as_html("Settings that differ", differing_settings(rows), "differing"),
         "no_domains": "" if by_domain(rows) else " hidden",
         "domains": "".join(as_html(kind.title, kind.table(rows), f"domains-{kind.prefix}") for kind in by_domain(rows)),
         "runs": "".join(_run(row, place) for row in rows for place in range(len(row.runs))),
@@ -127,7 +127,7 @@ def _short(data: Any) -> Any:
 
 def as_csv(lines: Iterable[Sequence[Any]]) -> str:
     stream = io.StringIO()
-    csv.writer(stream).writerows([map(in_csv, line) for line in lines])
+    csv.writer(stream, lineterminator="\n").writerows([map(in_csv, line) for line in lines])
     return stream.getvalue()
 
 

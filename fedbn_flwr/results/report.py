@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedbn_flwr.errors import UserError, did_you_mean
 
 from .clients import evaluated, heading, main, spread
 from .curves import MIB, Measure
 from .paired import Paired, paired
-from .rows import Row, mean, repetitions
+from .rows import Row, deviation, differing, mean, repetitions
 from .summary import BY_DOMAIN, keys_of
 from .text import in_markdown, printable
 
@@ -61,18 +61,22 @@ class Form:
     baseline: str = ""  # the label of the row that the others are compared with, seed by seed
 
 
+DEFAULT = Form()
+
+
 def columns(rows: Sequence[Row], form: Form) -> dict[str, Column]:
     """The columns of a table, by the key of their figure."""
     metrics = dict.fromkeys(name for row in rows for run in row.runs for name in run.summary.metrics)
     known = _FIRST | _OPTIONAL | {key: _column(key) for key in keys_of(metrics)} | _COSTS
     if not form.columns:
         return {key: each for key, each in known.items() if key in _FIRST | _COSTS or any(r.figures(key) for r in rows)}
-    figures = {
-        key for row in rows for run in row.runs for key, value in run.figures.items() if type(value) in (int, float)
-    }
+    found = [(key, value) for row in rows for run in row.runs for key, value in run.figures.items()]
+    figures = {key: type(value) for key, value in found if type(value) in (int, float)}
     if unknown := [key for key in form.columns if key not in figures]:
         raise UserError(f"no run has a figure {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], figures)}")
-    return {key: known.get(key) or _column(key) for key in form.columns}
+    whole = {key for key, kind in figures.items() if kind is int}
+    shown = {key: known.get(key) or _column(key) for key in form.columns}
+    return {key: replace(each, digits=0) if key in whole - known.keys() else each for key, each in shown.items()}
 
 
 def _column(key: str) -> Column:
@@ -84,7 +88,7 @@ def _column(key: str) -> Column:
     return _percent(title) if Measure.of(key).is_fraction else Column(title, 1, 4)
 
 
-def table(rows: Sequence[Row], form: Form = Form()) -> list[tuple[str, ...]]:
+def table(rows: Sequence[Row], form: Form = DEFAULT) -> list[tuple[str, ...]]:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     shown, compared = columns(rows, form), against(rows, form)
     headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
@@ -92,7 +96,7 @@ def table(rows: Sequence[Row], form: Form = Form()) -> list[tuple[str, ...]]:
     for row in rows:
         cells = [figure(row.figures(key), each.scale, each.digits, each.unit) for key, each in shown.items()]
         if compared:
-            cells += _of_pairs(compared.get(row.label), next(iter(shown.values())))
+            cells += of_pairs(compared.get(row.label), next(iter(shown.values())))
         seeds = f" ({repetitions(row)})" if 1 < len(row.runs) == len(row.counted) else ""
         lines.append((row.title + seeds, *cells))
     return lines
@@ -109,7 +113,7 @@ def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
     return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items()}
 
 
-def _of_pairs(found: Paired | None, column: Column) -> list[Cell]:
+def of_pairs(found: Paired | None, column: Column) -> list[Cell]:
     """Cells of a comparison; the baseline's are empty."""
     if found is None:
         return [Cell("-")] * 4
@@ -179,6 +183,27 @@ def client_table(rows: Sequence[Row], *, every: bool) -> list[tuple[str, ...]]:
     return lines
 
 
+def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A table of the settings that differ between rows; empty if none do."""
+    settings = [row.runs[0].settings for row in rows]
+    different = differing(settings)
+    cells = [[str(each.get(key, "-")) for key in different] for each in settings]
+    lines = [(row.label, *line) for row, line in zip(rows, cells, strict=True)]
+    return [("run", *different), *lines] if different else []
+
+
+def set_up(rows: Sequence[Row]) -> str:
+    """What the runs have in common, as a caption: "quick: digits, mlp, 4 clients, 6 rounds, seeds 0, 1, 2."."""
+    names = ", ".join(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
+    settings = [run.settings for row in rows for run in row.runs]
+    common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
+    words = {"data.name": "{}", "model.name": "{}", "clients": "{} clients", "rounds": "{} rounds"}
+    seeds = sorted({run.summary.seed for row in rows for run in row.runs})
+    found = [text.format(common[key]) for key, text in words.items() if common.get(key) is not None]
+    found.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
+    return f"{names}: {', '.join(found)}."
+
+
 class Cell(str):
     """The text of a cell, and the number that a table is sorted by."""
 
@@ -197,11 +222,6 @@ def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *
     cell = Cell(text + mark)
     cell.value = mean(scaled)
     return cell
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """The standard deviation of at least two values, all of which are finite."""
-    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -223,7 +243,9 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def tables(rows: Sequence[Row], form: Form = Form(), *, every: bool = False) -> list[tuple[str, list[tuple[str, ...]]]]:
+def tables(
+    rows: Sequence[Row], form: Form = DEFAULT, *, every: bool = False
+) -> list[tuple[str, list[tuple[str, ...]]]]:
     """The tables of a report, each with its title; the first one has none. `every`: with all metrics of clients."""
     found = [("", table(rows, form)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
     if len(individuals := client_table(rows, every=every)) > 1:
@@ -231,5 +253,5 @@ def tables(rows: Sequence[Row], form: Form = Form(), *, every: bool = False) -> 
     return found
 
 
-def tables_as_text(rows: Sequence[Row], form: Form = Form()) -> str:
+def tables_as_text(rows: Sequence[Row], form: Form = DEFAULT) -> str:
     return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables(rows, form))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from .summary import GLOBAL_MODEL, Summary
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish, with a darker yellow; and markers. The
 # page has the same ones in the same order.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#A69B00")
-MARKERS = "os^DvP<>p"
+MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "p")
 
-_ENDING = 40  # characters of the ending of a row's name; what differs is also a table
+_ENDING = 32  # characters of the ending of a row's name; what differs is also a table
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,9 @@ def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
 def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each of several settings in words: its values where they differ; empty if they are equal."""
     keys = differing(found)
-    return [", ".join(f"{key}={each[key]}" for key in keys if key in each) for each in found]
+    short = [re.sub(r"^.*?([^.]+?)(\.name|\.kind)?$", r"\1", key) for key in keys]
+    names = dict(zip(keys, short if len(set(short)) == len(keys) else keys, strict=True))
+    return [", ".join(f"{name}={each[key]}" for key, name in names.items() if key in each) for each in found]
 
 
 def repetitions(row: Row) -> str:
@@ -215,3 +218,8 @@ def repetitions(row: Row) -> str:
 def mean(values: Sequence[float]) -> float:
     """Infinite or NaN if a value is: a metric of the user may be."""
     return statistics.fmean(values) if all(map(math.isfinite, values)) else sum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """The standard deviation of at least two values, all of which are finite."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None

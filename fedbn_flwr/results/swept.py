@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .curves import Measure, is_number
 from .published import published_figures
-from .report import deviation, figure
-from .rows import COLOURS, MARKERS, Row, endings, headline, mean
+from .report import figure
+from .rows import COLOURS, MARKERS, Row, deviation, endings, headline, mean
 from .text import in_plot, in_words, shorten
 
 if TYPE_CHECKING:

@@ -12,12 +12,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from matplotlib.markers import MarkerStyle
 from PIL import Image
 
 from fedbn_flwr import cli
+from fedbn_flwr.results import sections
 from fedbn_flwr.results.plot import plot
 from fedbn_flwr.results.report import by_domain, client_table, figure, table
 from fedbn_flwr.results.rows import COLOURS, MARKERS, find_runs, group, headline
@@ -191,7 +193,7 @@ def test_runs_are_grouped_by_all_settings_but_the_seed(tmp_path: Path) -> None:
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(settings))
     write_run(tmp_path / "e", "FedAvg")
     first = [line[0] for line in table(group(find_runs([tmp_path])))[1:]]
-    assert first == ["FixBN, train.lr=0.1 (2 seeds)", "FixBN, train.lr=0.01 (2 runs, 1 seed)", "FedAvg"]
+    assert first == ["FixBN, lr=0.1 (2 seeds)", "FixBN, lr=0.01 (2 runs, 1 seed)", "FedAvg"]
 
 
 # --- seeds that failed ----------------------------------------------------------
@@ -285,11 +287,11 @@ def test_markers_are_the_same_in_picture_and_page(tmp_path: Path) -> None:
     program = (resources.files("fedbn_flwr.results") / "html" / "page.js.md").read_text()
     shapes = re.findall('"([^"]+)"', program.split("const MARKS = [")[1].split("];")[0])
     assert len(shapes) == len(MARKERS)
-    for shape, marker in zip(shapes, tuple(MARKERS), strict=True):
+    for shape, marker in zip(shapes, MARKERS, strict=True):
         style = MarkerStyle(marker)
         drawn = style.get_path().transformed(style.get_transform())
-        corners = drawn.to_polygons()[0]
-        assert directions(outline(shape)) == directions([(x, -y) for x, y in corners]), marker
+        corners = [(x, -y) for x, y in np.asarray(drawn.to_polygons()[0]).tolist()]
+        assert directions(outline(shape)) == directions(corners), marker
 
 
 def directions(points: Any) -> set[tuple[int, int]]:
@@ -335,3 +337,23 @@ def test_rows_with_many_differences_are_named_after_their_experiment_or_folder(t
     write_differing(tmp_path / "high" / "again", "one", 0)
     labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "high"]))]
     assert labels == ["FixBN (1)", "FixBN (2)", "FixBN (3)"]
+
+
+def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_path: Path) -> None:
+    for seed, rounds, label in ((0, 3, "A"), (2, 3, "A"), (0, 4, "B")):
+        config = {"data": {"name": "digits"}, "clients": 4, "rounds": rounds, "model": {"name": "cnn"}}
+        write_run(tmp_path / f"{label}{seed}", label, seed, config=config)
+    _, page, _ = write_report([tmp_path], tmp_path / "out")
+    first, *rest = page.read_text().split("\n\n")
+    assert first == "name: digits, cnn, 4 clients, seeds 0, 2."
+    assert "settings that differ:" in rest
+    assert rest[rest.index("settings that differ:") + 1].splitlines()[2:] == ["| A | 3 |", "| B | 4 |"]
+    assert "name: digits, cnn, 4 clients, seeds 0, 2. 3 runs" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_clients_open_on_a_measure_and_not_on_numbers_of_images(tmp_path: Path) -> None:
+    clients = [{"round": 3, "clients": {"0": {"images": 9, "train_loss": 0.5, "odd": 0.3}}}]
+    write_run(tmp_path / "a", "A", files={"clients.jsonl": clients})
+    found = sections.clients(group(find_runs([tmp_path])))
+    assert found is not None
+    assert [measure["key"] for measure in found["measures"]] == ["odd", "train_loss", "images"]
