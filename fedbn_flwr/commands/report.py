@@ -35,8 +35,8 @@ def add(commands: Commands) -> None:
     plot = parser.add_argument_group("plot")
     plot.add_argument("--measure", metavar="KEY", help="what to plot, a key of history.jsonl (accuracy)")
     plot.add_argument("--axis", metavar="KEY", help="one panel: round, communication_rounds, mib or seconds")
-    plot.add_argument("--size", type=float, nargs=2, metavar=("WIDTH", "HEIGHT"), help="in inches")
-    plot.add_argument("--band", action=argparse.BooleanOptionalAction, help="the deviation over seeds (up to 8 rows)")
+    plot.add_argument("--size", type=float, nargs=2, metavar="INCHES", help="width and height")
+    plot.add_argument("--no-band", action="store_false", default=None, dest="band", help="no deviation over seeds")
 
 
 def report(arguments: argparse.Namespace) -> None:

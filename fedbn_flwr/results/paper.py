@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from . import page
 from .clients import is_loss
 from .curves import Measure
 from .paired import Paired
@@ -33,6 +34,11 @@ def lines(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
             line |= {key: value, f"{key}_std": math.nan if spread is None else spread}
         found.append(line | (asdict(compared.get(row.label) or Paired(0)) if compared else {}))
     return found
+
+
+def as_csv(rows: Sequence[Row], form: Form) -> str:
+    found = lines(rows, form)
+    return page.as_csv([list(found[0]), *(list(line.values()) for line in found)])
 
 
 def latex(rows: Sequence[Row], form: Form) -> str:

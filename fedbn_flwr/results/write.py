@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -67,44 +68,43 @@ def write_report(
     return text, page, picture
 
 
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from None
+
+
 def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
     """Write only the page of a report; returns the tables as text."""
     from .page import write_page
 
     choice = choose(group(find_runs(folders)))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(file):
         write_page(choice.rows, file, choice, form)
-    except OSError as error:
-        raise UserError(f"cannot write the page {str(file)!r}: {error.strerror}") from None
     return _as_text(choice, form)
 
 
 def write_table(folders: Sequence[Path], file: Path | None, form: Form, *, latex: bool) -> str:
     """The first table as CSV or LaTeX: returned, or written to a file, whose path is returned."""
-    from .page import as_csv
-
     rows = choose(group(find_runs(folders))).rows
-    lines = [] if latex else paper.lines(rows, form)
-    text = paper.latex(rows, form) if latex else as_csv([list(lines[0]), *([*line.values()] for line in lines)])
+    text = paper.latex(rows, form) if latex else paper.as_csv(rows, form)
     if file is None:
         return text
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(file):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the table {str(file)!r}: {error.strerror}") from None
     return f"table: {file}\n"
 
 
 def write_plot(folders: Sequence[Path], file: Path, **look: Unpack[Look]) -> None:
     """Write only the plot, in the format that the file's name ends in."""
     drawn = plot(choose(group(find_runs(folders))).rows, **look)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix[1:] not in (known := drawn.canvas.get_supported_filetypes()):
+        raise UserError(f"the plot {str(file)!r} has no known format; expected a name that ends in {', '.join(known)}")
+    with _writing(file):
         drawn.write(file)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
-        raise UserError(f"cannot write the plot {str(file)!r}: {error}") from None
 
 
 def _beside(choice: Choice) -> list[tuple[str, list[tuple[str, ...]]]]:
