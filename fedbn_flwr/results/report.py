@@ -134,10 +134,9 @@ class Domains:
     names: tuple[str, ...]
 
     def averages(self, row: Row) -> list[float]:
-        """The unweighted mean over domains of each run that has all of them."""
-        keys = [self.prefix + name for name in self.names]
-        whole = [run.summary.domains for run in row.counted if run.summary.domains.keys() >= set(keys)]
-        return [statistics.fmean(domains[key] for key in keys) for domains in whole]
+        """The unweighted mean over domains of each run, if all of them have all domains."""
+        figures = [row.figures(self.prefix + name) for name in self.names]
+        return list(map(statistics.fmean, zip(*figures, strict=True))) if all(figures) else []
 
     def table(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
         lines: list[tuple[str, ...]] = [("run", *self.names, "average")]
@@ -172,8 +171,10 @@ def client_table(rows: Sequence[Row], *, every: bool) -> list[tuple[str, ...]]:
     chosen = evaluated if every else main
     lines: list[tuple[str, ...]] = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric in dict.fromkeys(metric for run in row.counted for metric in chosen(run.clients)):
-            seeds = [list(run.clients[metric].values()) for run in row.counted if metric in run.clients]
+        for metric in chosen(row.counted[0].clients):
+            if not all(metric in run.clients for run in row.counted):
+                continue
+            seeds = [list(run.clients[metric].values()) for run in row.counted]
             measured = [spread(values, metric) for values in seeds]
             figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
             names = [name for run in row.counted for name in run.clients]

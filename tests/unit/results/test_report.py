@@ -244,9 +244,15 @@ def test_a_row_that_no_seed_finished_has_the_figures_of_those_that_were_evaluate
 def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     write_run(tmp_path / "0", "A", 0, clients_accuracy=0.4)
     write_run(tmp_path / "1", "A", 1)
-    write_run(tmp_path / "2", "B", 1, clients_accuracy=0.4)
-    heads, *lines = table(group(find_runs([tmp_path])))
+    write_run(tmp_path / "2", "B", 1, clients_accuracy=0.4, accuracy_sea=0.1, accuracy_farm=0.3)
+    write_run(tmp_path / "3", "B", 2, clients_accuracy=0.4, accuracy_sea=0.1)
+    clients = {"round": 3, "clients": {"0": {"own_accuracy": 0.5}}}
+    (tmp_path / "0" / "clients.jsonl").write_text(json.dumps(clients) + "\n")
+    rows = group(find_runs([tmp_path]))
+    heads, *lines = table(rows)
     assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00%"]
+    assert by_domain(rows)[0].table(rows)[1:] == [("B", "10.0%", "-", "-")]
+    assert client_table(rows, every=True)[1:] == [], "its other seed has no clients"
 
 
 def test_curves_csv_has_the_cost_of_each_seed(tmp_path: Path) -> None:
