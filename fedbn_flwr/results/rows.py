@@ -161,19 +161,20 @@ class Row:
 
 
 def group(runs: Sequence[Run]) -> list[Row]:
-    """A row for each label, or several where the settings of its runs differ: their names then differ in an ending."""
-    rows = []
-    mixed = len({run.summary.accuracy_of for run in runs}) > 1
-    labels: dict[str, dict[str, list[Run]]] = {}
+    """A row for each label and settings, in the order of the first runs; equal labels get endings that differ."""
+    rows: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        labels.setdefault(run.label, {}).setdefault(repr(sorted(run.settings.items())), []).append(run)
-    for label, variants in labels.items():
-        found = list(variants.values())
-        for variant, ending in zip(found, endings([(each[0], each[0].settings) for each in found]), strict=True):
-            of = variant[0].summary.accuracy_of.removesuffix(", mean")
-            note = f" ({of})" if mixed and of != GLOBAL_MODEL else ""
-            rows.append(Row(label + ending + note, tuple(variant), note))
-    return rows
+        rows.setdefault((run.label, repr(sorted(run.settings.items()))), []).append(run)
+    ends: dict[tuple[str, str], str] = {}
+    for label in {label for label, _ in rows}:
+        same = [key for key in rows if key[0] == label]
+        ends |= zip(same, endings([(rows[key][0], rows[key][0].settings) for key in same]), strict=True)
+    mixed, found = len({run.summary.accuracy_of for run in runs}) > 1, []
+    for key, alike in rows.items():
+        of = alike[0].summary.accuracy_of.removesuffix(", mean")
+        note = f" ({of})" if mixed and of != GLOBAL_MODEL else ""
+        found.append(Row(key[0] + ends[key] + note, tuple(alike), note))
+    return found
 
 
 def endings(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> list[str]:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shutil
 import statistics
 from importlib import resources
 from pathlib import Path
@@ -336,8 +337,10 @@ def write_differing(folder: Path, name: str, value: int, more: int = 12) -> None
 def test_rows_with_many_differences_are_named_after_their_experiment_or_folder(tmp_path: Path) -> None:
     for folder, name in (("compare", "one"), ("low", "two"), ("high", "one")):
         write_differing(tmp_path / folder / "FixBN", name, len(folder))
+    write_run(tmp_path / "compare" / "Z", "Z")
     labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "low"]))]
-    assert labels == ["FixBN (one)", "FixBN (two)"]
+    assert labels == ["FixBN (one)", "Z", "FixBN (two)"], "a further folder does not move the rows of the first"
+    shutil.rmtree(tmp_path / "compare" / "Z")
     labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "high"]))]
     assert labels == ["FixBN (compare)", "FixBN (high)"]
     write_differing(tmp_path / "high" / "again", "one", 0)
