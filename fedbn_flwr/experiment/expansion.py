@@ -34,6 +34,7 @@ class Cell(Section):
     row: str = ""  # the label in `runs`
     sweep: Mapping[str, Any] = Field(default_factory=dict)  # its condition: a value for each key
     tune: Mapping[str, Any] = Field(default_factory=dict)  # the values that it tries
+    place: Sequence[int] = ()  # the numbers of its row and of its values in the whole file, which a report sorts by
 
 
 class Size(Section):
@@ -61,6 +62,12 @@ class Lists:
                     sweep=dict(zip(self.sweep, condition, strict=True)),
                     tune=dict(zip(self.tune, candidate, strict=True)),
                 )
+
+    def place(self, cell: Cell) -> list[int]:
+        """The number of each value of a cell in its list; a value that the list lacks comes after it."""
+        listed = {**self.sweep, **self.tune}
+        found = ((list(listed.get(key, ())), value) for key, value in {**cell.sweep, **cell.tune}.items())
+        return [[*values, value].index(value) for values, value in found]
 
     def with_given(self, given: Mapping[str, Any]) -> Lists:
         """The lists after overrides: an override of a listed key leaves its value only, and so selects cells."""

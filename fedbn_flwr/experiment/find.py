@@ -64,6 +64,7 @@ class _Row:
     written: Mapping[str, Any]
     of_size: Mapping[str, Any]
     lists: Lists
+    whole: Lists  # before overrides selected from them
 
 
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
@@ -106,9 +107,10 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         own = {key: value for key, value in variant.items() if key not in (*LISTS, "sizes")}
         in_file = _without(content, own)
         lists_in_file[label] = lists_of(where, in_file, variant)
-        given = lists_of(where, in_file, variant, resized, lists).with_given(resized).with_given(changes)
+        listed = lists_of(where, in_file, variant, resized, lists)
+        given = listed.with_given(resized).with_given(changes)
         resized = {key: value for key, value in resized.items() if key not in LISTS}
-        rows[label] = _Row(label, own, merge(base, own), resized, given.first() if size == SMOKE else given)
+        rows[label] = _Row(label, own, merge(base, own), resized, given.first() if size == SMOKE else given, listed)
     if published is not None:  # whose labels are compared with those of all cells
         check_count(name, {label: len(lists) for label, lists in lists_in_file.items()}, 1)
     figures = figures_by_label(published, lists_in_file, name)
@@ -119,7 +121,8 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     defaults = _defaults()
     runs = []
     for row in chosen.values():
-        for cell in row.lists.cells(row.label):
+        for found in row.lists.cells(row.label):
+            cell = found.model_copy(update={"place": [list(rows).index(row.label), *row.whole.place(found)]})
             settings = _settings_of(row, cell, size, changes, compared, name, tuned=tuned)
             if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
                 in_file = merge(merge(defaults, row.written), nested({**cell.sweep, **cell.tune}))

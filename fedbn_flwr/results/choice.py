@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .report import Row, Run, figure
+from .report import figure
+from .rows import Row, Run
 
 TITLE = "candidates: the best is chosen by the accuracy on held-out training images, mean over seeds"
 

@@ -72,6 +72,15 @@ class Measure:
         return cls.of(_in_history(key), set(map(_in_history, keys)))
 
     @property
+    def scale(self) -> float:
+        """What a value is multiplied by to be shown; the result has the unit `unit`."""
+        return 100 if self.is_fraction else 1
+
+    @property
+    def unit(self) -> str:
+        return ", %" if self.is_fraction else ""
+
+    @property
     def full_title(self) -> str:
         return self.title if self.group == "training" else f"{self.title} ({self.group})"
 

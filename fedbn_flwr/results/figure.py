@@ -24,10 +24,12 @@ class Plot(Figure):
 
     def write(self, *files: Path) -> None:
         """Write the formats of the files; a date or random ids would make files of equal figures differ."""
-        with warnings.catch_warnings(), rc_context({"svg.hashsalt": "fedbn"}):
+        # TrueType fonts: publishers refuse matplotlib's others in a PDF.
+        with warnings.catch_warnings(), rc_context({"svg.hashsalt": "fedbn", "pdf.fonttype": 42}):
             warnings.filterwarnings("ignore", message="Glyph")  # a label in a script that the font lacks
             for file in files:
-                self.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
+                metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(file.suffix)
+                self.savefig(file, dpi=130, metadata=metadata)
                 self.set_layout_engine("none")  # the places of the panels are known now
 
     def savefig(self, fname: Any, **options: Any) -> None:

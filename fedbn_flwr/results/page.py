@@ -29,29 +29,30 @@ from fedbn_flwr.errors import MissingPackage
 from . import sections, swept
 from .choice import TITLE as CANDIDATES
 from .choice import Choice
-from .curves import AXES, POINTS, Curves, Measure, curves, is_number, measures
+from .curves import AXES, POINTS, Curves, Measure, curves, is_number, measures, spent
 from .folder import RunFolder
 from .published import published
-from .report import COLOURS, Cell, Row, by_domain, headline, repetitions, table
+from .report import DEFAULT, Cell, Form, by_domain, differing_settings, set_up, table
+from .rows import COLOURS, Row, headline, repetitions
 from .text import in_csv, in_html, in_script, printable
 
 
-def write_page(rows: Sequence[Row], file: Path, choice: Choice | None = None) -> None:
+def write_page(rows: Sequence[Row], file: Path, choice: Choice | None = None, form: Form = DEFAULT) -> None:
     assets = files("fedbn_flwr.results") / "html"
     style, program = ((assets / name).read_text(encoding="utf-8") for name in ("page.css.md", "page.js.md"))
     names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
     data = page_data(rows)
     parts = {
         "title": in_html(", ".join(names)),
-        "about": in_html(" ".join([_about(rows), *(choice.notes if choice is not None else ())])),
+        "about": in_html(" ".join([set_up(rows), _about(rows), *(choice.notes if choice is not None else ())])),
         "style": style,
         "policy": f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(program)}; "
         "base-uri 'none'; form-action 'none'",
-        "summary": as_html("Results", table(rows), "results"),
+        "summary": as_html("Results", table(rows, form), "results"),
         "swept": _swept(rows),
         "candidates": as_html(CANDIDATES, choice.candidates if choice is not None else [], "candidates"),
         "published": as_html("Published and measured figures", published(rows), "published"),
-        "differing": as_html("Settings that differ", sections.differing_settings(rows), "differing"),
+        "differing": as_html("Settings that differ", differing_settings(rows), "differing"),
         "no_domains": "" if by_domain(rows) else " hidden",
         "domains": "".join(as_html(kind.title, kind.table(rows), f"domains-{kind.prefix}") for kind in by_domain(rows)),
         "runs": "".join(_run(row, place) for row in rows for place in range(len(row.runs))),
@@ -86,7 +87,7 @@ def _about(rows: Sequence[Row]) -> str:
 
 def page_data(rows: Sequence[Row]) -> dict[str, Any]:
     """The content of the charts."""
-    histories = [[run.history for run in row.runs] for row in rows]
+    histories = [[run.history for run in row.counted] for row in rows]
     flat = [history for row in histories for history in row]
     found = measures(flat)
     drawn = [curves(row, [measure.key for measure in found]) for row in histories]
@@ -94,10 +95,11 @@ def page_data(rows: Sequence[Row]) -> dict[str, Any]:
     shown = [key for key in (first, f"clients_own_{first}") if any(measure.key == key for measure in found)]
     return {
         "rows": [
-            {"label": printable(row.title), "runs": repetitions(row) if len(row.runs) > 1 else ""} for row in rows
+            {"label": printable(row.title), "runs": repetitions(row) if 1 < len(row.runs) == len(row.counted) else ""}
+            for row in rows
         ],
         "colours": len(COLOURS),
-        "repeated": any(len(row.runs) > 1 for row in rows),
+        "repeated": any(len(row.counted) > 1 for row in rows),
         "axes": [{"key": key, "title": title} for key, title in AXES.items()],
         "measures": [
             {"key": m.key, "title": m.title, "group": m.group, "fraction": m.is_fraction, "shown": m.key in shown}
@@ -125,7 +127,7 @@ def _short(data: Any) -> Any:
 
 def as_csv(lines: Iterable[Sequence[Any]]) -> str:
     stream = io.StringIO()
-    csv.writer(stream).writerows([map(in_csv, line) for line in lines])
+    csv.writer(stream, lineterminator="\n").writerows([map(in_csv, line) for line in lines])
     return stream.getvalue()
 
 
@@ -193,9 +195,10 @@ def curves_csv(rows: Sequence[Row], drawn: Sequence[Curves], found: Sequence[Mea
     keys = [measure.key for measure in found]
     lines: list[Sequence[Any]] = [("row", "seed", *AXES, *keys)]
     for row, of in zip(rows, drawn, strict=True):
-        for number, run in enumerate(row.runs):
-            columns = [of.values[key][number] if key in of.values else [None] * len(of.rounds) for key in keys]
-            spent = [of.axes[axis] for axis in AXES]
-            for values in zip(*spent, *columns, strict=True):
-                lines.append((row.label, run.summary.seed, *(_short(value) for value in values)))
+        for run in row.counted:
+            drawn_rounds = set(of.rounds)
+            for line, total in zip(run.history, spent(run.history), strict=True):
+                if line["round"] in drawn_rounds:
+                    values = (*(total[axis] for axis in AXES), *(line.get(key) for key in keys))
+                    lines.append((row.label, run.summary.seed, *map(_short, values)))
     return as_csv(lines)

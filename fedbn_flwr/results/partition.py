@@ -10,7 +10,8 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError
 
-from .report import COLOURS, as_text
+from .report import as_text
+from .rows import COLOURS
 from .text import in_plot
 
 _SHOWN_CLASSES = 12  # more columns do not fit in a line, and more colours are hard to distinguish

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from .curves import AXES, Curves, Measure, curves
-from .report import COLOURS, Domains, Row, by_domain, headline, repetitions
+from fedbn_flwr.errors import UserError, did_you_mean
+
+from .curves import AXES, Curves, Measure, curves, measures
+from .report import Domains, by_domain
+from .rows import COLOURS, MARKERS, Row, headline, repetitions
 from .text import in_plot, shorten
 
 if TYPE_CHECKING:
@@ -15,26 +18,42 @@ if TYPE_CHECKING:
 
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
-_MARKERS = "osD^vP*X<>ph"
 _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
+_LARGEST = 100  # inches
 _PANELS = ("round", "communication_rounds", "mib")
 
 
-def plot(rows: Sequence[Row]) -> Plot:
+class Look(TypedDict, total=False):
+    """What a plot shows, if not the default."""
+
+    measure: str | None  # a key of history.jsonl, instead of what runs are compared by
+    axis: str | None  # a key of AXES: a single panel, for a paper
+    size: Sequence[float] | None  # width and height in inches
+    band: bool | None  # the deviation over runs; by default of at most _MOST_BANDS rows
+
+
+def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
     """Plot the measure that runs are compared by, and that of the personal models if there are some."""
     from .figure import Plot  # isort: skip  # names the extra that is missing without matplotlib
     from matplotlib.ticker import MaxNLocator
 
-    kinds = by_domain(rows)
-    measure = headline(run for row in rows for run in row.runs)
+    _check(rows, look)
+    single, band = look.get("axis"), look.get("band")
+    if band is None:
+        band = len(rows) <= _MOST_BANDS
+    kinds = [] if single else by_domain(rows)
+    measure = look.get("measure") or headline(run for row in rows for run in row.runs)
     own = f"clients_own_{measure}"
-    keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
+    keys = [measure, *([own] if not single and any(row.figures(own) for row in rows) else [])]
     heights = [4.2] * len(keys) + [2.8] * len(kinds)
-    drawn = [curves([run.history for run in row.runs], keys) for row in rows]
+    drawn = [curves([run.history for run in row.counted], keys) for row in rows]
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or any(map(_exchanges_within_rounds, drawn))]
-    figure = Plot(figsize=(15, 0.5 + sum(heights)), layout="constrained")
+    axes = [single] if single else axes
+    size = look.get("size") or ((6, 4.2) if single else (15, 0.5 + sum(heights)))
+    figure = Plot(figsize=tuple(size), layout="constrained")
     grid = figure.add_gridspec(len(heights), len(axes), height_ratios=heights)
-    figure.suptitle(in_plot(shorten(_title(rows), 150)), fontsize="medium")
+    if not single:
+        figure.suptitle(in_plot(shorten(_title(rows, band), 150)), fontsize="medium")
     handles: dict[int, Any] = {}
     for line, key in enumerate(keys):
         panels = [figure.add_subplot(grid[line, 0])]
@@ -45,40 +64,52 @@ def plot(rows: Sequence[Row]) -> Plot:
                     continue  # it has no global model, and its clients are in the other panels
                 places, values = row_curves.points(key, axis)
                 if places:
-                    handles[number] = _draw(panel, number, len(rows), places, values)
+                    values = [[Measure.of(key).scale * value for value in column] for column in values]
+                    handles[number] = _draw(panel, number, len(rows), places, values, band)
             panel.set_xlabel(AXES[axis])
             panel.grid(alpha=0.3)
             panel.set_xlim(left=0)
-            if axis != "mib":
+            if axis not in ("mib", "seconds"):
                 panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.tick_params(labelleft=panel is panels[0])
-        panels[0].set_ylabel(f"{Measure.of(key).full_title}, %")
+        panels[0].set_ylabel(Measure.of(key).full_title + Measure.of(key).unit)
     for number, kind in enumerate(kinds, start=len(keys)):
         _plot_domains(figure.add_subplot(grid[number, :]), rows, kind)
     if handles:
         handles = dict(sorted(handles.items()))
         labels = [in_plot(shorten(rows[number].title, 60)) for number in handles]
-        figure.legend(handles.values(), labels, loc="outside right upper", fontsize="small", handlelength=4)
+        if single:
+            figure.axes[0].legend(handles.values(), labels, fontsize="x-small", handlelength=3)
+        else:
+            figure.legend(handles.values(), labels, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
+
+
+def _check(rows: Sequence[Row], look: Look) -> None:
+    known = [measure.key for measure in measures(run.history for row in rows for run in row.runs)]
+    for name, found, names in (("measure", look.get("measure"), known), ("axis", look.get("axis"), AXES)):
+        if found is not None and found not in names:
+            raise UserError(f"the plot has no {name} {found!r}; {did_you_mean(found, names)}")
+    if (size := look.get("size")) is not None and (len(size) != 2 or not all(0 < each <= _LARGEST for each in size)):
+        raise UserError(f"the size of the plot is {size}; expected width and height, up to {_LARGEST} inches")
 
 
 def _exchanges_within_rounds(drawn: Curves) -> bool:
     return drawn.axes["communication_rounds"] != drawn.axes["round"]
 
 
-def _title(rows: Sequence[Row]) -> str:
+def _title(rows: Sequence[Row], band: bool) -> str:
     names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
-    counts = sorted({len(row.runs) for row in rows})
     text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    if counts == [1]:
+    if all(len(row.runs) == 1 for row in rows):
         return f"{text}: one run per curve"
     words = list(dict.fromkeys(repetitions(row) for row in rows))
-    band = "; band: ± one standard deviation" if len(rows) <= _MOST_BANDS else ""
-    return f"{text}: mean over {' or '.join(words)}{band}"
+    note = "; band: ± one standard deviation" if band else ""
+    return f"{text}: mean over {' or '.join(words)}{note}"
 
 
-def _draw(panel: Any, number: int, rows: int, places: list[float], values: list[list[float]]) -> Any:
-    means = [100 * statistics.fmean(column) for column in values]
+def _draw(panel: Any, number: int, rows: int, places: list[float], values: list[list[float]], band: bool) -> Any:
+    means = [statistics.fmean(column) for column in values]
     step = max(1, len(places) // 8)
     (line,) = panel.plot(
         places,
@@ -87,12 +118,12 @@ def _draw(panel: Any, number: int, rows: int, places: list[float], values: list[
         # An earlier line is wider, so that it is visible below a later one.
         linewidth=1.2 + 1.8 * (rows - number) / rows,
         color=COLOURS[number % len(COLOURS)],
-        marker=_MARKERS[number % len(_MARKERS)],
+        marker=MARKERS[number % len(MARKERS)],
         markersize=5,
         markevery=(number * step // rows % max(1, len(places)), step),
     )
-    if rows <= _MOST_BANDS and len(values[0]) > 1:
-        spread = [100 * statistics.stdev(column) for column in values]
+    if band and len(values[0]) > 1:
+        spread = [statistics.stdev(column) for column in values]
         low = [mean - deviation for mean, deviation in zip(means, spread, strict=True)]
         high = [mean + deviation for mean, deviation in zip(means, spread, strict=True)]
         panel.fill_between(places, low, high, color=COLOURS[number % len(COLOURS)], alpha=0.15, lw=0)
@@ -109,7 +140,7 @@ def _plot_domains(panel: Any, rows: Sequence[Row], kind: Domains) -> None:
                 continue
             x, mean = place + (number - (len(rows) - 1) / 2) * width, 100 * statistics.fmean(values)
             colour = COLOURS[number % len(COLOURS)]
-            panel.plot([x], [mean], color=colour, marker=_MARKERS[number % len(_MARKERS)], markersize=7)
+            panel.plot([x], [mean], color=colour, marker=MARKERS[number % len(MARKERS)], markersize=7)
             if len(values) > 1:
                 deviation = 100 * statistics.stdev(values)
                 panel.plot([x, x], [mean - deviation, mean + deviation], color=colour, lw=1.5)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .curves import Measure, is_number
-from .report import Row, deviation, figure, mean
+from .report import figure
+from .rows import Row, deviation, mean
 
 TITLE = "published and measured figures"
 _HEADINGS = ("run", "figure", "published", "measured", "seeds", "difference", "within both spreads", "source")

@@ -3,217 +3,126 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from fedbn_flwr.errors import UserError
+from fedbn_flwr.errors import UserError, did_you_mean
 
-from .clients import evaluated, heading, last_values, main, spread
+from .clients import evaluated, heading, main, spread
 from .curves import MIB, Measure
-from .files import damaged
-from .folder import RunFolder, deciding, flat_settings
-from .summary import BY_DOMAIN, GLOBAL_MODEL, Summary, keys_of
+from .paired import Paired, paired
+from .rows import Row, deviation, differing, mean, repetitions
+from .summary import BY_DOMAIN, keys_of
 from .text import in_markdown, printable
 
-# Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-
 
 @dataclass(frozen=True)
-class Run:
-    path: Path
-    summary: Summary
-    history: list[dict[str, Any]]
+class Column:
+    """A figure of the summary in a table."""
 
-    @property
-    def label(self) -> str:
-        return self.summary.label
-
-    @cached_property
-    def figures(self) -> dict[str, Any]:
-        return self.summary.to_json()
-
-    @cached_property
-    def clients(self) -> dict[str, dict[str, float]]:
-        """The values by metric and client, of the last evaluated round."""
-        return last_values(RunFolder(self.path).lines("clients.jsonl"))
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """All settings."""
-        return RunFolder(self.path).config()
-
-    @property
-    def cell(self) -> Mapping[str, Any]:
-        """The run's place in its experiment: its row, its condition (`sweep`), and the values to try (`tune`)."""
-        found = self.config.get("cell")
-        return found if isinstance(found, Mapping) else {}
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The settings that affect results, without the seed and names, by dotted key."""
-        config = deciding(self.config)
-        return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
-
-    @property
-    def fixed_settings(self) -> dict[str, Any]:
-        """The settings without those that its experiment varies by `sweep` and `tune`."""
-        lists = (found for kind in ("sweep", "tune") if isinstance(found := self.cell.get(kind), Mapping))
-        # The value of a key can be a section, and the kind of a partition decides which other keys the section has.
-        varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
-        return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
-
-    @cached_property
-    def is_segmentation(self) -> bool:
-        """Segmentation always has mean IoU; classification has it if `evaluate.metrics` names it."""
-        if self.summary.mean_iou is not None and "mean_iou" in self.summary.metrics:
-            return (RunFolder(self.path).partition() or {}).get("classes") == ["images"]  # not counted by class
-        return self.summary.mean_iou is not None
+    title: str
+    scale: float = 1
+    digits: int = 0
+    unit: str = ""
 
 
-def headline(runs: Iterable[Run]) -> str:
-    """The measure that runs are compared by: mean IoU if all that were evaluated are of segmentation, else accuracy."""
-    segmented = {run.is_segmentation for run in runs if run.summary.accuracy is not None}
-    return "mean_iou" if segmented == {True} else "accuracy"
+def _percent(title: str) -> Column:
+    return Column(title, 100, 2, "%")
 
 
-def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs in the folders and their subfolders, in the order in which they began."""
-    files: dict[Path, None] = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that contain some")
-        # A subfolder may disappear during the search, or not be readable: os.walk leaves it out.
-        found = sorted(Path(where, "summary.json") for where, _, names in os.walk(folder) if "summary.json" in names)
-        if not found:
-            raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
-        files |= dict.fromkeys(found)
-    runs = []
-    for file in files:
-        run_folder = RunFolder(file.parent)
-        if (summary := run_folder.summary()) is None:  # deleted meanwhile
-            continue
-        history = run_folder.history()
-        try:
-            summary.check(history)
-        except (ValueError, TypeError) as error:
-            raise damaged(file, str(error)) from None
-        runs.append(Run(file.parent, summary, history))
-    return sorted(runs, key=lambda run: (run.summary.began, str(run.path)))
+_FIRST = {"accuracy": _percent("accuracy"), "best_test_accuracy": _percent("best on test")}
 
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: runs of one label that differ only in their seed."""
-
-    label: str
-    runs: tuple[Run, ...]
-    accuracy_of: str = ""  # where rows differ: what `accuracy` is of, if not the global model; a part of the label
-
-    @cached_property
-    def unfinished(self) -> str:
-        """The states of its runs that have not finished, for instance `failed`."""
-        return ", ".join(sorted({run.summary.status for run in self.runs} - {"finished"}))
-
-    @property
-    def title(self) -> str:
-        """The label, and a mark if figures are not those of finished runs."""
-        return self.label + (f" [{self.unfinished}]" if self.unfinished else "")
-
-    def figures(self, key: str) -> list[float]:
-        return [float(run.figures[key]) for run in self.runs if key in run.figures]
-
-
-def group(runs: Sequence[Run]) -> list[Row]:
-    """A row for each label, or several where the settings of its runs differ: each row then names its own values."""
-    rows = []
-    mixed = len({run.summary.accuracy_of for run in runs}) > 1
-    for label in dict.fromkeys(run.label for run in runs):
-        variants: list[list[Run]] = []
-        for run in (run for run in runs if run.label == label):
-            same = next((variant for variant in variants if variant[0].settings == run.settings), None)
-            if same is None:
-                variants.append([run])
-            else:
-                same.append(run)
-        for variant, values in zip(variants, differences([each[0].settings for each in variants]), strict=True):
-            of = variant[0].summary.accuracy_of.removesuffix(", mean")
-            note = f" ({of})" if mixed and of != GLOBAL_MODEL else ""
-            rows.append(Row((f"{label}, {values}" if values else label) + note, tuple(variant), note))
-    return rows
-
-
-def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values differ."""
-    keys = dict.fromkeys(key for each in found for key in each)
-    return [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
-
-
-def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each of several settings in words: its values where they differ; empty if they are equal."""
-    keys = differing(found)
-    return [", ".join(f"{key}={each[key]}" for key in keys if key in each) for each in found]
-
-
-def repetitions(row: Row) -> str:
-    count, seeds = len(row.runs), len({run.summary.seed for run in row.runs})
-    words = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
-    return words if count == seeds else f"{count} runs, {words}"
-
-
-_HEADINGS = ("run", "accuracy", "best on test", "rounds", "communication rounds", "MiB down", "MiB up", "seconds")
-
-# Columns that a table has only if one of its runs has these figures.
+# Columns that a table has only if one of its rows has these figures.
 _OPTIONAL = {
-    "best_round_accuracy": "best by validation",
-    "mean_iou": "mean IoU",
-    "clients_accuracy": "clients' accuracy",
-    "clients_own_accuracy": "on own data",
-    "clients_mean_iou": "clients' mean IoU",
-    "unseen_accuracy": "new clients",
-    "unseen_accuracy_tuned": "fine-tuned",
+    "best_round_accuracy": _percent("best by validation"),
+    "mean_iou": _percent("mean IoU"),
+    "clients_accuracy": _percent("clients' accuracy"),
+    "clients_own_accuracy": _percent("on own data"),
+    "clients_mean_iou": _percent("clients' mean IoU"),
+    "unseen_accuracy": _percent("new clients"),
+    "unseen_accuracy_tuned": _percent("fine-tuned"),
+}
+
+_COSTS = {
+    "rounds": Column("rounds"),
+    "communication_rounds": Column("communication rounds"),
+    "bytes_down": Column("MiB down", 1 / MIB, 2),
+    "bytes_up": Column("MiB up", 1 / MIB, 2),
+    "seconds": Column("seconds", 1, 1),
 }
 
 
-def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
+@dataclass(frozen=True)
+class Form:
+    """What the table of a report shows, if not the default."""
+
+    columns: tuple[str, ...] = ()  # keys of summary.json
+    baseline: str = ""  # the label of the row that the others are compared with, seed by seed
+
+
+DEFAULT = Form()
+
+
+def columns(rows: Sequence[Row], form: Form) -> dict[str, Column]:
+    """The columns of a table, by the key of their figure."""
     metrics = dict.fromkeys(name for row in rows for run in row.runs for name in run.summary.metrics)
-    columns = _OPTIONAL | {key: _title(key) for key in keys_of(metrics)}
-    present = {key: name for key, name in columns.items() if any(row.figures(key) for row in rows)}
-    lines: list[tuple[str, ...]] = [(*_HEADINGS[:3], *present.values(), *_HEADINGS[3:])]
-    for row in rows:
-        lines.append(
-            (
-                row.title + (f" ({repetitions(row)})" if len(row.runs) > 1 else ""),
-                figure(row.figures("accuracy"), 100, 2, "%"),
-                figure(row.figures("best_test_accuracy"), 100, 2, "%"),
-                *(figure(row.figures(key), *_unit(key)) for key in present),
-                figure(row.figures("rounds"), 1, 0),
-                figure(row.figures("communication_rounds"), 1, 0),
-                figure(row.figures("bytes_down"), 1 / MIB, 2),
-                figure(row.figures("bytes_up"), 1 / MIB, 2),
-                figure(row.figures("seconds"), 1, 1),
-            )
-        )
-    return lines
+    known = _FIRST | _OPTIONAL | {key: _column(key) for key in keys_of(metrics)} | _COSTS
+    if not form.columns:
+        return {key: each for key, each in known.items() if key in _FIRST | _COSTS or any(r.figures(key) for r in rows)}
+    found = [(key, value) for row in rows for run in row.runs for key, value in run.figures.items()]
+    figures = {key: type(value) for key, value in found if type(value) in (int, float)}
+    if unknown := [key for key in form.columns if key not in figures]:
+        raise UserError(f"no run has a figure {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], figures)}")
+    whole = {key for key, kind in figures.items() if kind is int}
+    shown = {key: known.get(key) or _column(key) for key in form.columns}
+    return {key: replace(each, digits=0) if key in whole - known.keys() else each for key, each in shown.items()}
 
 
-def _title(key: str) -> str:
-    """The heading of a metric of `evaluate.metrics`."""
+def _column(key: str) -> Column:
+    """A metric of `evaluate.metrics`, which need not be a fraction, or another figure of the summary."""
     name = key.removeprefix("clients_")
     own = name.startswith("own_") and name != key
     words = name.removeprefix("own_").replace("_", " ") if own else name.replace("_", " ")
-    return words if name == key else f"clients' {words}" + (" on own data" if own else "")
+    title = words if name == key else f"clients' {words}" + (" on own data" if own else "")
+    return _percent(title) if Measure.of(key).is_fraction else Column(title, 1, 4)
 
 
-def _unit(key: str) -> tuple[float, int, str]:
-    """Scale, digits and unit of a column: metrics of the user need not be fractions."""
-    return (100, 2, "%") if key in _OPTIONAL or Measure.of(key).is_fraction else (1, 4, "")
+def table(rows: Sequence[Row], form: Form = DEFAULT) -> list[tuple[str, ...]]:
+    """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
+    shown, compared = columns(rows, form), against(rows, form)
+    headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
+    lines: list[tuple[str, ...]] = [("run", *(each.title for each in shown.values()), *headings)]
+    for row in rows:
+        cells = [figure(row.figures(key), each.scale, each.digits, each.unit) for key, each in shown.items()]
+        if compared:
+            cells += of_pairs(compared.get(row.label), next(iter(shown.values())))
+        seeds = f" ({repetitions(row)})" if 1 < len(row.runs) == len(row.counted) else ""
+        lines.append((row.title + seeds, *cells))
+    return lines
+
+
+def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
+    """The other rows by label, compared with the baseline in the first column; empty without a baseline."""
+    if not form.baseline:
+        return {}
+    labels = {row.label: row for row in rows}
+    if (base := labels.pop(form.baseline, None)) is None:
+        raise UserError(f"no row is called {form.baseline!r}; {did_you_mean(form.baseline, labels)}")
+    key = next(iter(columns(rows, form)))
+    return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items()}
+
+
+def of_pairs(found: Paired | None, column: Column) -> list[Cell]:
+    """Cells of a comparison; the baseline's are empty."""
+    if found is None:
+        return [Cell("-")] * 4
+    difference, low, high = (
+        f"{column.scale * value:+,.{column.digits}f}" if math.isfinite(value) else "-"
+        for value in (found.difference, found.low, found.high)
+    )
+    p = "-" if math.isnan(found.p) else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
+    return [Cell(difference), Cell("-" if low == "-" else f"{low} to {high}"), Cell(p), Cell(found.pairs)]
 
 
 @dataclass(frozen=True)
@@ -225,10 +134,9 @@ class Domains:
     names: tuple[str, ...]
 
     def averages(self, row: Row) -> list[float]:
-        """The unweighted mean over domains of each run that has all of them."""
-        keys = [self.prefix + name for name in self.names]
-        whole = [run.summary.domains for run in row.runs if run.summary.domains.keys() >= set(keys)]
-        return [statistics.fmean(domains[key] for key in keys) for domains in whole]
+        """The unweighted mean over domains of each run, if all of them have all domains."""
+        figures = [row.figures(self.prefix + name) for name in self.names]
+        return list(map(statistics.fmean, zip(*figures, strict=True))) if all(figures) else []
 
     def table(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
         lines: list[tuple[str, ...]] = [("run", *self.names, "average")]
@@ -263,15 +171,38 @@ def client_table(rows: Sequence[Row], *, every: bool) -> list[tuple[str, ...]]:
     chosen = evaluated if every else main
     lines: list[tuple[str, ...]] = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric in dict.fromkeys(metric for run in row.runs for metric in chosen(run.clients)):
-            seeds = [list(run.clients[metric].values()) for run in row.runs if metric in run.clients]
+        for metric in chosen(row.counted[0].clients):
+            if not all(metric in run.clients for run in row.counted):
+                continue
+            seeds = [list(run.clients[metric].values()) for run in row.counted]
             measured = [spread(values, metric) for values in seeds]
             figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
-            names = [name for run in row.runs for name in run.clients]
+            names = [name for run in row.counted for name in run.clients]
             unit = (100, 2, "%") if Measure.of_client(metric, names).is_fraction else (1, 4, "")
             shown = (figure(values, *unit) for values in figures)
             lines.append((row.title, heading(metric), figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
+
+
+def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A table of the settings that differ between rows; empty if none do."""
+    settings = [row.runs[0].settings for row in rows]
+    different = differing(settings)
+    cells = [[str(each.get(key, "-")) for key in different] for each in settings]
+    lines = [(row.label, *line) for row, line in zip(rows, cells, strict=True)]
+    return [("run", *different), *lines] if different else []
+
+
+def set_up(rows: Sequence[Row]) -> str:
+    """What the runs have in common, as a caption: "quick: digits, mlp, 4 clients, 6 rounds, seeds 0, 1, 2."."""
+    names = ", ".join(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
+    settings = [run.settings for row in rows for run in row.runs]
+    common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
+    words = {"data.name": "{}", "model.name": "{}", "clients": "{} clients", "rounds": "{} rounds"}
+    seeds = sorted({run.summary.seed for row in rows for run in row.runs})
+    found = [text.format(common[key]) for key, text in words.items() if common.get(key) is not None]
+    found.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
+    return f"{names}: {', '.join(found)}."
 
 
 class Cell(str):
@@ -294,16 +225,6 @@ def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *
     return cell
 
 
-def mean(values: Sequence[float]) -> float:
-    """Infinite or NaN if a value is: a metric of the user may be."""
-    return statistics.fmean(values) if all(map(math.isfinite, values)) else sum(values) / len(values)
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """The standard deviation of at least two values, all of which are finite."""
-    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
-
-
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:
     head, *body = [f"| {' | '.join(map(in_markdown, line))} |" for line in lines]
     rule = "|---" + "|---:" * (len(lines[0]) - 1) + "|"
@@ -323,13 +244,15 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def tables(rows: Sequence[Row], *, every: bool = False) -> list[tuple[str, list[tuple[str, ...]]]]:
+def tables(
+    rows: Sequence[Row], form: Form = DEFAULT, *, every: bool = False
+) -> list[tuple[str, list[tuple[str, ...]]]]:
     """The tables of a report, each with its title; the first one has none. `every`: with all metrics of clients."""
-    found = [("", table(rows)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
+    found = [("", table(rows, form)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
     if len(individuals := client_table(rows, every=every)) > 1:
         found.append((CLIENTS, individuals))
     return found
 
 
-def tables_as_text(rows: Sequence[Row]) -> str:
-    return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables(rows))
+def tables_as_text(rows: Sequence[Row], form: Form = DEFAULT) -> str:
+    return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables(rows, form))

@@ -6,13 +6,15 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
 
-from fedbn_flwr.errors import UserError, did_you_mean
+from fedbn_flwr.errors import UserError, did_you_mean, needs
 
+from . import paper
 from .folder import RunFolder
-from .plot import plot
-from .report import Row, Run, find_runs, group, tables, tables_as_text
+from .plot import Look, plot
+from .report import Form, tables, tables_as_text
+from .rows import Row, Run, find_runs, group
 from .summary import Summary
 
 if TYPE_CHECKING:
@@ -97,9 +99,12 @@ class Result:
 
         return normalisation(RunFolder(self.folder))
 
-    def plot(self) -> Plot:
-        """Accuracy against rounds, communication rounds and bytes, as a matplotlib figure; a notebook shows it."""
-        return plot(group([self._run]))
+    def plot(self, **look: Unpack[Look]) -> Plot:
+        """Accuracy against rounds, communication rounds and bytes, as a matplotlib figure; a notebook shows it.
+
+        The options are those of `Results.plot`.
+        """
+        return plot(group([self._run]), **look)
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -112,7 +117,7 @@ class Result:
 
 
 class Results(Sequence[Result]):
-    """Several runs in the order in which they began, for instance `Results([run("quick"), run("quick", seed=1)])`.
+    """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`.
 
     `results[0]` is a run by its number and `results["FixBN"]` by its label, or by the name of its folder.
     """
@@ -175,9 +180,27 @@ class Results(Sequence[Result]):
         """The table of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
         return tables_as_text(self._rows)
 
-    def plot(self) -> Plot:
-        """The plot of `fedbn report`: accuracy against rounds, communication rounds and bytes; a notebook shows it."""
-        return plot(self._rows)
+    def frame(self, columns: Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
+        """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per figure.
+
+        Parameters
+        ----------
+        columns
+            Keys of summary.json; by default those of the table.
+        baseline
+            The label of a row, with which the others are compared in the first column by a paired t test over seeds.
+        """
+        with needs("data", "Results.frame()"):
+            import pandas as pd
+        return pd.DataFrame(paper.lines(self._rows, Form(tuple(columns), baseline))).set_index("run")
+
+    def plot(self, **look: Unpack[Look]) -> Plot:
+        """The plot of `fedbn report`: accuracy against rounds, communication rounds and bytes; a notebook shows it.
+
+        For a paper: `measure`, a key of the history; `axis` (`round`, `communication_rounds`, `mib` or `seconds`) for
+        a single panel; `size`, width and height in inches; `band=False` without the deviation over runs.
+        """
+        return plot(self._rows, **look)
 
     @property
     def _rows(self) -> list[Row]:

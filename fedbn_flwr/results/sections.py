@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .clients import Values, spread
+from .clients import Values, is_count, is_loss, spread
 from .curves import Measure, is_number, thinned
 from .folder import RunFolder
-from .report import Domains, Row, Run, by_domain, differing
+from .report import Domains, by_domain
+from .rows import Row, Run
 
 _CELLS = 100  # rows and columns of a heat map
 _POINTS = 200  # clients of a row drawn as points; beyond that only outliers are
@@ -26,8 +27,9 @@ def name_of(run: Run, row: Row) -> str:
 
 def clients(rows: Sequence[Row]) -> dict[str, Any] | None:
     """For each measure of clients and each row, the spread over clients in the last round that has the measure."""
-    found = [[_finite(run.clients) for run in row.runs] for row in rows]
-    keys = dict.fromkeys(key for runs in found for values in runs for key in values)
+    found = [[_finite(run.clients) for run in row.counted] for row in rows]
+    measured = dict.fromkeys(key for runs in found for values in runs for key in values)
+    keys = dict.fromkeys(sorted(measured, key=lambda key: (is_count(key), is_loss(key))))  # the page opens on the first
     if not keys:
         return None
     boxes = {
@@ -61,7 +63,7 @@ def _box(runs: Sequence[Mapping[str, float]], row: Row, key: str) -> dict[str, A
     inside = [value for value in everything if first - reach <= value <= third + reach]
     points = [
         (value, f"client {client}" + (f", seed {run.summary.seed}" if len(row.runs) > 1 else ""))
-        for values, run in zip(runs, row.runs, strict=True)
+        for values, run in zip(runs, row.counted, strict=True)
         for client, value in values.items()
     ]
     if len(points) > _POINTS:
@@ -164,7 +166,7 @@ def _layers_of(run: Run, name: str) -> dict[str, Any] | None:
     return {"run": name, "layers": names, "rounds": rounds, "series": series, "clients": shown, "by_client": by_client}
 
 
-# --- domains and settings ---------------------------------------------------
+# --- domains ---------------------------------------------------
 
 
 def domains(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -181,15 +183,3 @@ def domains(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {"title": kind.title, "names": [*kind.names, "average"], "bars": [bars(kind, row) for row in rows]}
         for kind in by_domain(rows)
     ]
-
-
-def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """A table of the settings that differ between rows; empty if none do."""
-    settings = [row.runs[0].settings for row in rows]
-    different = differing(settings)
-    lines = [(row.label, *(_shown(each, key) for key in different)) for row, each in zip(rows, settings, strict=True)]
-    return [("run", *different), *lines] if different else []
-
-
-def _shown(settings: Mapping[str, Any], key: str) -> str:
-    return str(settings[key]) if key in settings else "-"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from .curves import Measure, is_number
 from .published import published_figures
-from .report import COLOURS, Row, deviation, differences, figure, headline, mean
+from .report import figure
+from .rows import COLOURS, MARKERS, Row, deviation, endings, headline, mean
 from .text import in_plot, in_words, shorten
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
 
-_MARKERS = "osD^vP*X<>ph"
 _UNFINISHED = "not finished"
 
 
@@ -66,9 +66,9 @@ def _sweep(key: str, conditions: tuple[tuple[str, str], ...], rows: Sequence[tup
     for row, value in rows:
         alike.setdefault(_label(row), []).append((row, value))
     for label, same in alike.items():
-        others = differences([row.runs[0].fixed_settings for row, _ in same])
+        others = endings([(row.runs[0], row.runs[0].fixed_settings) for row, _ in same])
         for (row, value), other in zip(same, others, strict=True):
-            line = sweep.lines.setdefault(f"{label}, {other}" if other else label, {})
+            line = sweep.lines.setdefault(label + other, {})
             if in_words(value) in line:  # candidates of `tune` none of which is chosen
                 line = sweep.lines.setdefault(row.label, {})
             line[in_words(value)] = row
@@ -157,7 +157,7 @@ def _places(sweep: Sweep) -> list[float]:
 
 def _draw(panel: Any, sweep: Sweep, label: str, measure: str, number: int) -> dict[str, Any]:
     line, colour = sweep.lines[label], COLOURS[number % len(COLOURS)]
-    marker = _MARKERS[number % len(_MARKERS)]
+    marker = MARKERS[number % len(MARKERS)]
     places = dict(zip(sweep.values, _places(sweep), strict=True))
     drawn: dict[str, Any] = {}
     measured = [

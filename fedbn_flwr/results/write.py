@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from fedbn_flwr.errors import MissingPackage, StorageError, UserError
 
-from . import swept
+from . import paper, swept
 from .choice import TITLE as CANDIDATES
 from .choice import Choice, choose
 from .clients import plot_boxes
+from .plot import Look, plot
 from .published import TITLE, published
-from .report import COLOURS, Row, as_markdown, as_text, find_runs, group, tables, tables_as_text
+from .report import DEFAULT, Form, as_markdown, as_text, differing_settings, set_up, tables, tables_as_text
+from .rows import COLOURS, Row, find_runs, group
+from .text import in_markdown
 
 
-def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | None]:
+def write_report(
+    folders: Sequence[Path], out: Path, form: Form = DEFAULT, **look: Unpack[Look]
+) -> tuple[str, Path, Path | None]:
     """Write a report on the runs in `folders` into the folder `out`.
 
     report.md has the tables, report.png and report.svg the plot, sweep.png and sweep.svg the values of sweeps,
@@ -26,32 +32,35 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
     tables as text, and the paths of the first two files.
     """
     from .page import write_page
-    from .plot import plot
 
     every = group(find_runs(folders))
     choice = choose(every)
     rows = choice.rows
-    text = _as_text(choice)
+    text = _as_text(choice, form)
     picture: Path | None = out / "report.png"
-    pictures = ["report.png"]
+    pictures = {"report.png": "curves of the rows"}
     try:
         out.mkdir(parents=True, exist_ok=True)
         page = out / "report.md"
         try:
-            plot(rows).write(out / "report.png", out / "report.svg")
+            plot(rows, **look).write(out / "report.png", out / "report.svg")
             if of_sweeps := swept.sweeps(rows):
                 swept.plot(of_sweeps).write(out / "sweep.png", out / "sweep.svg")
-                pictures.append("sweep.png")
-            if plot_boxes({row.label: [run.clients for run in row.runs] for row in rows}, COLOURS, out / "clients.png"):
-                pictures.append("clients.png")
+                pictures["sweep.png"] = "accuracy against the swept values"
+            clients = {row.label: [run.clients for run in row.counted] for row in rows}
+            if plot_boxes(clients, COLOURS, out / "clients.png"):
+                pictures["clients.png"] = "accuracy of single clients"
         except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
-            text, picture, pictures = f"{text}\n\nno plots: {error}", None, []
-        found = [*tables(rows, every=True), *_beside(choice)]
+            text, picture, pictures = f"{text}\n\nno plots: {error}", None, {}
+        found = [*tables(rows, form, every=True), *_beside(choice)]
+        if different := differing_settings(rows):
+            found.append(("settings that differ", different))
         parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found]
-        images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
-        page.write_text("\n".join([*(f"{note}\n" for note in choice.notes), *parts, *images]), encoding="utf-8")
+        images = [f"![{words}]({name})\n" for name, words in pictures.items()]
+        notes = (f"{in_markdown(note)}\n" for note in (set_up(rows), *choice.notes))
+        page.write_text("\n".join([*notes, *parts, *images]), encoding="utf-8")
         (out / "report.json").write_text(json.dumps(_figures(every, rows)) + "\n", encoding="utf-8")
-        write_page(rows, out / "report.html", choice)
+        write_page(rows, out / "report.html", choice, form)
     except StorageError as error:
         raise UserError(f"the report cannot be written: {error}") from None
     except OSError as error:
@@ -59,17 +68,43 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
     return text, page, picture
 
 
-def write_html(folders: Sequence[Path], file: Path) -> str:
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from None
+
+
+def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
     """Write only the page of a report; returns the tables as text."""
     from .page import write_page
 
     choice = choose(group(find_runs(folders)))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_page(choice.rows, file, choice)
-    except OSError as error:
-        raise UserError(f"cannot write the page {str(file)!r}: {error.strerror}") from None
-    return _as_text(choice)
+    with _writing(file):
+        write_page(choice.rows, file, choice, form)
+    return _as_text(choice, form)
+
+
+def write_table(folders: Sequence[Path], file: Path | None, form: Form, *, latex: bool) -> str:
+    """The first table as CSV or LaTeX: returned, or written to a file, whose path is returned."""
+    rows = choose(group(find_runs(folders))).rows
+    text = paper.latex(rows, form) if latex else paper.as_csv(rows, form)
+    if file is None:
+        return text
+    with _writing(file):
+        file.write_text(text, encoding="utf-8")
+    return f"table: {file}\n"
+
+
+def write_plot(folders: Sequence[Path], file: Path, **look: Unpack[Look]) -> None:
+    """Write only the plot, in the format that the file's name ends in."""
+    drawn = plot(choose(group(find_runs(folders))).rows, **look)
+    if file.suffix[1:] not in (known := drawn.canvas.get_supported_filetypes()):
+        raise UserError(f"the plot {str(file)!r} has no known format; expected a name that ends in {', '.join(known)}")
+    with _writing(file):
+        drawn.write(file)
 
 
 def _beside(choice: Choice) -> list[tuple[str, list[tuple[str, ...]]]]:
@@ -78,8 +113,8 @@ def _beside(choice: Choice) -> list[tuple[str, list[tuple[str, ...]]]]:
     return [*swept.tables(swept.sweeps(choice.rows)), *(each for each in others if each[1])]
 
 
-def _as_text(choice: Choice) -> str:
-    parts = [tables_as_text(choice.rows), *(f"{title}\n{as_text(lines)}" for title, lines in _beside(choice))]
+def _as_text(choice: Choice, form: Form) -> str:
+    parts = [tables_as_text(choice.rows, form), *(f"{title}\n{as_text(lines)}" for title, lines in _beside(choice))]
     return "\n\n".join([*choice.notes, *parts])
 
 

@@ -26,7 +26,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.checkpoint import CheckpointFile
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.report import find_runs
+from fedbn_flwr.results.rows import find_runs
 from fedbn_flwr.strategies import (
     CannotSave,
     FedBS,

@@ -24,6 +24,7 @@ def write_run(
     lines: Sequence[Mapping[str, Any]] = (),
     config: Mapping[str, Any] | None = None,
     files: Mapping[str, Any] | None = None,
+    status: Any = "finished",
     **figures: Any,
 ) -> None:
     """`lines` have the measures of each round; without them there are three rounds with `figures`.
@@ -35,7 +36,7 @@ def write_run(
     lines = lines or [{"accuracy": 0.2 * number, "loss": 1.0, **seen} for number in (1, 2, 3)]
     history = [{"round": number, **TRAFFIC, **line} for number, line in enumerate(lines, start=1)]
     write_lines(folder / "history.jsonl", history)
-    summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", "finished")
+    summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", status)
     for line in history:
         summary.account(line)
     RunFolder(folder).write_summary(summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -124,6 +125,16 @@ def test_each_run_has_a_folder_of_its_own_and_is_not_repeated_when_resumed(
     assert (again.folder / "model.safetensors").stat() == written
     with pytest.raises(SettingsError, match="rounds was 1 and is 2"):
         run(TINY, rounds=2, out="cell", resume=True, progress=False)
+
+
+def test_rows_keep_the_order_of_the_file_whichever_run_began_first(tmp_path: Path) -> None:
+    runs = {"Z": {}, "M": {"train": {"steps": 2}}, "A": {"train": {"steps": 3}}}
+    for only in ("A", "M", ["Z", "A"]):
+        run_all(TINY, runs=runs, only=only, out=tmp_path, resume=True, progress=False)
+    read = Results.read(tmp_path)
+    assert min(read, key=lambda result: result.summary.began).label == "A"
+    assert read.labels == ["Z", "M", "A"]
+    assert re.findall(r"^\| (\w) \|.*%", (tmp_path / "report.md").read_text(), re.MULTILINE) == ["Z", "M", "A"]
 
 
 def test_runs_are_compared_and_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -52,6 +52,18 @@ def test_a_cell_has_its_values_and_its_place() -> None:
     assert (run.cell.sweep, run.cell.tune) == ({"data.partition.alpha": 0.1}, {"train.lr": 0.1})
 
 
+def test_a_run_has_its_place_in_the_whole_file() -> None:
+    whole = runs(SWEPT)
+    places = [list(run.cell.place) for run in whole]
+    assert places == sorted(places) == [[0, 0], [0, 1], [1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1], [2]]
+    for overrides in (["only=FixBN"], ["train.lr=0.1", "only=FixBN"], ["seeds=[1, 0]"]):
+        for run in runs(SWEPT, *overrides):
+            assert run.cell in [each.cell for each in whole]
+    assert runs(SWEPT, "data.partition.alpha=0.5", "only=BN")[0].cell.place == [0, 2], "after those of the file"
+    repeated = read_experiment(whole[-1].model_dump(mode="json")).runs[0]
+    assert list(repeated.cell.place) == [2], "settings of a run keep its place"
+
+
 def test_candidates_are_compared_by_held_out_images() -> None:
     """All rows train on the same images, also those without candidates."""
     assert {run.evaluate.validation for run in runs(SWEPT)} == {0.1}

@@ -18,7 +18,8 @@ from fedbn_flwr.errors import UserError
 from fedbn_flwr.results.files import read_lines
 from fedbn_flwr.results.folder import LINES, RunFolder
 from fedbn_flwr.results.page import write_page
-from fedbn_flwr.results.report import find_runs, group, tables_as_text
+from fedbn_flwr.results.report import tables_as_text
+from fedbn_flwr.results.rows import find_runs, group
 from fedbn_flwr.results.state import read_state
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 

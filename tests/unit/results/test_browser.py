@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.results.page import write_page
-from fedbn_flwr.results.report import find_runs, group
+from fedbn_flwr.results.rows import find_runs, group
 from tests.support.runs import write_run
 from tests.unit.results.test_page import write_hostile
 

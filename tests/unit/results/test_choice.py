@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.choice import choose
-from fedbn_flwr.results.report import Row, find_runs, group
+from fedbn_flwr.results.rows import Row, find_runs, group
 from fedbn_flwr.results.write import write_report
 
 EXPERIMENT = """

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.results.clients import Spread, evaluated, last_values, spread
-from fedbn_flwr.results.report import client_table, find_runs, group
+from fedbn_flwr.results.report import client_table
+from fedbn_flwr.results.rows import find_runs, group
 from fedbn_flwr.results.write import write_report
 from tests.support.runs import write_run
 
@@ -67,7 +68,7 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     ]
     text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
     assert "37.50% ± 17.68" in text
-    assert "![clients](clients.png)" in page.read_text()
+    assert "](clients.png)" in page.read_text()
     with Image.open(tmp_path / "out" / "clients.png") as picture:
         assert len(picture.convert("RGB").getcolors(2**20) or ()) > 50
 

@@ -17,7 +17,8 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.results.curves import POINTS, Measure, curves, measures, thinned
 from fedbn_flwr.results.page import write_page
-from fedbn_flwr.results.report import as_markdown, as_text, find_runs, group, table
+from fedbn_flwr.results.report import as_markdown, as_text, table
+from fedbn_flwr.results.rows import find_runs, group
 from fedbn_flwr.results.write import write_html, write_report
 from tests.support.runs import TRAFFIC, write_run
 
@@ -175,12 +176,12 @@ def test_measures_of_clients_name_their_images(tmp_path: Path) -> None:
     lines = [{"round": 3, "clients": {"0": dict.fromkeys(names, 0.5)}}]
     write_run(tmp_path / "run", "FedBN", files={"clients.jsonl": lines})
     assert [(each["title"], each["fraction"]) for each in page_of(tmp_path).data["clients"]["measures"]] == [
-        ("training images", False),
         ("accuracy (all test images)", True),
         ("auc macro (own test images)", False),
         ("accuracy (held-out training images)", True),
         ("accuracy (new clients, own test images)", True),
         ("accuracy, fine-tuned (new clients, own test images)", True),
+        ("training images", False),
     ]
 
 

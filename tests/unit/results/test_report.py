@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
+import re
+import shutil
 import statistics
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib.markers import MarkerStyle
 from PIL import Image
 
 from fedbn_flwr import cli
+from fedbn_flwr.results import sections
 from fedbn_flwr.results.plot import plot
-from fedbn_flwr.results.report import by_domain, figure, find_runs, group, headline, table
+from fedbn_flwr.results.report import by_domain, client_table, figure, table
+from fedbn_flwr.results.rows import COLOURS, MARKERS, find_runs, group, headline
 from fedbn_flwr.results.write import write_report
 from tests.support.runs import write_run
 
@@ -185,4 +194,175 @@ def test_runs_are_grouped_by_all_settings_but_the_seed(tmp_path: Path) -> None:
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(settings))
     write_run(tmp_path / "e", "FedAvg")
     first = [line[0] for line in table(group(find_runs([tmp_path])))[1:]]
-    assert first == ["FixBN, train.lr=0.1 (2 seeds)", "FixBN, train.lr=0.01 (2 runs, 1 seed)", "FedAvg"]
+    assert first == ["FixBN, lr=0.1 (2 seeds)", "FixBN, lr=0.01 (2 runs, 1 seed)", "FedAvg"]
+
+
+# --- seeds that failed ----------------------------------------------------------
+
+
+def write_seeds(folder: Path, label: str, failed: tuple[int, ...] = ()) -> None:
+    """Three seeds: seed s has the accuracy 0.5 + s / 10 and takes s + 1 seconds a round; failed ones have a round."""
+    for seed in range(3):
+        lines = [{"accuracy": 0.5 + seed / 10, "loss": 1.0, "seconds": seed + 1.0, "accuracy_sea": 0.3}] * 3
+        clients = [{"round": 1, "clients": {"0": {"own_accuracy": seed / 10}, "1": {"own_accuracy": seed / 10}}}]
+        write_run(
+            folder / f"{label}-seed{seed}", label, seed, lines=lines[: 1 if seed in failed else 3],
+            files={"clients.jsonl": clients}, status="failed" if seed in failed else "finished",
+        )  # fmt: skip
+
+
+def test_all_figures_of_a_row_are_of_the_seeds_that_finished(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "FedTAN", failed=(0, 1))
+    (row,) = rows = group(find_runs([tmp_path]))
+    heads, cells = table(rows)
+    found = dict(zip(heads, cells, strict=True))
+    assert found["run"] == "FedTAN [failed] (1 of 3 seeds)"
+    assert [found[key] for key in ("accuracy", "rounds", "MiB up", "seconds")] == ["70.00%", "3", "3.00", "9.0"]
+    assert [by_domain(rows)[0].table(rows)[1][0], client_table(rows, every=True)[1][0]] == [row.title] * 2
+    assert client_table(rows, every=True)[1][3] == "20.00%"
+    (line, *_) = plot(rows).axes[0].get_lines()
+    assert line.get_xydata().tolist() == [[1, 70], [2, 70], [3, 70]]
+    write_report([tmp_path], tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["curves"][0]["values"]["accuracy"] == [[0.7] * 3]
+    assert [line.split(",")[:3] for line in data["files"]["curves.csv"].splitlines()[1:]] == [
+        ["FedTAN", "2", str(number)] for number in (1, 2, 3)
+    ]
+    assert [data["clients"]["boxes"]["own_accuracy"][0][key] for key in ("runs", "mean")] == [1, 0.2]
+
+
+def test_a_row_that_no_seed_finished_has_the_figures_of_those_that_were_evaluated(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.5, None, 0.7)):
+        lines = [{"accuracy": accuracy, "loss": 1.0, "seconds": seed + 1.0}]
+        write_run(tmp_path / str(seed), "A", seed, lines=lines, status="failed")
+    heads, cells = table(group(find_runs([tmp_path])))
+    found = dict(zip(heads, cells, strict=True))
+    assert (found["run"], found["accuracy"]) == ("A [failed] (2 of 3 seeds)", f"60.00% ± {math.sqrt(200):.2f}")
+    assert found["seconds"] == f"2.0 ± {math.sqrt(2):.1f}"
+
+
+def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", "A", 0, clients_accuracy=0.4)
+    write_run(tmp_path / "1", "A", 1)
+    write_run(tmp_path / "2", "B", 1, clients_accuracy=0.4, accuracy_sea=0.1, accuracy_farm=0.3)
+    write_run(tmp_path / "3", "B", 2, clients_accuracy=0.4, accuracy_sea=0.1)
+    clients = {"round": 3, "clients": {"0": {"own_accuracy": 0.5}}}
+    (tmp_path / "0" / "clients.jsonl").write_text(json.dumps(clients) + "\n")
+    rows = group(find_runs([tmp_path]))
+    heads, *lines = table(rows)
+    assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00%"]
+    assert by_domain(rows)[0].table(rows)[1:] == [("B", "10.0%", "-", "-")]
+    assert client_table(rows, every=True)[1:] == [], "its other seed has no clients"
+
+
+def test_curves_csv_has_the_cost_of_each_seed(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "A")
+    written = write_and_read_files(tmp_path)
+    assert [(line["seed"], line["round"], line["seconds"]) for line in written["curves.csv"]] == [
+        (str(seed), str(number), str((seed + 1.0) * number)) for seed in range(3) for number in (1, 2, 3)
+    ]
+    assert {line["communication_rounds"] for line in written["curves.csv"]} == {"1", "2", "3"}
+
+
+def write_and_read_files(folder: Path) -> dict[str, list[dict[str, str]]]:
+    write_report([folder], folder / "out")
+    page = (folder / "out" / "report.html").read_text()
+    found = json.loads(page.split('id="data">')[1].split("</script>")[0])["files"]
+    return {name: list(csv.DictReader(io.StringIO(text))) for name, text in found.items()}
+
+
+# --- order and names of rows ----------------------------------------------------
+
+
+def test_rows_follow_the_given_folders_and_in_them_the_file(tmp_path: Path) -> None:
+    for number, label in enumerate(("FixBN", "FedAvg", "FedBN")):
+        for seed in (1, 0):
+            folder = tmp_path / "b" / f"{label}-{seed}"
+            write_run(folder, label, seed, config={"cell": {"place": [number]}})
+            change_summary(folder, began=f"2026-01-0{9 - number}")  # began in another order
+    write_run(tmp_path / "a" / "Local", "Local", config={"cell": {"place": [0]}})
+    found = find_runs([tmp_path / "b", tmp_path / "a"])
+    names = ["FixBN-0", "FixBN-1", "FedAvg-0", "FedAvg-1", "FedBN-0", "FedBN-1", "Local"]
+    assert [run.path.name for run in found] == names
+    assert [run.path.name for run in find_runs([tmp_path])] == [names[-1], *names[:-1]]
+    assert find_runs([tmp_path / "b" / "FedBN-1", tmp_path / "b"])[0].path.name == "FedBN-1"
+
+
+def test_markers_are_the_same_in_picture_and_page(tmp_path: Path) -> None:
+    """Each marker of the page has its corners where matplotlib's has them: both are compared by their outline."""
+    program = (resources.files("fedbn_flwr.results") / "html" / "page.js.md").read_text()
+    shapes = re.findall('"([^"]+)"', program.split("const MARKS = [")[1].split("];")[0])
+    assert len(shapes) == len(MARKERS)
+    for shape, marker in zip(shapes, MARKERS, strict=True):
+        style = MarkerStyle(marker)
+        drawn = style.get_path().transformed(style.get_transform())
+        corners = [(x, -y) for x, y in np.asarray(drawn.to_polygons()[0]).tolist()]
+        assert directions(outline(shape)) == directions(corners), marker
+
+
+def directions(points: Any) -> set[tuple[int, int]]:
+    """The corners around their centre, as those of eight directions in which they are; of a circle all eight."""
+    centre = [(min(values) + max(values)) / 2 for values in zip(*points, strict=True)]
+    turns = [math.atan2(y - centre[1], x - centre[0]) / (math.pi / 4) for x, y in points]
+    return {(round(turn) % 8, 0) for turn in turns}
+
+
+def outline(shape: str) -> list[tuple[float, ...]]:
+    """The corners of an SVG path that begins with M, with y downwards."""
+    place, points = [0.0, 0.0], []
+    for letter, text in re.findall(r"([A-Za-z])([^A-Za-z]*)", shape):
+        if letter == "a":  # a circle
+            return [(math.cos(k * math.pi / 4), math.sin(k * math.pi / 4)) for k in range(8)]
+        numbers = [float(each) for each in re.findall(r"-?\d*\.?\d+", text)]
+        axes = {"h": [0], "v": [1]}.get(letter.lower(), [0, 1])
+        for start in range(0, len(numbers), len(axes)):
+            for axis, number in zip(axes, numbers[start:], strict=False):
+                place[axis] = number + (place[axis] if letter.islower() else 0)
+            points.append(tuple(place))
+    return points
+
+
+def test_colours_are_the_same_in_picture_and_page() -> None:
+    style = (resources.files("fedbn_flwr.results") / "html" / "page.css.md").read_text()
+    light = style.split("@media")[0]
+    assert tuple(re.findall(r"--c\d: (#\w+)", light)) == tuple(map(str.lower, COLOURS))
+
+
+def write_differing(folder: Path, name: str, value: int, more: int = 12) -> None:
+    write_run(folder, "FixBN", config={"train": {f"setting_{number}": value for number in range(more)}})
+    change_summary(folder, name=name)
+
+
+def test_rows_with_many_differences_are_named_after_their_experiment_or_folder(tmp_path: Path) -> None:
+    for folder, name in (("compare", "one"), ("low", "two"), ("high", "one")):
+        write_differing(tmp_path / folder / "FixBN", name, len(folder))
+    write_run(tmp_path / "compare" / "Z", "Z")
+    labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "low"]))]
+    assert labels == ["FixBN (one)", "Z", "FixBN (two)"], "a further folder does not move the rows of the first"
+    shutil.rmtree(tmp_path / "compare" / "Z")
+    labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "high"]))]
+    assert labels == ["FixBN (compare)", "FixBN (high)"]
+    write_differing(tmp_path / "high" / "again", "one", 0)
+    labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "high"]))]
+    assert labels == ["FixBN (1)", "FixBN (2)", "FixBN (3)"]
+
+
+def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_path: Path) -> None:
+    for seed, rounds, label in ((0, 3, "A"), (2, 3, "A"), (0, 4, "B")):
+        config = {"data": {"name": "digits"}, "clients": 4, "rounds": rounds, "model": {"name": "cnn"}}
+        write_run(tmp_path / f"{label}{seed}", label, seed, config=config)
+    _, page, _ = write_report([tmp_path], tmp_path / "out")
+    first, *rest = page.read_text().split("\n\n")
+    assert first == "name: digits, cnn, 4 clients, seeds 0, 2."
+    assert "settings that differ:" in rest
+    assert rest[rest.index("settings that differ:") + 1].splitlines()[2:] == ["| A | 3 |", "| B | 4 |"]
+    assert "name: digits, cnn, 4 clients, seeds 0, 2. 3 runs" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_clients_open_on_a_measure_and_not_on_numbers_of_images(tmp_path: Path) -> None:
+    clients = [{"round": 3, "clients": {"0": {"images": 9, "train_loss": 0.5, "odd": 0.3}}}]
+    write_run(tmp_path / "a", "A", files={"clients.jsonl": clients})
+    found = sections.clients(group(find_runs([tmp_path])))
+    assert found is not None
+    assert [measure["key"] for measure in found["measures"]] == ["odd", "train_loss", "images"]

@@ -14,7 +14,8 @@ from fedbn_flwr.results import swept
 from fedbn_flwr.results.choice import choose
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.published import published
-from fedbn_flwr.results.report import Row, find_runs, group, tables
+from fedbn_flwr.results.report import tables
+from fedbn_flwr.results.rows import Row, find_runs, group
 from fedbn_flwr.results.write import write_html, write_report
 from tests.support.runs import write_run
 
@@ -69,9 +70,9 @@ def test_a_run_that_has_not_finished_is_marked_and_not_compared(tmp_path: Path, 
     rows = rows_of(tmp_path)
     (head, line) = published(rows)
     found = dict(zip(head, line, strict=True))
-    assert found["run"] == f"A [{status}]"
+    assert found["run"] == f"A [{status}] (1 of 2 seeds)"
     assert (found["difference"], found["within both spreads"]) == ("-", "not finished")
-    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (2 seeds)", f"A [{status}]"]
+    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (1 of 2 seeds)"] * 2
 
 
 # --- sweeps ---
@@ -164,7 +165,7 @@ def test_settings_below_a_varied_key_do_not_divide_a_line(tmp_path: Path, key: s
         write_cell(tmp_path / "swept", "BN", {key: value}, 0.5, config=config)
         write_cell(tmp_path / "tuned", "BN", {}, 0.5, tune={key: value}, config=config, validation_accuracy=0.5)
     ((_, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path / "swept")))
-    other = [] if key == "data.partition" else ["BN, data.partition.kind=domain, data.partition.clients_per_domain=2"]
+    other = [] if key == "data.partition" else ["BN, data.partition.kind=domain, clients_per_domain=2"]
     assert [line[0] for line in lines[1:]] == ["BN", *other]
     assert len(choose(rows_of(tmp_path / "tuned")).rows) == 1
 
@@ -176,8 +177,8 @@ def test_candidates_none_of_which_is_chosen_are_all_shown(tmp_path: Path) -> Non
     ((_, lines),) = swept.tables(swept.sweeps(choose(rows_of(tmp_path)).rows))
     assert lines[1:] == [
         ("BN", "10.00%", "10.00%"),
-        ("BN, alpha=0.1, train.lr=0.3", "30.00%", "-"),
-        ("BN, alpha=1.0, train.lr=0.3", "-", "30.00%"),
+        ("BN, alpha=0.1, lr=0.3", "30.00%", "-"),
+        ("BN, alpha=1.0, lr=0.3", "-", "30.00%"),
     ]
 
 
@@ -195,7 +196,7 @@ def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> Non
         known = {"accuracy": [0.6, 0.02], **SOURCE}
         write_cell(tmp_path, "BN", {"train.steps": steps}, 0.5, config={"published": known})
     _, page, _ = write_report([tmp_path], tmp_path / "out")
-    assert "![sweep](sweep.png)" in page.read_text()
+    assert "](sweep.png)" in page.read_text()
     with Image.open(tmp_path / "out" / "sweep.png") as picture:
         assert picture.width > 500
     text = (tmp_path / "out" / "sweep.svg").read_text()
