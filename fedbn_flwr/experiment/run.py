@@ -58,7 +58,7 @@ from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
 from .prepare import Prepared, prepare
-from .resume import restore_clients
+from .resume import keep_promises, restore_clients
 from .settings import Experiment, Settings
 from .side_by_side import jobs_of, side_by_side
 from .training import check_partition, work_of
@@ -107,6 +107,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
             rule.restore(snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
+        keep_promises(rule, folder, done)
         while state.round < run.rounds and state.ended is None:
             if state.stop:
                 raise KeyboardInterrupt
@@ -141,6 +142,8 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     messages = list(rule.configure_train(number, state.arrays, config, state.grid))
     if not state.run.evaluate.dynamics and (folding := folding_of(rule, messages, state.nodes)) is not None:
         state.grid.observe(folding)  # no listener reads the arrays of single replies
+    for listener in listeners:
+        listener.on_messages(state)
     replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
     arrays, metrics = rule.aggregate_train(number, replies)
     if arrays is not None:

@@ -11,6 +11,7 @@ summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its images
 matrix.json         the accuracy of each personal model on each client's test images
+promises            what the rounds begun have spent, for a strategy that promises to count it: of privacy
 checkpoint          everything needed to resume the run, see checkpoint.py
 """
 
@@ -38,7 +39,7 @@ from fedbn_flwr import __version__
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.storage import replacing, writing
+from fedbn_flwr.storage import Store, replacing, write_store, writing
 from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
 from .checkpoint import CheckpointFile, Snapshot
@@ -205,6 +206,18 @@ class RunFolder:
     def model_description(self) -> dict[str, Any]:
         if (found := read_object(self.path / "model.json")) is None:
             raise UserError(f"{str(self.path)!r} has no model.json")
+        return found
+
+    def write_promises(self, promises: Mapping[str, float]) -> None:
+        write_store(self.path / "promises", [("promises", json.dumps(dict(promises)).encode())])
+
+    def promises(self) -> dict[str, float]:
+        """What the strategy has spent with the rounds begun; empty if none was."""
+        file = self.path / "promises"
+        if not file.exists():
+            return {}
+        with Store(file) as store:
+            found: dict[str, float] = json.loads(store["promises"])
         return found
 
     @property

@@ -10,6 +10,7 @@ from fedbn_flwr.results.checkpoint import Snapshot
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import CannotSave
 
+from ..resume import promises_of
 from .base import Listener, RunState
 
 
@@ -25,7 +26,7 @@ class Checkpoint(Listener):
         run = state.run
         self.latest = _snapshot(state), state.model
         every = run.engine.checkpoint_every or max(1, run.rounds // 20)
-        if state.prepared.rule.traits.private:  # a round that is repeated after a stop is a release of its own
+        if promises_of(state.prepared.rule):  # to repeat a round costs
             every = 1
         if state.round % every == 0 or state.is_last or state.stop:
             self._write(state, *self.latest)
