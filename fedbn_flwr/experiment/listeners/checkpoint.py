@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, RecordDict
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.checkpoint import Snapshot
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.strategies import CannotSave
 
 from ..resume import promises_of
@@ -61,4 +61,6 @@ def _snapshot(state: RunState) -> Snapshot:
     except CannotSave as error:
         unsaved = str(error)
     arrays = RecordDict({"arrays": state.arrays})
-    return Snapshot(state.round, state.identity[protocol.TOKEN], arrays, strategy, unsaved, dict(state.trained))
+    settings = deciding(state.run.model_dump(mode="json"))
+    token = state.identity[protocol.TOKEN]
+    return Snapshot(state.round, token, arrays, strategy, unsaved, dict(state.trained), settings)
