@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FedbnError as error:
         if os.environ.get("FEDBN_DEBUG"):
             raise
-        print("\n".join([f"fedbn: error: {error}", *_notes(error)]), file=sys.stderr)
+        print("\n".join([f"fedbn: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as error:
-        print("\n".join(["\nfedbn: stopped", *_notes(error)]), file=sys.stderr)
+    except KeyboardInterrupt as error:  # its notes: how to continue
+        print("\n".join(["\nfedbn: stopped", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedbn list ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,11 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = error.strerror or type(error).__name__
         print(f"fedbn: error: {what}{' cannot be written' if full else ''}: {reason}", file=sys.stderr)
         return 1
-
-
-def _notes(error: BaseException) -> list[str]:
-    """What a command adds, for instance how to continue."""
-    return getattr(error, "__notes__", [])
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -43,8 +43,7 @@ class CheckpointFile:
 
     def round(self) -> int:
         """The round after which a run continues; 0 if there is no checkpoint."""
-        snapshot = self.state()
-        return 0 if snapshot is None else snapshot.round
+        return getattr(self.state(), "round", 0)
 
     def state(self) -> Snapshot | None:
         """Without its records; None if there is no checkpoint."""

@@ -114,9 +114,9 @@ def write_lines(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]]) 
             file.unlink(missing_ok=True)
 
 
-def write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str, *, durable: bool = False) -> None:
     """Write atomically: another process may be reading the file."""
-    with replacing(file, durable=False) as temporary:
+    with replacing(file, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -124,7 +124,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
-        write_text(self.path / "config.yaml", dump_yaml(dict(config)))
+        write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
         self._write_environment(first, {**environment(), "modules": sources(config), **more}, done, saved)
         write_lines(self.path, kept)
         with suppress(UserError):  # a damaged summary is written again when the run begins
@@ -152,7 +152,7 @@ class RunFolder:
         if edited := [file for file, digest in now["modules"].items() if before.get(file, digest) != digest]:
             log(WARNING, "%s: %s changed since the run began; its first %d rounds are of the code before",
                 self.path.name, " and ".join(edited), done)  # fmt: skip
-        write_text(self.path / "environment.json", json.dumps(content, indent=2) + "\n")
+        write_text(self.path / "environment.json", json.dumps(content, indent=2) + "\n", durable=True)
 
     def config(self) -> dict[str, Any]:
         """The resolved settings; empty if there is no file."""
