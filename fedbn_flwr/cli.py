@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FedbnError as error:
         if os.environ.get("FEDBN_DEBUG"):
             raise
-        print(f"fedbn: error: {error}", file=sys.stderr)
+        print("\n".join([f"fedbn: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("\nfedbn: stopped; the run folder contains the rounds up to now", file=sys.stderr)
+    except KeyboardInterrupt as error:  # its notes: how to continue
+        print("\n".join(["\nfedbn: stopped", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedbn list ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

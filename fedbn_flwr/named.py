@@ -6,6 +6,7 @@ The module is an installed package, or a file or package in the folder in which 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import os
@@ -113,23 +114,40 @@ def _changed(module: Any) -> int | None:
         return None
 
 
+def names_in(settings: Any) -> set[str]:
+    """The names `module:callable` in settings, which are nested mappings and lists."""
+    if isinstance(settings, str):
+        return {settings} if is_name(settings) else set()
+    items = (
+        settings.values() if isinstance(settings, Mapping) else settings if isinstance(settings, list | tuple) else ()
+    )
+    return {name for item in items for name in names_in(item)}
+
+
+def sources(settings: Any) -> dict[str, str]:
+    """The files of the modules that settings name, as far as they are imported, each with its SHA-256."""
+    found = {}
+    for module in sorted({name.partition(":")[0] for name in names_in(settings)}):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is not None and (path := Path(file)).is_file():
+            parts = module.count(".") + 1 + (path.name == "__init__.py")
+            found["/".join(path.parts[-parts:])] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
 def check_unchanged(settings: Any) -> None:
-    """Refuse settings (nested mappings and lists) that name a module whose file was changed after its import.
+    """Refuse settings that name a module whose file was changed after its import.
 
     It is not loaded again here: objects of its classes could then not be pickled.
     """
-    if isinstance(settings, Mapping):
-        settings = list(settings.values())
-    if isinstance(settings, list | tuple):
-        for each in settings:
-            check_unchanged(each)
-    elif isinstance(settings, str) and (name := settings.partition(":")[0]) in _imported and is_name(settings):
+    for text in sorted(names_in(settings)):
+        name = text.partition(":")[0]
         module: Any = sys.modules.get(name)
-        entry = _imported[name]
-        now = _changed(module)
-        if now not in (None, entry.changed) and module.__spec__ is entry.spec:
+        if (entry := _imported.get(name)) is None or getattr(module, "__spec__", None) is not entry.spec:
+            continue
+        if _changed(module) not in (None, entry.changed):
             raise SettingsError(
-                f"{settings!r}: {module.__file__!r} was changed after this process imported it; start a new process, "
+                f"{text!r}: {module.__file__!r} was changed after this process imported it; start a new process, "
                 f"or call importlib.reload({name})"
             )
 

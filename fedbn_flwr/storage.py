@@ -13,14 +13,17 @@ The index comes last so that entries can be written one at a time. Checksums cov
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from .errors import StorageError
 
@@ -37,8 +40,17 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. OSError if it is another kind of file: opening a FIFO would wait for a writer."""
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return stream
+
+
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[Path]:
     """A temporary path beside `path`; the file written there replaces `path` if the block ends without an error.
     Raises StorageError if it cannot be written.
 
@@ -47,6 +59,8 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
+            temporary.unlink(missing_ok=True)  # of a killed process; or a link, which is not followed
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode))
             yield temporary
             if durable:
                 _sync(temporary)
@@ -82,7 +96,7 @@ class Store(Mapping[str, bytes]):
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._stream = path.open("rb")
+            self._stream = open_regular(path)
             self._index = self._read_index()
         except OSError as error:
             raise StorageError(f"{str(path)!r} cannot be read: {error.strerror}") from None

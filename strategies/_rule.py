@@ -92,6 +92,9 @@ class Rule(Strategy):
 
     traits: Traits = Traits()
     memory: Memory
+    # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
+    # experiment they are on the disk before the messages that `configure_train` returns are sent.
+    promised: Collection[str] = ()
     num_rounds: int | None = None
     # The weight of each reply in the last mean, by node id and in the order of the sum. None if the strategy does not
     # report it.

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from logging import INFO
 from typing import Any, Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -60,6 +60,7 @@ class _Asked:
     received: tuple[str, ...]  # those that clients send
     frozen: frozenset[Role]
     parts: Parts  # what is released
+    cost: float  # 1 / noise^2, of weights and statistics together
 
 
 class Private(Wrapper):
@@ -99,12 +100,11 @@ class Private(Wrapper):
 
     @dataclass
     class Memory(Wrapper.Memory):
-        # Sums of 1 / noise^2 over releases: of all, of those with each partition, and of those with unknown clients.
+        # Sums of 1 / noise^2: over all rounds begun, those whose clients are all known, and those with each partition.
         total: float = 0.0
+        known: float = 0.0
         spent: dict[int, float] = field(default_factory=dict)
-        unidentified: float = 0.0
-        last: float = 0.0  # of the last release
-        releases: int = 0
+        releases: int = 0  # rounds begun
         partitions: dict[int, int] = field(default_factory=dict)  # by node id
         evaluated: bool = False  # clients sent metrics of evaluations
 
@@ -151,6 +151,8 @@ class Private(Wrapper):
         self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
         self.metrics = metrics
         self.traits = replace(self.traits, private=True)
+        # A round that is repeated after a stop is a release of its own, unless its noise is the same.
+        self.promised = ("total", "releases") if noise_seed is None else ()
         if statistics == "keep":
             kept = self.traits.kept | {Role.STATISTICS, Role.COUNTER}
             memory = self.traits.client_memory or "their own statistics"
@@ -207,7 +209,6 @@ class Private(Wrapper):
         asked, before = self._asked, unpack(round.arrays)
         assert asked is not None
         mean = {**before, **asked.parts.apply(self._mean(round.number, asked, before, replies), before)}
-        self._account(asked)
         shown = pack({key: mean[key] for key in asked.expected})
         model = super().combine(round, [self._shown(reply, shown) for reply in replies], weights)
         return {key: cast(value, before[key].dtype) if key in before else value for key, value in model.items()}
@@ -221,7 +222,7 @@ class Private(Wrapper):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        messages = list(super().configure_train(server_round, arrays, config, grid))
+        messages, self._asked = list(super().configure_train(server_round, arrays, config, grid)), None
         if not messages:
             return messages
         assert self.round is not None
@@ -237,7 +238,11 @@ class Private(Wrapper):
         constant = {key for name in self.constants for key in fnmatch.filter(arrays, name)}
         parts = parts_of({key: before[key] for key in received if key not in constant}, of, released)
         nodes = tuple(message.metadata.dst_node_id for message in messages)
-        self._asked = _Asked(nodes, expected, received, frozen, parts)
+        multipliers = [self.noise] * bool(parts.weights) + [self.statistics_noise] * bool(parts.statistics)
+        cost = math.fsum(1 / noise**2 for noise in multipliers if noise)  # without noise the report has no epsilon
+        self._asked = _Asked(nodes, expected, received, frozen, parts, cost)
+        self.memory.total += cost
+        self.memory.releases += 1
         if returned & hidden:
             messages = [_asking_for(message, returned - hidden) for message in messages]
         return self._without(messages, hidden)
@@ -256,6 +261,8 @@ class Private(Wrapper):
         for message in messages:
             if message.has_content() and (partition := partition_of(message.content)) is not None:
                 self.memory.partitions[message.metadata.src_node_id] = partition
+        if self._asked is not None:
+            self._charge(self._asked)
         return super().aggregate_train(server_round, messages)
 
     def _without(self, messages: Sequence[Message], hidden: Iterable[Role]) -> list[Message]:
@@ -302,33 +309,21 @@ class Private(Wrapper):
             noised.append((vector + gaussian(vector.size, deviation, fixed)) / len(asked.nodes))
         return Change(*noised)
 
-    def _account(self, asked: _Asked) -> None:
-        """Add this round's release, of weights and statistics together, for each client that was asked."""
+    def _charge(self, asked: _Asked) -> None:
+        """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
         memory = self.memory
-        multipliers = [self.noise] * bool(asked.parts.weights) + [self.statistics_noise] * bool(asked.parts.statistics)
-        cost = math.fsum(1 / noise**2 for noise in multipliers if noise)  # without noise the report has no epsilon
         known = {**getattr(list(strategies_in(self.strategy))[-1].__dict__.get("memory"), "partitions", {})}
         known |= memory.partitions
-        asked_partitions = {known.get(node) for node in asked.nodes}
-        for partition in asked_partitions - {None}:
-            assert partition is not None
-            memory.spent[partition] = memory.spent.get(partition, 0.0) + cost
-        memory.unidentified += cost if None in asked_partitions else 0.0
-        memory.total += cost
-        memory.last = cost
-        memory.releases += 1
-
-    def restore(self, records: RecordDict) -> None:
-        """A resumed run may repeat a round whose result was sent already: it counts twice if its noise differs."""
-        super().restore(records)
-        if self.noise_seed is None and self.memory.releases:
-            self.memory.total += self.memory.last
-            self.memory.unidentified += self.memory.last
+        if known.keys() >= {*asked.nodes}:
+            memory.known += asked.cost
+            for partition in {known[node] for node in asked.nodes}:
+                memory.spent[partition] = memory.spent.get(partition, 0.0) + asked.cost
 
     def _report(self) -> dict[str, Any]:
         memory = self.memory
-        # A client took part in the releases with its partition and perhaps in those with unknown clients.
-        most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.unidentified)
+        # A client took part in the rounds with its partition, and perhaps in those whose clients are not all known:
+        # rounds that were not finished are among them.
+        most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.total - memory.known)
         bare = not self.noise or (self.statistics == "noise" and not self.statistics_noise)
         mu = math.inf if bare else math.sqrt(most)
         replaced = epsilon_of(2 * mu, self.delta)  # a replaced change differs by up to twice the norm

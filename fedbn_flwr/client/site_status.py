@@ -63,8 +63,7 @@ def _write(message: Message, context: Context, began: float, error: str | None, 
         task = "train" if kind == protocol.COHORT_QUERY else kind.split(".")[0]
         succeeded = known.get(task, {}).get("succeeded") if error else now
         line = {"round": config.get(protocol.ROUND, 0), "seconds": now - began, "error": error}
-        with replacing(file, durable=False) as temporary:
-            temporary.touch(mode=0o600)
+        with replacing(file, durable=False, mode=0o600) as temporary:
             temporary.write_text(json.dumps({**known, task: {**line, "succeeded": succeeded, **figures}}))
     except (OSError, MessageError, StorageError):
         return  # a full disk or a wrong token has its own error where the state is saved

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError, StorageError
 
 from .common import Commands, add_command, add_experiment, loading, overrides_of
 
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fedbn_flwr.experiment.find import load_experiment
         from fedbn_flwr.experiment.run import carry_out
         from fedbn_flwr.results.folder import default_out
+        from fedbn_flwr.results.state import stopped_runs
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
@@ -57,5 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
     keep_freed_memory()
-    carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
+    try:
+        carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
+    except (KeyboardInterrupt, RunFailed, StorageError) as error:
+        if stopped := stopped_runs(out):
+            jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
+            words = ["fedbn", "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"]
+            error.add_note(f"{stopped}; continue with: {shlex.join(words)}")
+        raise
     return 0

@@ -104,7 +104,7 @@ class Parts:
     def modules(self) -> list[str]:
         """The modules that the experiment names, which are loaded; parts of this program itself are kept in `main`."""
         found = []
-        for name in sorted(_names([run.model_dump(mode="json") for run in self.experiment.runs])):
+        for name in sorted(named.names_in([run.model_dump(mode="json") for run in self.experiment.runs])):
             module, _, path = name.partition(":")
             top = path.partition(".")[0]
             if module == "__main__" and hasattr(sys.modules[module], top):
@@ -130,14 +130,6 @@ class Parts:
                 receive(data, device, _dataset(ray.get(place)).to(torch.device(device)))
                 self._received.add((data, device))
         return client_of(self.experiment, context, config)
-
-
-def _names(value: Any) -> set[str]:
-    """The names `module:callable` in settings."""
-    if isinstance(value, str):
-        return {value} if named.is_name(value) else set()
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return {name for item in items for name in _names(item)}
 
 
 # --- data sets in the object store -------------------------------------------

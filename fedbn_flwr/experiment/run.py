@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.spawned import leave_if_unguarded
 from fedbn_flwr.engines.watched import WatchedGrid
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
@@ -57,7 +56,7 @@ from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
 from .prepare import Prepared, prepare
-from .resume import restore_clients
+from .resume import keep_promises, restore_clients
 from .settings import Experiment, Settings
 from .side_by_side import jobs_of, side_by_side
 from .training import check_partition, work_of
@@ -70,11 +69,10 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
     ledger = MeteredGrid(GatedGrid(WatchedGrid(grid, progress.report), run.clients))
+    identity = {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()}
     if snapshot is None:
-        identity = {protocol.RUN: prepared.name, protocol.TOKEN: secrets.token_hex(16)}
         state = RunState(prepared, ledger, identity, pack(initial_arrays(prepared.model)))
     else:
-        identity = {protocol.RUN: prepared.name, protocol.TOKEN: snapshot.token}
         arrays = arrays_in(snapshot.model)["arrays"]
         state = RunState(prepared, ledger, identity, arrays, done, dict(snapshot.trained), kept_round=done)
     evaluate = Evaluate(prepared, threads=workers_of(run))
@@ -106,6 +104,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
             rule.restore(snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
+        keep_promises(rule, folder, done)
         while state.round < run.rounds and state.ended is None:
             if state.stop:
                 raise KeyboardInterrupt
@@ -140,6 +139,8 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     if (factor := state.run.train.schedule.switch) is not None and rule.switched(number):
         config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, state.arrays, config, state.grid))
+    for listener in listeners:
+        listener.on_messages(state)
     replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
     arrays, metrics = rule.aggregate_train(number, replies)
     if arrays is not None:
@@ -229,7 +230,7 @@ def run_experiment(
     images = [images_of(run) for run in experiment.runs]
     show: Callable[..., Progress] = functools.partial(Board, titles) if jobs > 1 else Progress
     progress = show(rounds, images, plain=plain, quiet=quiet)
-    with progress:
+    with progress, _reported(out):
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo), strict=True))
@@ -282,6 +283,17 @@ def run_experiment(
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
     return Outcome(out, table, page, picture, failures)
+
+
+@contextmanager
+def _reported(out: Path) -> Iterator[None]:
+    """A report also on the rounds of runs that are stopped or fail."""
+    try:
+        yield
+    except (KeyboardInterrupt, RunFailed):
+        with suppress(FedbnError):  # there may be none
+            write_report([out], out)
+        raise
 
 
 def _without_workers(item: Prepared) -> Prepared:

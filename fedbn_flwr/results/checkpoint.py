@@ -1,6 +1,6 @@
 """The checkpoint of a run: everything needed to resume it, in one file that each checkpoint replaces.
 
-state          JSON: round, token, and the last round in which each client trained
+state          JSON: round, token and settings of the run, and the last round in which each client trained
 model          the arrays that training continues from
 strategy       the strategy's state (absent if it cannot be saved)
 clients/NODE   the state of each client (absent if the nodes store it)
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Snapshot:
     strategy: RecordDict | None  # None if it cannot be saved
     unsaved: str | None = None  # the reason
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
 
 
 class CheckpointFile:
@@ -42,15 +43,14 @@ class CheckpointFile:
 
     def round(self) -> int:
         """The round after which a run continues; 0 if there is no checkpoint."""
-        return self.progress()[0]
+        return getattr(self.state(), "round", 0)
 
-    def progress(self) -> tuple[int, str | None]:
-        """This round, and the reason why a run cannot continue from it."""
+    def state(self) -> Snapshot | None:
+        """Without its records; None if there is no checkpoint."""
         if not self.path.exists():
-            return 0, None
+            return None
         with self._opened() as store:
-            state = _state(store)
-            return int(state["round"]), None if "strategy" in store else str(state["unsaved"])
+            return _snapshot(store)
 
     def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None = None) -> None:
         """`clients` yields the state of one node at a time; None if the nodes store it."""
@@ -61,20 +61,13 @@ class CheckpointFile:
 
     def read(self) -> Snapshot:
         with self._opened() as store:
-            state = _state(store)
-            return Snapshot(
-                int(state["round"]),
-                str(state["token"]),
-                parse(store["model"]),
-                parse(store["strategy"]) if "strategy" in store else None,
-                state["unsaved"],
-                {int(partition): int(last) for partition, last in state["trained"].items()},
-            )
+            strategy = parse(store["strategy"]) if "strategy" in store else None
+            return replace(_snapshot(store), model=parse(store["model"]), strategy=strategy)
 
     def clients(self) -> Iterator[tuple[int, RecordDict]] | None:
         """The state of one node at a time; None if the checkpoint has none."""
         with self._opened() as store:
-            return self._clients() if _state(store)["clients"] else None
+            return self._clients() if json.loads(store["state"])["clients"] else None
 
     def _clients(self) -> Iterator[tuple[int, RecordDict]]:
         with self._opened() as store:
@@ -110,6 +103,7 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | Non
         "token": snapshot.token,
         "unsaved": snapshot.unsaved,
         "trained": {str(partition): last for partition, last in sorted(snapshot.trained.items())},
+        "settings": snapshot.settings,
         "clients": clients is not None,
     }
     yield "state", json.dumps(state).encode()
@@ -120,6 +114,11 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | Non
         yield f"{_CLIENT}{node}", dump(records)
 
 
-def _state(store: Store) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(store["state"])
-    return state
+def _snapshot(store: Store) -> Snapshot:
+    state = json.loads(store["state"])
+    if "settings" not in state:
+        raise StorageError(f"{str(store.path)!r} was written by an earlier version")
+    trained = {int(partition): int(last) for partition, last in state["trained"].items()}
+    unsaved = None if "strategy" in store else str(state["unsaved"])
+    settings = {**state["settings"]}
+    return Snapshot(int(state["round"]), str(state["token"]), RecordDict(), None, unsaved, trained, settings)

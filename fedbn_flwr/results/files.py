@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.storage import replacing, writing
+from fedbn_flwr.storage import open_regular, replacing, writing
 
 from .ledger import Traffic
 from .text import shorten
@@ -39,6 +39,9 @@ _REQUIRED: dict[str, dict[str, Any]] = {
         "global": bool,
     },
 }
+_OPTIONAL: dict[str, dict[str, Any]] = {
+    "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[dict[str, Any]]},
+}
 
 
 def damaged(file: Path, reason: str, line: int | None = None) -> UserError:
@@ -48,12 +51,19 @@ def damaged(file: Path, reason: str, line: int | None = None) -> UserError:
 
 def read_text(file: Path) -> str | None:
     """The content of a file; None if there is no file."""
+    content = _read(file)
     try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
+        return None if content is None else content.decode()
     except UnicodeDecodeError as error:
         raise damaged(file, f"byte {error.start} is not UTF-8") from None
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        with open_regular(file) as stream:
+            return stream.read()
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None
 
@@ -67,11 +77,7 @@ def read_object(file: Path) -> dict[str, Any] | None:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The mappings in a .jsonl file, one for each line; empty if there is no file."""
     sums = _sums_of(file)  # first: a running process writes the checksum of a line before the line
-    try:
-        content = file.read_bytes() if file.exists() else b""
-    except OSError as error:
-        raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    *lines, _ = content.split(b"\n")  # what follows the last line break was cut off by a crash
+    *lines, _ = (_read(file) or b"").split(b"\n")  # what follows the last line break was cut off by a crash
     found: list[dict[str, Any]] = []
     for number, data in enumerate(lines, start=1):
         if number <= len(sums) and zlib.crc32(data) != sums[number - 1]:
@@ -108,9 +114,9 @@ def write_lines(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]]) 
             file.unlink(missing_ok=True)
 
 
-def write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str, *, durable: bool = False) -> None:
     """Write atomically: another process may be reading the file."""
-    with replacing(file, durable=False) as temporary:
+    with replacing(file, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -149,7 +155,7 @@ def _parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
     if missing := [key for key in required if key not in content]:
         raise damaged(file, f"it lacks {', '.join(missing)}", line)
     try:
-        check_types(content, required)
+        check_types(content, required | _OPTIONAL.get(file.name, {}))
         if file.name == "history.jsonl":
             check_types(content, {key: float | None for key in content if "accuracy" in key or "loss" in key})
     except ValueError as error:

@@ -1,7 +1,7 @@
 """The folder of a run. It is updated after every round, so that an interrupted run can be read and resumed.
 
 config.yaml         the resolved settings
-environment.json    commit, versions, hardware, command
+environment.json    token, commit, versions, hardware, command, modules of the user; what differs in resumed sessions
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 partition.json      the images of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
@@ -11,6 +11,7 @@ summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its images
 matrix.json         the accuracy of each personal model on each client's test images
+promises            what the rounds begun have spent, for a strategy that promises to count it: of privacy
 checkpoint          everything needed to resume the run, see checkpoint.py
 """
 
@@ -21,24 +22,28 @@ import itertools
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib import metadata
+from logging import WARNING
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from flwr.app import RecordDict
+from flwr.common import log
 
 from fedbn_flwr import __version__
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.storage import replacing, writing
+from fedbn_flwr.named import sources
+from fedbn_flwr.storage import Store, replacing, write_store, writing
 from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
 from .checkpoint import CheckpointFile, Snapshot
@@ -73,13 +78,10 @@ class RunFolder:
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
-        before, now = deciding(existing), deciding(config)
-        if different := sorted(key for key in {*before, *now} if before.get(key) != now.get(key)):
-            key = different[0]
-            raise SettingsError(
-                f"{str(self.path)!r} cannot be resumed with other settings: {key} was {before.get(key)!r} and is "
-                f"{now.get(key)!r}"
-            )
+        if missing := [key for key in config if key not in existing]:
+            raise damaged(self.path / "config.yaml", f"it lacks {', '.join(missing)}")
+        if different := _difference(deciding(existing), deciding(config)):
+            raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -105,9 +107,13 @@ class RunFolder:
 
     def begin(self, config: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
-        done, unsaved = self.checkpoint.progress()
-        if unsaved is not None:
-            raise SettingsError(f"{str(self.path)!r} cannot be resumed: {unsaved}")
+        for file in self.path.glob("*"):
+            if file.is_fifo():
+                raise damaged(file, "it is a FIFO")
+        saved, first = self.checkpoint.state(), (self.environment() or {}) if self.config() else {}
+        done = 0 if saved is None else saved.round
+        if saved is not None:
+            self._check(saved, config, first.get("token", saved.token))
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
         if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(
@@ -118,13 +124,35 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
-        write_text(self.path / "config.yaml", dump_yaml(dict(config)))
-        write_text(self.path / "environment.json", json.dumps({**environment(), **more}, indent=2) + "\n")
+        write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
+        self._write_environment(first, {**environment(), "modules": sources(config), **more}, done, saved)
         write_lines(self.path, kept)
         with suppress(UserError):  # a damaged summary is written again when the run begins
             if (summary := self.summary()) is not None:  # of the lines that are left, should the run not begin
                 self.write_summary(summary.of(kept["history.jsonl"]))
         return done
+
+    def _check(self, saved: Snapshot, config: Mapping[str, Any], token: str) -> None:
+        """Refuse a checkpoint that cannot be continued, or that of another run."""
+        if saved.unsaved is not None:
+            raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
+        different = _difference(saved.settings, deciding(config))
+        if not different and saved.token != token:
+            different = f"the token was {saved.token!r} and is {token!r} in environment.json"
+        if different:
+            raise damaged(self.checkpoint.path, f"it is of another run: {different}")
+
+    def _write_environment(self, first: dict[str, Any], now: dict[str, Any], done: int, saved: Snapshot | None) -> None:
+        """Of the first session, and what is different in each that continues it."""
+        content = {**(first or now), "token": secrets.token_hex(16) if saved is None else saved.token}
+        if first:
+            changed = {key: value for key, value in now.items() if key == "command" or value != first.get(key)}
+            content["resumed"] = [*first.get("resumed", []), {"after_round": done, **changed}]
+        before = content.get("modules", {})
+        if edited := [file for file, digest in now["modules"].items() if before.get(file, digest) != digest]:
+            log(WARNING, "%s: %s changed since the run began; its first %d rounds are of the code before",
+                self.path.name, " and ".join(edited), done)  # fmt: skip
+        write_text(self.path / "environment.json", json.dumps(content, indent=2) + "\n", durable=True)
 
     def config(self) -> dict[str, Any]:
         """The resolved settings; empty if there is no file."""
@@ -186,6 +214,10 @@ class RunFolder:
     def environment(self) -> dict[str, Any] | None:
         return read_object(self.path / "environment.json")
 
+    def token(self) -> str:
+        """Of the run; nodes store their state of it under this name."""
+        return str((self.environment() or {})["token"])
+
     def write_model(self, arrays: Arrays, name: str = "model.safetensors") -> None:
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
@@ -205,6 +237,18 @@ class RunFolder:
     def model_description(self) -> dict[str, Any]:
         if (found := read_object(self.path / "model.json")) is None:
             raise UserError(f"{str(self.path)!r} has no model.json")
+        return found
+
+    def write_promises(self, promises: Mapping[str, float]) -> None:
+        write_store(self.path / "promises", [("promises", json.dumps(dict(promises)).encode())])
+
+    def promises(self) -> dict[str, float]:
+        """What the strategy has spent with the rounds begun; empty if none was."""
+        file = self.path / "promises"
+        if not file.exists():
+            return {}
+        with Store(file) as store:
+            found: dict[str, float] = json.loads(store["promises"])
         return found
 
     @property
@@ -228,6 +272,12 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
     rest = {key: value for key, value in config.items() if key not in ("track", "published", "cell", "size")}
     return {**rest, "engine": engine, "evaluate": evaluate}
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first setting that differs, with both values; empty if none does."""
+    different = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    return "".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in different[:1])
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fedbn_flwr.errors import UserError
 
 from .folder import RunFolder
 from .ledger import Traffic
+from .text import printable
 
 # A running run whose process has not written for long is silent: it was killed, or its round takes very long.
 State = Literal["running", "silent", "finished", "interrupted", "failed"]
@@ -98,6 +99,14 @@ def read_state(path: Path, now: float | None = None, *, size: bool = True) -> Ru
         error=summary.error,
         size=size_of(path) if size else None,
     )
+
+
+def stopped_runs(out: Path) -> str:
+    """The unfinished runs below `out` and their rounds, in words; empty if there are none."""
+    states = [read_state(file.parent, size=False) for file in sorted(out.rglob("summary.json"))]
+    stopped = [state for state in states if state is not None and state.status != "finished"]
+    words = [f"{printable(Path(run.folder).name)} stopped after round {run.round} of {run.rounds}" for run in stopped]
+    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
 
 
 def size_of(folder: Path) -> int:

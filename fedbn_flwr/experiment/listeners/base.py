@@ -58,6 +58,9 @@ class Listener:
     def on_start(self, state: RunState) -> None:
         """Before the first round, or the first one after resuming."""
 
+    def on_messages(self, state: RunState) -> None:
+        """Before the messages of the round after `state.round` are sent."""
+
     def on_replies(self, state: RunState, replies: Sequence[Message]) -> None:
         """When these replies of a round have become `state.arrays`, before `on_round`; the replies are not kept."""
 

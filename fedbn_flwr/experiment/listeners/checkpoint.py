@@ -7,9 +7,10 @@ from flwr.app import ArrayRecord, RecordDict
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.checkpoint import Snapshot
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.strategies import CannotSave
 
+from ..resume import promises_of
 from .base import Listener, RunState
 
 
@@ -25,7 +26,7 @@ class Checkpoint(Listener):
         run = state.run
         self.latest = _snapshot(state), state.model
         every = run.engine.checkpoint_every or max(1, run.rounds // 20)
-        if state.prepared.rule.traits.private:  # a round that is repeated after a stop is a release of its own
+        if promises_of(state.prepared.rule):  # to repeat a round costs
             every = 1
         if state.round % every == 0 or state.is_last or state.stop:
             self._write(state, *self.latest)
@@ -60,4 +61,6 @@ def _snapshot(state: RunState) -> Snapshot:
     except CannotSave as error:
         unsaved = str(error)
     arrays = RecordDict({"arrays": state.arrays})
-    return Snapshot(state.round, state.identity[protocol.TOKEN], arrays, strategy, unsaved, dict(state.trained))
+    settings = deciding(state.run.model_dump(mode="json"))
+    token = state.identity[protocol.TOKEN]
+    return Snapshot(state.round, token, arrays, strategy, unsaved, dict(state.trained), settings)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from fedbn_flwr.client.metrics import name_of
+from fedbn_flwr.errors import UserError
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import GLOBAL_MODEL, Summary
 
 from ..expansion import PAPER
 from ..prepare import Prepared
+from ..resume import promises_of
 from ..settings import strategy_name
 from ..training import metrics_of
 from .base import Listener, RunState
@@ -25,9 +28,19 @@ class History(Listener):
     def on_start(self, state: RunState) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(state.prepared)
+        with suppress(UserError):  # a damaged summary is written again
+            if (before := self.folder.summary()) is not None:
+                self.summary.notes = before.notes  # until the next round begins or ends
         for line in self.folder.history():
             self.summary.account(line)
         self.folder.write_summary(self.summary)
+
+    def on_messages(self, state: RunState) -> None:
+        rule = state.prepared.rule
+        if promises := promises_of(rule):
+            self.folder.write_promises(promises)
+            self.summary.notes = dict(rule.notes())  # should this process be killed
+            self.folder.write_summary(self.summary)
 
     def on_round(self, state: RunState) -> None:
         now = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,13 +54,16 @@ def test_a_full_disk_is_one_line_and_the_run_continues(
     words = ["run", EXPERIMENT, "--out", str(tmp_path / "out")]
     with files_of_at_most(limit):
         assert cli.main(words) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error, *more = capsys.readouterr().err.splitlines()
     assert "cannot be written" in error
     assert "File too large" in error
     assert str(tmp_path / "out") in error
     began = (tmp_path / "out" / "FedBN" / "config.yaml").exists()
     assert began == (name != "config.yaml")
+    resumed = shlex.join(["fedbn", "run", EXPERIMENT, "--out", str(tmp_path / "out"), "--resume"])
+    assert [line.partition(" continue with: ")[2] for line in more] == [resumed] * (
+        name in ("history.jsonl", "checkpoint")
+    )
     assert cli.main([*words, "--resume"] if began else words) == 0
     assert (tmp_path / "out/FedBN/model.safetensors").read_bytes() == (whole / "FedBN/model.safetensors").read_bytes()
     history = [json.loads(line) for line in (tmp_path / "out/FedBN/history.jsonl").read_text().splitlines()]

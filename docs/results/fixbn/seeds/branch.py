@@ -15,7 +15,7 @@ from fedbn_flwr.experiment.data import resolve
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run import run_folders
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.yaml_text import dump_yaml
 
 source, file, label, out, *overrides = sys.argv[1:]
@@ -40,4 +40,5 @@ for values in state.config_records.values():
 shutil.copytree(source, target.path)
 (target.path / "summary.json").unlink(missing_ok=True)
 (target.path / "config.yaml").write_text(dump_yaml(resolve(run).model_dump(mode="json")))
-target.checkpoint.write(replace(snapshot, strategy=state), None if clients is None else list(clients))
+snapshot = replace(snapshot, strategy=state, settings=deciding(resolve(run).model_dump(mode="json")))
+target.checkpoint.write(snapshot, None if clients is None else list(clients))

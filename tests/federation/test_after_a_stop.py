@@ -1,0 +1,152 @@
+"""What a stopped or failed run leaves: its round, the command that continues it, a report, and the sessions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli, named
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.listeners.history import History
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.results.folder import RunFolder
+from tests.support.command import PATIENCE, environment, fedbn
+
+TEXT = """
+name: mine
+rounds: 4
+clients: 2
+data: {images: 40}
+model: {name: "my_parts:net"}
+train: {steps: 1, loss: "my_parts:loss", schedule: {kind: "my_parts:rate"}}
+evaluate: {metrics: ["my_parts:share"]}
+engine: {workers: 0, device: cpu, checkpoint_every: 1}
+"""
+PARTS = """
+import torch
+from torch import nn
+
+def net(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, num_classes))
+
+def loss(outputs, labels):
+    return nn.functional.cross_entropy(outputs, labels)
+
+def share(outputs, labels):
+    return (outputs.argmax(1) == labels).float().mean()
+
+def rate(server_round, rounds, lr):
+    if server_round == LAST and rounds == 4:
+        raise ValueError("no rate for this round")
+    return lr
+"""
+
+
+def hint_of(error: str) -> list[str]:
+    """The words of the command that continues."""
+    (line,) = [line for line in error.splitlines() if "continue with: " in line]
+    return shlex.split(line.partition("continue with: ")[2])
+
+
+def test_the_command_after_a_failure_continues_and_names_what_was_edited(tmp_path: Path) -> None:
+    (tmp_path / "mine file.yaml").write_text(TEXT)
+    parts = tmp_path / "my_parts.py"
+    parts.write_text(PARTS.replace("LAST", "3"))
+    failed = fedbn("run", "mine file.yaml", "seed=3", "--device", "cpu", cwd=tmp_path)
+    assert failed.returncode == 1
+    assert "FedAvg stopped after round 2 of 4; continue with: " in failed.stderr
+    (folder,) = (path.parent for path in tmp_path.glob("runs/*/*/summary.json"))
+    assert "| FedAvg" in (folder.parent / "report.md").read_text()
+    assert json.loads((folder.parent / "report.json").read_text())[0]["summary"]["rounds"] == 2
+    first = json.loads((folder / "environment.json").read_text())
+    assert first["modules"] == {"my_parts.py": hashlib.sha256(parts.read_bytes()).hexdigest()}
+
+    parts.write_text(PARTS.replace("LAST", "None"))
+    command = hint_of(failed.stderr)
+    assert command[0] == "fedbn"
+    done = fedbn(*command[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "my_parts.py changed since the run began; its first 2 rounds are of the code before" in done.stderr
+    after = json.loads((folder / "environment.json").read_text())
+    resumed = after.pop("resumed")
+    assert after == first
+    assert after["command"][1:] == ["run", "mine file.yaml", "seed=3", "--device", "cpu"]
+    assert [(session["after_round"], session["command"][1:]) for session in resumed] == [(2, command[1:])]
+    assert resumed[0]["modules"] == {"my_parts.py": hashlib.sha256(parts.read_bytes()).hexdigest()}
+    assert RunFolder(folder).history()[-1]["round"] == 4
+
+
+def test_ctrl_c_prints_the_round_and_the_command(tmp_path: Path) -> None:
+    text = "{name: long, rounds: 5000, clients: 2, data: {images: 40}, train: {steps: 1}, engine: {workers: 0}}"
+    words = [sys.executable, "-m", "fedbn_flwr.cli", "run", text, "--out", "my runs"]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + PATIENCE
+        while not list(tmp_path.glob("my runs/*/history.jsonl")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 130
+    (folder,) = (path.parent for path in tmp_path.glob("my runs/*/summary.json"))
+    last = RunFolder(folder).history()[-1]["round"]
+    assert f"fedbn: stopped\n{folder.name} stopped after round {last} of 5000; continue with: " in error
+    assert hint_of(error) == ["fedbn", "run", text, "--out", "my runs", "--resume"]
+    assert (tmp_path / "my runs" / "report.html").exists()
+    assert "changed since" not in error
+
+
+def test_a_stop_before_the_first_round_has_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: History, state: RunState) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(History, "on_start", interrupt)
+    assert cli.main(["run", "{clients: 2, data: {images: 40}, engine: {workers: 0}}", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "\nfedbn: stopped\n"
+    assert not (tmp_path / "report.md").exists()
+
+
+def test_every_own_module_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all kinds of parts, also in a package, which the server has imported when the run begins."""
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import torch\ndef norm(images): return images.float()\n")
+    (package / "inside.py").write_text(PARTS.replace("LAST", "None"))
+    (tmp_path / "own_rule.py").write_text("from fedbn_flwr.strategies import FedAvg\nclass Mine(FedAvg):\n    pass\n")
+    (tmp_path / "not_named.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = TEXT.replace("my_parts", "own_package.inside").replace("40}", "40, normalise: 'own_package:norm'}")
+    (prepared,) = prepare(load_experiment(text, ["strategy.name=own_rule:Mine"]))
+    files = ["own_package/__init__.py", "own_package/inside.py", "own_rule.py"]
+    found = named.sources(prepared.run.model_dump(mode="json"))
+    assert found == {file: hashlib.sha256((tmp_path / file).read_bytes()).hexdigest() for file in files}
+    assert str(tmp_path) not in json.dumps(found)
+    for name in ("own_package", "own_package.inside", "own_rule"):
+        del sys.modules[name]
+
+
+def test_resumed_sessions_are_listed_with_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path / "run")
+    config = {"label": "x"}
+    for number in range(3):
+        monkeypatch.setattr(sys, "argv", ["/bin/fedbn", "run", *["--resume"] * bool(number)])
+        run.begin(config, {"runs_at_the_same_time": 1 + number // 2})
+    found = json.loads((run.path / "environment.json").read_text())
+    assert found["command"] == ["fedbn", "run"]
+    assert found["runs_at_the_same_time"] == 1
+    resumed = {"after_round": 0, "command": ["fedbn", "run", "--resume"]}
+    assert found["resumed"] == [resumed, {**resumed, "runs_at_the_same_time": 2}]
+    assert os.stat(run.path / "environment.json").st_mode & 0o077 == 0o044

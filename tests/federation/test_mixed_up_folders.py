@@ -1,0 +1,170 @@
+"""A run folder with files of another run, cut off, or of another kind is refused by the name of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.errors import SettingsError, UserError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.results.files import write_text
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.report import find_runs
+from fedbn_flwr.results.state import read_state
+from fedbn_flwr.storage import Store, write_store
+from tests.support.sessions import session
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of the same shape, stopped after round 2."""
+    folder = tmp_path_factory.mktemp("stopped")
+    for case in ("Scaffold", "FedProx", "again"):
+        session("Scaffold" if case == "again" else case, folder / case, 2)
+    return {case: folder / case for case in ("Scaffold", "FedProx", "again")}
+
+
+def resume(out: Path) -> None:
+    session("Scaffold", out, 3)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("FedProx", r"checkpoint': it is of another run: label was 'FedProx' and is 'Scaffold'; restore the file"),
+        ("again", r"checkpoint': it is of another run: the token was '[0-9a-f]{32}' and is '[0-9a-f]{32}' in environ"),
+    ],
+)
+def test_the_checkpoint_of_another_run_is_refused(
+    stopped: dict[str, Path], tmp_path: Path, other: str, words: str
+) -> None:
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    shutil.copy(stopped[other] / "checkpoint", tmp_path / "run")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+    with pytest.raises(UserError, match=words):
+        resume(tmp_path / "run")
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+
+
+def test_the_checkpoint_of_another_seed_is_refused_by_the_command(tmp_path: Path) -> None:
+    words = ["run", "{name: x, rounds: 4, clients: 2, data: {images: 40}, train: {steps: 1}, engine: {workers: 0}}"]
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        assert cli.main([*words, f"seed={seed}", "--out", str(out)]) == 0
+        (summary,) = out.glob("*/summary.json")
+        content = json.loads(summary.read_text())
+        summary.write_text(json.dumps({**content, "status": "interrupted"}))
+    (mine,), (other,) = ((tmp_path / seed).glob("*/checkpoint") for seed in "01")
+    shutil.copy(other, mine)
+    with pytest.raises(UserError, match=r"checkpoint': it is of another run: seed was 1 and is 0"):
+        carry_out(load_experiment(words[1], ["seed=0"]), tmp_path / "0", resume=True)
+
+
+def test_a_copy_of_a_run_without_its_environment_is_resumed(stopped: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    (tmp_path / "run" / "environment.json").unlink()
+    resume(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    assert run.token() == run.checkpoint.read().token
+
+
+def test_a_checkpoint_of_an_earlier_version_is_called_that(stopped: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    file = tmp_path / "run" / "checkpoint"
+    with Store(file) as store:
+        entries = dict(store)
+    state = json.loads(entries["state"])
+    del state["settings"]
+    write_store(file, {**entries, "state": json.dumps(state).encode()}.items())
+    with pytest.raises(SettingsError, match=r"checkpoint' was written by an earlier version; restore the run folder"):
+        resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["data", "engine", "cell"])
+def test_a_truncated_config_is_called_damaged(stopped: dict[str, Path], tmp_path: Path, key: str) -> None:
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    text = file.read_text()
+    for more, words in ((1, r"it lacks .*size"), (3, ".*"), (len(key) + 2, "it lacks .*size")):
+        file.write_text(text[: text.index(f"\n{key}:") + more])
+        with pytest.raises(UserError, match=rf"config\.yaml': {words}; restore the file from a copy, or start again"):
+            resume(tmp_path / "run")
+
+
+# --- temporary files -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "file of a killed process"])
+def test_a_temporary_file_is_a_new_one(tmp_path: Path, kind: str) -> None:
+    mine, temporary = tmp_path / "mine", tmp_path / ".summary.json.tmp"
+    mine.write_text("mine")
+    if kind == "symbolic link":
+        temporary.symlink_to(mine)
+    elif kind == "hard link":
+        os.link(mine, temporary)
+    else:
+        temporary.write_text("cut o")
+    write_text(tmp_path / "summary.json", "new")
+    assert (mine.read_text(), (tmp_path / "summary.json").read_text()) == ("mine", "new")
+    assert not (tmp_path / "summary.json").is_symlink()
+    assert {file.name for file in tmp_path.iterdir()} == {"mine", "summary.json"}
+
+
+def test_links_in_a_run_folder_change_no_other_file(stopped: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    names = [file.name for file in (tmp_path / "run").iterdir()]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+        (tmp_path / "run" / f".{name}.tmp").symlink_to(tmp_path / name)
+    resume(tmp_path / "run")
+    assert {(tmp_path / name).read_text() for name in names} == {"mine"}
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "text", "a")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "text").stat().st_mode & 0o777 == 0o640
+
+
+# --- files of another kind -----------------------------------------------------
+
+
+NAMES = ["config.yaml", "environment.json", "history.jsonl", "partition.json", "clients.jsonl", "norms.jsonl",
+         "checksums.txt", "summary.json", "model.json", "matrix.json", "checkpoint", "promises"]  # fmt: skip
+
+
+def readers(folder: Path) -> dict[str, Any]:
+    run = RunFolder(folder)
+    return {
+        "resume": lambda: resume(folder),
+        "report": lambda: [run.config(), find_runs([folder]), run.partition(), run.matrix(), run.model_description()],
+        "status": lambda: read_state(folder),
+        "rest": lambda: [run.environment(), run.promises(), run.checkpoint.state(), run.lines("norms.jsonl")],
+    }
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [*NAMES, "model.safetensors", "wandb.id", "norms.png"])
+def test_a_fifo_hangs_nothing(stopped: dict[str, Path], tmp_path: Path, name: str) -> None:
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    file = tmp_path / "run" / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    refused = {}
+    for what, read in readers(tmp_path / "run").items():
+        try:
+            read()
+        except (UserError, ValueError) as error:
+            refused[what] = str(error)
+    assert "resume" in refused
+    assert all(name in reason for reason in refused.values())
