@@ -28,7 +28,9 @@ class UserError(FedbnError, ValueError):
 
     def __init__(self, message: str) -> None:
         """The message repeats values of the user, which may be long: what is above 2 kB is left out of its middle."""
-        data = message.encode(errors="backslashreplace")
+        # Those of a file's text, which a terminal would obey.
+        message = "".join(char if char.isprintable() or char == "\n" else "?" for char in message)
+        data = message.encode()
         if len(data) >= 2000:
             message = f"{data[:1200].decode(errors='ignore')} ... {data[-600:].decode(errors='ignore')}"
         super().__init__(message)

@@ -15,7 +15,7 @@ from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.yaml_text import DEPTH, parse_yaml
 
 from .check import KEYS_OF_A_FILE, check_settings
-from .content import SHORT, WHOLE, merge, read_content
+from .content import SHORT, WHOLE, checked_mapping, merge, read_content, written_out
 from .expansion import (
     LISTS,
     PAPER,
@@ -68,14 +68,11 @@ class _Row:
 
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
     """Check a parsed file with the overrides of a command line, and expand it into its runs."""
-    if not isinstance(content, Mapping):
-        raise SettingsError(f"{name}: expected a mapping of keys, found {type(content).__name__}")
+    content = written_out(checked_mapping(content, name))
     variants = content.get("runs") or {"": {}}
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
-    if len({str(label) for label in variants}) < len(variants):
-        raise SettingsError(f"{name}: runs has two labels with the same text, of {', '.join(map(repr, variants))}")
-    variants = {str(label): variant or {} for label, variant in variants.items()}
+    variants = {label: variant or {} for label, variant in variants.items()}
     changes = parse_overrides(overrides)
     for key in ("runs", "sizes", "extends"):
         if key in changes:
@@ -175,7 +172,7 @@ def _settings_of(
     values = {**cell.sweep, **cell.tune}
     for key in values:
         check_parents(row.written, key, where)
-    written = merge(row.written, nested(values))
+    written = merge(row.written, written_out(nested(values)))
     if tuned:
         # All rows train on the same images, also those without a choice.
         written = merge({"evaluate": {"validation": VALIDATION}}, written)
@@ -189,8 +186,8 @@ def _settings_of(
             f"{where}: evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by "
             f"held-out training images; leave it out for {VALIDATION}"
         )
-    if not values and (cell_before := settings.get("cell")):
-        settings |= left_sweep(cell_before, settings)
+    if not values and "cell" in settings:
+        settings |= left_sweep(check_settings({"cell": settings["cell"]}, where).cell, settings)
     label = row.label or str(settings.get("label") or _strategy_name(settings))
     if size != PAPER:
         defaults = _defaults()
@@ -316,5 +313,6 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise SettingsError(f"{word!r}: {part!r} has a value already")
-        target[last] = parse_yaml(value)
+        target[last] = parse_yaml(value, shorten(key, 200))
+        changes = written_out(changes)
     return changes

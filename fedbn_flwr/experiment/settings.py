@@ -56,7 +56,9 @@ OWN = "module:callable"
 def _kind_of(partition: Any) -> str | None:
     """The tag that selects the options of a partition."""
     kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
-    return OWN if isinstance(kind, str) and is_name(kind) else kind if kind in KINDS else None
+    if not isinstance(kind, str):
+        return None
+    return OWN if is_name(kind) else kind if kind in KINDS else None
 
 
 if TYPE_CHECKING:
