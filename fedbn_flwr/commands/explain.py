@@ -50,6 +50,7 @@ def explain(arguments: argparse.Namespace) -> None:
         print(json.dumps(_as_json(explanation), indent=2))
     else:
         print("\n\n".join(_pages(explanation, every=arguments.all)))
+    explanation.faults.refuse()
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def check_count(name: str, counts: Mapping[str, int], seeds: int) -> None:
         )
 
 
-def check_parents(settings: Mapping[str, Any], key: str, where: str) -> None:
+def check_parents(settings: Mapping[str, Any], key: str) -> None:
     """SettingsError if a listed key is below one whose value in the file is no mapping, and would replace it."""
     found: Any = settings
     parts = key.split(".")
@@ -152,7 +152,7 @@ def check_parents(settings: Mapping[str, Any], key: str, where: str) -> None:
             return
         if not isinstance(found, Mapping):
             above = ".".join(parts[:number])
-            raise SettingsError(f"{where}: {above} is {found!r}; expected a mapping, since {key} has a list of values")
+            raise SettingsError(f"{above} is {found!r}; expected a mapping, since {key} has a list of values")
 
 
 def left_sweep(cell: Cell, settings: Mapping[str, Any]) -> dict[str, Any]:

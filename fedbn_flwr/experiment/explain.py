@@ -11,13 +11,13 @@ from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.partition import PartitionCounts
 
+from .check import Faults
 from .data import partition_of
 from .origins import Setting, settings_of
 from .partition import count_partitions
 from .prepare import Prepared, prepare
 from .run import gpus_of, workers_of
 from .settings import Experiment, Settings
-from .training import check_partition
 from .trial import Measured, try_out
 
 
@@ -55,24 +55,26 @@ class ExplainedRun:
 class Explanation:
     experiment: Experiment
     partitions: tuple[PartitionCounts, ...]  # empty if the server has no data
-    runs: tuple[ExplainedRun, ...]  # those of further seeds are not repeated
+    runs: tuple[ExplainedRun, ...]  # those without a fault; those of further seeds are not repeated
+    faults: Faults
 
 
 def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
     """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients."""
+    faults = Faults()
     first: dict[str, Prepared] = {}
-    for prepared in prepare(experiment):
-        first.setdefault(prepared.run.label, prepared)
+    for prepared in prepare(experiment, faults=faults):
+        if not faults.has(prepared.run.label):
+            first.setdefault(prepared.run.label, prepared)
+    if not first:
+        faults.refuse()
+    sound = experiment.model_copy(update={"runs": tuple(run for run in experiment.runs if run.label in first)})
     seeds = {label: tuple(run.seed for run in experiment.runs if run.label == label) for label in first}
     by_label = {run.label: run for run in reversed(experiment.runs)}
     explained = []
     has_data = all(prepared.dataset is not None for prepared in first.values())
     for label in list(first):
         prepared = first.pop(label)  # with its model, so that it is not in the memory that the next run needs
-        run = prepared.run
-        if prepared.dataset is not None:
-            parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
-            check_partition(run, prepared.rule, parts)
         measured = try_out(prepared) if trial and prepared.dataset is not None else None
         explained.append(
             ExplainedRun(
@@ -84,8 +86,8 @@ def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
                 None if measured is None else _estimate(prepared, measured),
             )
         )
-    counts = count_partitions(experiment) if has_data else []
-    return Explanation(experiment, tuple(counts), tuple(explained))
+    counts = count_partitions(sound) if has_data else []
+    return Explanation(experiment, tuple(counts), tuple(explained), faults)
 
 
 def _parts_of(prepared: Prepared) -> dict[str, Part]:

@@ -155,8 +155,8 @@ def test_a_section_can_be_a_value() -> None:
 
 
 def test_keys_that_end_alike_are_named_in_full() -> None:
-    text = "strategy: {name: X}\nsweep: {model.groups: [2], strategy.groups: [3]}"
-    assert labels(text) == ["X, model.groups=2, strategy.groups=3"]
+    text = "strategy: {name: FedAvg}\nsweep: {model.groups: [2], strategy.groups: [3]}"
+    assert labels(text) == ["FedAvg, model.groups=2, strategy.groups=3"]
 
 
 @pytest.mark.parametrize(

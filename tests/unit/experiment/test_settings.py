@@ -75,7 +75,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("engine: {name: ray, device: cuda, gpus_per_client: 0}", ["device is 'cuda', but gpus_per_client is 0"]),
         ("engine: {name: ray, device: cpu, gpus_per_client: 0.5}", ["device is 'cpu', but gpus_per_client is 0.5"]),
         ("engine: {name: ray, gpus: 2}", ["gpus is 2, which is for name local; on Ray give gpus_per_client"]),
-        ("strategy: {freeze_round: 1}", ["strategy needs a name"]),
+        ("strategy: {freeze_round: 1}", ["strategy.name=None is not a strategy"]),
         ("train: {epochs: 1, steps: 2}", ["train: epochs (1) and steps (2) exclude each other"]),
         ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
         ("train: {optimizer: 3}", ["train.optimizer: found 3; expected a name, or a mapping with a name and options"]),
@@ -114,6 +114,38 @@ def test_all_faults_are_reported_at_once() -> None:
         "'data.partition.classes_per_client' is missing",
     ):
         assert word in found
+
+
+def test_wrong_names_are_reported_with_wrong_types() -> None:
+    words = ["train.lr=abc", "rounds=-1", "model.name=resnet99", "model.norm=gm", "data.partition.alpha=-1"]
+    found = fault("{}", *words, "strategy={name: FixBN, base: FedXN}")
+    for word in (
+        "train.lr is 'abc'",
+        "rounds is -1",
+        "model.name='resnet99' is not a model; did you mean 'resnet",
+        "model.norm='gm' is not a kind of normalisation",
+        "data.partition.kind is missing",
+        "strategy.base.name='FedXN' is not a strategy; did you mean 'Fed",
+    ):
+        assert word in found
+
+
+def test_the_faults_of_all_runs_are_reported_once_and_ten_of_them() -> None:
+    text = (
+        "runs: {A: {rounds: x}, B: {clients: y}, C: {}}\nseeds: [0, 1]\ntrain: {lr: z}\nsweep: {model.norm: [bn, gm]}"
+    )
+    found = fault(text)
+    for word in (
+        "; train.lr is 'z'",
+        "run 'A, norm=bn': rounds is 'x'",
+        "run 'B, norm=bn': clients is 'y'",
+        "run 'A, norm=gm': model.norm",
+    ):
+        assert found.count(word) == 1
+    many = ", ".join(f"r{number}: {{rounds: -{number}}}" for number in range(1, 14))
+    assert fault(f"runs: {{{many}}}").endswith(
+        "run 'r10': rounds is -10: expected greater than or equal to 1; and 3 further faults"
+    )
 
 
 def test_a_fault_in_a_run_names_the_run() -> None:
