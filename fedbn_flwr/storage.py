@@ -14,6 +14,7 @@ The index comes last so that entries can be written one at a time. Checksums cov
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zlib
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from .errors import StorageError
 
@@ -56,6 +58,22 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
             raise
         if durable:
             _sync(path.parent)
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """JSON of a file, in which a figure that is not finite is null: NaN and Infinity are no JSON."""
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(content), indent=indent)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:

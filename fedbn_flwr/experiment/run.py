@@ -33,6 +33,7 @@ from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
 from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.summary import is_taken
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.write import write_report
 from fedbn_flwr.strategies import folding_of
@@ -150,11 +151,17 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     trained = [number_of(reply) for reply in used]
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
-    state.line |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
+    state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     state.clients = {} if rule.traits.private else values_of(used, "images")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)
+
+
+def _in_history(key: str) -> str:
+    """The name of a metric of training: a client may report one that is called as another figure of the round."""
+    name = key.replace("-", "_")
+    return name if name.startswith("train_") or not is_taken(name) else f"train_{name}"
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import MissingPackage, StorageError, UserError
+from fedbn_flwr.storage import to_json
 
 from . import swept
 from .choice import TITLE as CANDIDATES
@@ -50,7 +50,7 @@ def write_report(folders: Sequence[Path], out: Path) -> tuple[str, Path, Path | 
         parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found]
         images = [f"![{Path(name).stem}]({name})\n" for name in pictures]
         page.write_text("\n".join([*(f"{note}\n" for note in choice.notes), *parts, *images]), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(_figures(every, rows)) + "\n", encoding="utf-8")
+        (out / "report.json").write_text(to_json(_figures(every, rows)) + "\n", encoding="utf-8")
         write_page(rows, out / "report.html", choice)
     except StorageError as error:
         raise UserError(f"the report cannot be written: {error}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment, run_names
+from fedbn_flwr.experiment.find import load_experiment, parse_overrides, run_names
 from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 from tests.support.experiments import fault, read
 from tests.support.fuzz import cases, damaged
 
@@ -92,16 +95,23 @@ files = st.one_of(
 )  # fmt: skip
 
 
-def attempt(file: Path, changes: list[str]) -> Any:
-    """The experiment of a file with its strategies made, or the error with which it is refused."""
+def attempt(source: str, changes: list[str]) -> Any:
+    """The experiment with its strategies made, or the error with which it is refused."""
     try:
-        experiment = load_experiment(str(file), changes)
+        experiment = load_experiment(source, changes)
         run_names(experiment)
         for run in experiment.runs:
             make_rule(run)
     except UserError as error:
         return error
     return experiment
+
+
+def check(found: Any) -> None:
+    if isinstance(found, UserError):
+        assert 0 < len(str(found).encode()) < 2048
+        assert str(found).replace("\n", "").isprintable()
+        assert found.exit_code == 2
 
 
 @settings(max_examples=cases(200))
@@ -111,11 +121,25 @@ def test_any_file_is_read_or_refused(
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "any.yaml"
     file.write_bytes(content)
-    found = attempt(file, changes)
-    if isinstance(found, UserError):
-        assert 0 < len(str(found).encode()) < 2048
-        assert str(found).replace("\n", "").isprintable()
-        assert found.exit_code == 2
+    check(attempt(str(file), changes))
+
+
+BASES = [
+    "{rounds: 3, clients: 2}",
+    "{runs: {A: {strategy: FedAvg}, B: {strategy: {name: FixBN, freeze_round: 1}}}, seeds: [0, 1]}",
+    "{sweep: {train.lr: [0.1, 0.2]}, tune: {train.momentum: [0, 0.9]}}",
+    "{sizes: {small: {rounds: 2}}, data: {partition: {kind: dirichlet, alpha: 1.0}}, train: {schedule: cosine}}",
+]
+
+
+@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "200")))
+@given(base=st.sampled_from(BASES), changes=st.lists(overrides | of_strategy, min_size=1, max_size=5))
+def test_any_settings_are_read_or_refused(base: str, changes: list[str]) -> None:
+    check(attempt(base, changes))
+    keys: dict[str, Any] = {}
+    with suppress(UserError):
+        keys = parse_overrides(changes)
+    check(attempt(dump_yaml({**parse_yaml(base), **keys}), []))
 
 
 @pytest.mark.parametrize(
