@@ -117,7 +117,8 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: B
 
 
 def failed_because(problem: str) -> str:
-    return f"failed: {shorten(' '.join(problem.split()), 300)}"
+    """A line: the reasons of clients are in lines of their own, of which the first is shown."""
+    return "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)
 
 
 @dataclass(frozen=True)
