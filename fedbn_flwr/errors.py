@@ -13,7 +13,7 @@ FedbnError                 base class; the message is enough, without a tracebac
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -25,10 +25,13 @@ class FedbnError(Exception):
 
 class UserError(FedbnError, ValueError):
     exit_code = 2
+    faults: Sequence[str] = ()  # if the message has several
 
     def __init__(self, message: str) -> None:
         """The message repeats values of the user, which may be long: what is above 2 kB is left out of its middle."""
-        data = message.encode(errors="backslashreplace")
+        # Those of a file's text, which a terminal would obey.
+        message = "".join(char if char.isprintable() or char == "\n" else "?" for char in message)
+        data = message.encode()
         if len(data) >= 2000:
             message = f"{data[:1200].decode(errors='ignore')} ... {data[-600:].decode(errors='ignore')}"
         super().__init__(message)

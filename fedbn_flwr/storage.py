@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 import struct
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from .errors import StorageError
 
@@ -70,6 +71,22 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
             raise
         if durable:
             _sync(path.parent)
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """JSON of a file, in which a figure that is not finite is null: NaN and Infinity are no JSON."""
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(content), indent=indent)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from fedbn_flwr.errors import SettingsError
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 LENGTH, VALUES, DEPTH, DIGITS = 2**18, 50_000, 50, 19  # bounds of a text: characters, values, levels, digits
 
 
@@ -52,7 +53,15 @@ def dump_yaml(content: Any) -> str:
     return yaml.dump(content, Dumper=Dumper, sort_keys=False)
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, source: str = "") -> Any:
+    """The content of a text; errors begin with its `source`, a file or a key."""
+    try:
+        return _parsed(text)
+    except SettingsError as error:
+        raise SettingsError(f"{source}: {error}" if source else str(error)) from None
+
+
+def _parsed(text: str) -> Any:
     if len(text) > LENGTH:
         raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {LENGTH}")
     try:
@@ -70,12 +79,16 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise SettingsError(f"not readable as YAML: it is nested more than {DEPTH} levels deep") from None
     except yaml.YAMLError as error:
-        raise SettingsError(f"not readable as YAML: {' '.join(str(error).split())[:500]}") from None
+        raise SettingsError(f"not readable as YAML: {_in_words(error)}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # PyYAML's own, for a text that does not fit its tag: !!int abc
         raise SettingsError(f"not readable as YAML: {type(error).__name__}: {str(error)[:200]}") from None
     _check_plain(content, "")
     return content
+
+
+def _in_words(error: yaml.YAMLError) -> str:
+    return " ".join(str(error).replace('in "<unicode string>", ', "in ").split())[:500]
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
@@ -87,6 +100,9 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
         return found
     known[id(node)] = None
     if isinstance(node, yaml.MappingNode):
+        for key, _ in node.value:
+            if key.tag in _NUMBERS:  # text as it is written: keys of JSON, in which nodes receive settings, are text
+                key.tag = "tag:yaml.org,2002:str"
         parts = [_measure(part, known) for pair in node.value for part in pair]
     else:
         parts = [_measure(part, known) for part in node.value] if isinstance(node, yaml.SequenceNode) else []
@@ -106,7 +122,7 @@ def _check_plain(value: Any, key: str) -> None:
         case dict():
             for name, part in value.items():
                 where = f"{key}.{name}" if key else str(name)
-                if not isinstance(name, str | int | float) or isinstance(name, bool):
+                if not isinstance(name, str):
                     raise SettingsError(
                         f"the key {where!r} is read as {type(name).__name__}; expected text: write it in quotes"
                     )

@@ -6,6 +6,7 @@ from ._flower import FLOWER as FLOWER
 from ._records import CannotSave as CannotSave
 from ._registry import Description as Description
 from ._registry import build_strategy as build_strategy
+from ._registry import check_strategy as check_strategy
 from ._registry import describe as describe
 from ._registry import register
 from ._rule import Round as Round

@@ -53,15 +53,27 @@ def _arguments_of(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
     return accepted
 
 
+def check_strategy(spec: Mapping[str, Any], section: str = "strategy") -> Mapping[str, Any]:
+    """The section; SettingsError if there is no strategy with its name, or with that of its base."""
+    name = spec.get("name")
+    if not (isinstance(name, str) and (named.is_name(name) or name in FLOWER or name in STRATEGIES)):
+        known = did_you_mean(str(name), {*STRATEGIES, *FLOWER})
+        raise SettingsError(f"{section}.name={name!r} is not a strategy; {known}, or module:callable for your own")
+    if isinstance(base := spec.get("base"), Mapping) and not named.is_name(name):
+        check_strategy(base, f"{section}.base")
+    return spec
+
+
 def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **defaults: Any) -> Strategy:
     """The strategy that a section such as `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}` describes.
 
     A strategy that wraps another one takes it from `base`, by default FedAvg. `defaults` are arguments that the file
     may omit; each strategy, a base included, receives those that it accepts. Errors name the keys below `section`.
     """
+    check_strategy(spec, section)
     options = dict(spec)
-    name = options.pop("name", None)
-    if isinstance(name, str) and named.is_name(name):
+    name = options.pop("name")
+    if named.is_name(name):
         cls = named.load(f"{section}.name", name)
         if not isinstance(cls, type):
             return _own(section, name, cls, options, defaults)
@@ -69,16 +81,11 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
             raise SettingsError(
                 f"{section}.name={name!r} is the class {cls.__name__}; expected a flwr.serverapp.strategy.Strategy"
             )
-    elif isinstance(name, str) and name in FLOWER:
+    elif name in FLOWER:
         cls = FLOWER[name].strategy
         defaults = {**defaults, **FLOWER[name].defaults}
-    elif isinstance(name, str) and name in STRATEGIES:
-        cls = STRATEGIES[name]
     else:
-        known_names = did_you_mean(str(name), {*STRATEGIES, *FLOWER})
-        raise SettingsError(
-            f"{section}.name={name!r} is not a strategy; {known_names}, or module:callable for your own"
-        )
+        cls = STRATEGIES[name]
     known = _arguments_of(cls)
     positional: list[Strategy] = []
     inside = ""  # the name of the base

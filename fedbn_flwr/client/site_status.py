@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, Message
 from fedbn_flwr.errors import MessageError, StorageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
-from fedbn_flwr.storage import replacing
+from fedbn_flwr.storage import replacing, to_json
 
 from .node_state import StateFolder
 
@@ -64,7 +64,7 @@ def _write(message: Message, context: Context, began: float, error: str | None, 
         succeeded = known.get(task, {}).get("succeeded") if error else now
         line = {"round": config.get(protocol.ROUND, 0), "seconds": now - began, "error": error}
         with replacing(file, durable=False, mode=0o600) as temporary:
-            temporary.write_text(json.dumps({**known, task: {**line, "succeeded": succeeded, **figures}}))
+            temporary.write_text(to_json({**known, task: {**line, "succeeded": succeeded, **figures}}))
     except (OSError, MessageError, StorageError):
         return  # a full disk or a wrong token has its own error where the state is saved
 

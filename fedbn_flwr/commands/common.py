@@ -82,7 +82,16 @@ def duration(seconds: float) -> str:
 
 def size_text(size: float) -> str:
     units = ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
+    while size >= 999.5 and len(units) > 1:
         size /= 1000
         del units[0]
     return f"{size:.3g} {units[0]}"
+
+
+def about(value: float) -> str:
+    """Seconds that are estimated."""
+    if value >= 5400:
+        return f"{value / 3600:.1f} h"
+    if value >= 90:
+        return f"{value / 60:.0f} min"
+    return f"{value:.2g} s" if value >= 0.1 else f"{value * 1000:.2g} ms"

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import Commands, add_command, add_experiment, loading, overrides_of
+from .common import Commands, about, add_command, add_experiment, loading, overrides_of, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +50,7 @@ def explain(arguments: argparse.Namespace) -> None:
         print(json.dumps(_as_json(explanation), indent=2))
     else:
         print("\n\n".join(_pages(explanation, every=arguments.all)))
+    explanation.faults.refuse()
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def _model(run: ExplainedRun) -> str:
     from fedbn_flwr.results.report import as_text
 
     values = {each.key: each.value for each in run.settings}
-    rows = [(role, str(part.arrays), f"{part.values:,}", size(part.bytes)) for role, part in run.model.items()]
+    rows = [(role, str(part.arrays), f"{part.values:,}", size_text(part.bytes)) for role, part in run.model.items()]
     title = f"model {values['model.name']}, {values['model.norm']}"
     return as_text([(title, "arrays", "values", "size"), *rows])
 
@@ -127,18 +128,20 @@ def _costs(run: ExplainedRun) -> str:
     for (first, traffic), last in zip(measured.traffic, ends, strict=True):
         when = "a round" if len(ends) == 1 else f"round {first}" if first == last else f"a round from {first} to {last}"
         down, up, clients = traffic.bytes_down, traffic.bytes_up, measured.clients
-        rows.append((f"{when}: each client", size(down), size(up), _what(traffic)))
-        rows.append((f"{' ' * len(when)}  all {clients} clients", size(clients * down), size(clients * up), ""))
+        rows.append((f"{when}: each client", size_text(down), size_text(up), _what(traffic)))
+        rows.append(
+            (f"{' ' * len(when)}  all {clients} clients", size_text(clients * down), size_text(clients * up), "")
+        )
     down, up = measured.total()
-    rows.append((f"all {measured.rounds} rounds", size(down), size(up), "training only"))
+    rows.append((f"all {measured.rounds} rounds", size_text(down), size_text(up), "training only"))
     seeds = "" if len(run.seeds) == 1 else f", for each of {len(run.seeds)} seeds"
     at_once = f"{estimate.workers} client{'s' if estimate.workers > 1 else ''} at a time"
     lines = [
         as_text(rows),
-        f"time:   about {seconds(estimate.run)} on this machine, {at_once}{seeds}",
-        f"        a round {seconds(estimate.train)}: {estimate.steps} steps at {seconds(measured.step)}; "
-        f"an evaluation {seconds(estimate.evaluate)}",
-        f"memory: {size(measured.memory)}, the peak of this process with its libraries (of a GPU: its own memory)",
+        f"time:   about {about(estimate.run)} on this machine, {at_once}{seeds}",
+        f"        a round {about(estimate.train)}: {estimate.steps} steps at {about(measured.step)}; "
+        f"an evaluation {about(estimate.evaluate)}",
+        f"memory: {size_text(measured.memory)}, the peak of this process with its libraries (of a GPU: its own memory)",
     ]
     return "\n".join(lines)
 
@@ -151,19 +154,3 @@ def _what(traffic: RoundTraffic) -> str:
     else:
         text = f"down: {', '.join(down) or 'no arrays'}; up: {', '.join(up) or 'no arrays'}"
     return text + (f"; {traffic.exchanges} exchanges of statistics" if traffic.exchanges else "")
-
-
-def size(count: int) -> str:
-    """Bytes in decimal units, as in the report."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
-    return f"{count} B"
-
-
-def seconds(value: float) -> str:
-    if value >= 5400:
-        return f"{value / 3600:.1f} h"
-    if value >= 90:
-        return f"{value / 60:.0f} min"
-    return f"{value:.2g} s" if value >= 0.1 else f"{value * 1000:.2g} ms"

@@ -55,7 +55,7 @@ def flwr(arguments: argparse.Namespace) -> int:
         if run_config.get("resume") and not run_config.get("out"):
             raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
         out = Path(run_config.get("out") or default_out(experiment.name)).expanduser().resolve()
-        prepare(experiment)
+        prepare(experiment, own_data=True)
         open_folders(experiment, out, resume=bool(run_config.get("resume")))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)

@@ -6,10 +6,14 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError
 
-from .common import Commands, add_command, add_experiment, loading, overrides_of
+from .common import Commands, about, add_command, add_experiment, loading, overrides_of, size_text
+
+if TYPE_CHECKING:
+    from fedbn_flwr.experiment.explain import Plan
 
 
 def add(commands: Commands) -> None:
@@ -29,6 +33,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the run folders (runs/NAME-TIME)")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at the same time (one per core, if there are as many runs)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="train nothing: check all runs, and estimate the time and the disk"
     )
     parser.add_argument("--resume", action="store_true", help="continue the interrupted runs in --out")
 
@@ -58,6 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
+    if arguments.dry_run:
+        from fedbn_flwr.experiment.explain import plan
+
+        logging.getLogger("flwr").setLevel(logging.ERROR)
+        print(_plan_in_words(plan(experiment, out, resume=arguments.resume, jobs=arguments.jobs), out))
+        return 0
     keep_freed_memory()
     try:
         carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
@@ -68,3 +81,18 @@ def run(arguments: argparse.Namespace) -> int:
             error.add_note(f"{stopped}; continue with: {shlex.join(words)}")
         raise
     return 0
+
+
+def _plan_in_words(planned: Plan, out: Path) -> str:
+    from fedbn_flwr.results.report import as_text
+
+    rows = [("run", "seeds", "time of each", "disk of each")]
+    for run, seeds in planned.runs:
+        found = run.estimate
+        costs = ("-", "-") if found is None else (about(found.run), size_text(found.disk))
+        rows.append((run.label, str(seeds), *costs))
+    runs = sum(seeds for _, seeds in planned.runs)
+    return (
+        f"{as_text(rows)}\n\n{runs} run{'s' if runs != 1 else ''}: about {about(planned.seconds)} on this machine, "
+        f"{size_text(planned.disk)} in {out}; all checks passed, and nothing was trained"
+    )

@@ -150,9 +150,6 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes)
     plain: dict[str, Any] = {key: _plain(key, value) for key, value in changes.items()}
     if "runs" in plain and isinstance(content, Mapping):
         content = {**content, "runs": plain.pop("runs")}
-    for section in ("data", "model", "strategy", "engine"):
-        if isinstance(plain.get(section), str):
-            plain[section] = {"name": plain[section]}
     if only is not None:
         plain["only"] = _plain("only", only)
     # As on a command line: Flower's processes get the experiment and its changes as text.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.partition.kinds import KINDS, OwnOptions
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, UserError, did_you_mean
 from fedbn_flwr.results.text import shorten
 
 from .settings import DERIVED, OWN, Settings
@@ -23,15 +24,51 @@ KEYS_OF_A_FILE = ("description", "extends", "seeds", "runs", "sweep", "tune", "s
 _FAULTS = 10  # explained; each may list the known keys
 
 
-def check_settings(settings: Mapping[str, Any], where: str) -> Settings:
+class Faults:
+    """What is wrong with the runs of an experiment, for one message."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {}  # the labels of the runs that have a fault
+        self.runs: set[str] = set()
+        self.error: UserError | None = None  # the first one
+
+    @contextmanager
+    def of(self, label: str) -> Iterator[None]:
+        """Around the check of a run, after whose fault other runs can be checked."""
+        self.runs.add(label)
+        try:
+            yield
+        except UserError as error:
+            self.error = self.error or error
+            for fault in error.faults or [str(error)]:
+                self.found.setdefault(fault, []).append(label)
+
+    def has(self, label: str) -> bool:
+        return any(label in labels for labels in self.found.values())
+
+    def refuse(self, name: str = "") -> None:
+        """Raise the faults, if there are any: each once, and with the run that has it if others do not."""
+        if self.error is not None:
+            words = [
+                fault if self.runs == {*labels} else f"run {labels[0]!r}: {fault}"
+                for fault, labels in self.found.items()
+            ]
+            raise type(self.error)((f"{name}: " if name else "") + _listed(words)) from self.error
+
+
+def _listed(faults: Sequence[str]) -> str:
+    more = [f"and {len(faults) - _FAULTS} further faults"] if len(faults) > _FAULTS else []
+    return "; ".join([*faults[:_FAULTS], *more])
+
+
+def check_settings(settings: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(dict(settings))
     except ValidationError as error:
-        explained = _without_repetition(map(_explain, error.errors()))
-        faults = explained[:_FAULTS]
-        if len(explained) > _FAULTS:
-            faults.append(f"and {len(explained) - _FAULTS} further faults")
-        raise SettingsError(f"{where}: " + "; ".join(faults)) from None
+        faults = _without_repetition(map(_explain, error.errors()))
+        refusal = SettingsError(_listed(faults))
+        refusal.faults = faults
+        raise refusal from None
 
 
 def _without_repetition(faults: Iterable[str]) -> list[str]:
@@ -61,7 +98,8 @@ def _explain(details: ErrorDetails) -> str:
             wrong = f".kind={kind!r} is not a partition" if kind else ".kind is missing"
             return f"{key}{wrong}; {did_you_mean(str(kind), KINDS)}, or {OWN} for your own"
         case "value_error":
-            return f"{key + ': ' if key else ''}{details['ctx']['error']}"
+            error = details["ctx"]["error"]
+            return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
         case "string_pattern_mismatch":
             return f"{key} is {value}: expected one line without control characters"
         case "tuple_type":

@@ -29,7 +29,7 @@ def read_content(source: str) -> tuple[Any, str]:
     if "\n" in source or source.lstrip().startswith("{"):
         return extended(parse_yaml(source), Path()), "experiment"
     path, name = _file(source, Path())
-    return extended(parse_yaml(_text(path)), path.parent), name
+    return extended(_content(path), path.parent), name
 
 
 # What an experiment does not take from the one that it extends.
@@ -50,11 +50,9 @@ def extended(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
             f"extends: {str(path)!r} is file {_CHAIN + 1} of a chain, expected at most {_CHAIN}; one of them extends "
             f"itself, or leave some out: {', '.join(file.name for file in through)}"
         )
-    parent = extended(parse_yaml(_text(path)), path.parent, (*through, path))
-    if not isinstance(parent, Mapping):
-        raise SettingsError(f"extends: {str(path)!r} has no keys, but {type(parent).__name__}")
+    parent = extended(_content(path), path.parent, (*through, path))
     inherited = {key: value for key, value in parent.items() if key not in _OWN}
-    return merge(inherited, {key: value for key, value in content.items() if key != "extends"})
+    return merge(written_out(inherited), written_out({k: value for k, value in content.items() if k != "extends"}))
 
 
 def _file(source: str, folder: Path) -> tuple[Path, str]:
@@ -72,6 +70,17 @@ def _file(source: str, folder: Path) -> tuple[Path, str]:
             f"{did_you_mean(source, shipped)}"
         )
     return shipped[source], source.replace("/", "-")
+
+
+def _content(path: Path) -> Any:
+    return checked_mapping(parse_yaml(_text(path), repr(str(path))), repr(str(path)))
+
+
+def checked_mapping(content: Any, source: str) -> Any:
+    if not isinstance(content, Mapping):
+        found = "nothing" if content is None else type(content).__name__
+        raise SettingsError(f"{source}: expected a mapping of keys, found {found}")
+    return content
 
 
 def _text(path: Path) -> str:
@@ -101,8 +110,31 @@ WHOLE = {
     "track": "name",
 }
 
-# Sections for which a file may give only the value of this key.
+# Parts for which a file may give only the value of this key, by the section that they are in; a section that the
+# settings keep as a text is in SHORT.
+_NAMED = {
+    "": {"data": "name", "model": "name", "strategy": "name", "engine": "name"},
+    "data": {"partition": "kind"},
+    "strategy": {"base": "name"},
+    "base": {"base": "name"},
+}
 SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}
+
+
+def written_out(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """`strategy: FedTAN` as `strategy: {name: FedTAN}`, also in the `runs` and `sizes` of an experiment."""
+    found = dict(settings)
+    for key, name in _NAMED.get(section, {}).items():
+        if isinstance(value := found.get(key), str):
+            found[key] = {name: value}
+        elif isinstance(value, Mapping):
+            found[key] = written_out(value, key)
+    for key in ("runs", "sizes") if not section else ():
+        if isinstance(parts := found.get(key), Mapping):
+            found[key] = {
+                label: written_out(each) if isinstance(each, Mapping) else each for label, each in parts.items()
+            }
+    return found
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 
-from .content import SHORT, WHOLE
+from .content import SHORT, WHOLE, written_out
 from .evaluation import Section
 
 PAPER, SMOKE = "paper", "smoke"
@@ -85,7 +85,9 @@ class Lists:
 def _selected(key: str, values: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
     """What an override of a listed key leaves: its value, or all values if it adds a part to each of them."""
     value = _at(given, key)
-    if value in values or not isinstance(value, Mapping) or WHOLE.get(key.rpartition(".")[2]) in value:
+    if same := [each for each in values if _at(written_out(nested({key: each})), key) == value]:
+        return same
+    if not isinstance(value, Mapping) or WHOLE.get(key.rpartition(".")[2]) in value:
         return [value]
     parts = {part for each in values if isinstance(each, Mapping) for part in flat_settings(each)}
     if both := parts & flat_settings(value).keys():
@@ -145,7 +147,7 @@ def check_count(name: str, counts: Mapping[str, int], seeds: int) -> None:
         )
 
 
-def check_parents(settings: Mapping[str, Any], key: str, where: str) -> None:
+def check_parents(settings: Mapping[str, Any], key: str) -> None:
     """SettingsError if a listed key is below one whose value in the file is no mapping, and would replace it."""
     found: Any = settings
     parts = key.split(".")
@@ -157,17 +159,17 @@ def check_parents(settings: Mapping[str, Any], key: str, where: str) -> None:
             return
         if not isinstance(found, Mapping):
             above = ".".join(parts[:number])
-            raise SettingsError(f"{where}: {above} is {found!r}; expected a mapping, since {key} has a list of values")
+            raise SettingsError(f"{above} is {found!r}; expected a mapping, since {key} has a list of values")
 
 
-def left_sweep(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def left_sweep(cell: Cell, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The changes for settings of another run that no longer have the values of its place in a sweep."""
-    values = flat_settings(nested({**cell.get("sweep", {}), **cell.get("tune", {})}))
+    values = flat_settings(written_out(nested({**cell.sweep, **cell.tune})))
     now = flat_settings(settings)
     if all(now.get(key) == value for key, value in values.items()):
         return {}
-    row, label = str(cell.get("row", "")), str(settings.get("label", ""))
-    return {"cell": Cell().model_dump(), "label": row if label.startswith(f"{row}, ") else label}
+    label = str(settings.get("label", ""))
+    return {"cell": Cell().model_dump(), "label": cell.row if label.startswith(f"{cell.row}, ") else label}
 
 
 # --- labels -------------------------------------------------------------------
@@ -219,9 +221,7 @@ def _at(settings: Mapping[str, Any], key: str) -> Any:
 
 def changes_of_size(content: Mapping[str, Any], size: str, where: str) -> dict[str, Any]:
     """The changes that `sizes` of an experiment, or of one of its runs, has for a size; the file itself is `paper`."""
-    sizes = content.get("sizes") or {}
-    if not isinstance(sizes, Mapping) or not all(isinstance(each, Mapping | None) for each in sizes.values()):
-        raise SettingsError(f"{where}: sizes must map a size to changes, for instance small: {{rounds: 20}}")
+    sizes = _sizes(content, where)
     if PAPER in sizes:
         raise SettingsError(f"{where}: sizes has {PAPER}, which is the file as written; name the smaller sizes only")
     for each, changes in sizes.items():
@@ -230,9 +230,16 @@ def changes_of_size(content: Mapping[str, Any], size: str, where: str) -> dict[s
     return dict(sizes.get(size) or {})
 
 
+def _sizes(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    sizes = content.get("sizes") or {}
+    if not isinstance(sizes, Mapping) or not all(isinstance(each, Mapping | None) for each in sizes.values()):
+        raise SettingsError(f"{where}: sizes must map a size to changes, for instance small: {{rounds: 20}}")
+    return sizes
+
+
 def check_size(size: Any, contents: Sequence[Mapping[str, Any]], name: str) -> str:
     """A size that some run of the experiment defines, or one that every experiment has."""
-    known = list(dict.fromkeys([PAPER, SMOKE, *(str(key) for each in contents for key in each.get("sizes") or {})]))
+    known = list(dict.fromkeys([PAPER, SMOKE, *(key for each in contents for key in _sizes(each, name))]))
     if size not in known:
         raise SettingsError(f"{name} has no size {size!r}; {did_you_mean(str(size), known)}")
     return str(size)

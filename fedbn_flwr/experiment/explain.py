@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.partition import PartitionCounts
 
+from .check import Faults
 from .data import partition_of
 from .origins import Setting, settings_of
 from .partition import count_partitions
 from .prepare import Prepared, prepare
-from .run import gpus_of, workers_of
+from .run import gpus_of, open_folders, workers_of
 from .settings import Experiment, Settings
-from .training import check_partition
+from .side_by_side import jobs_of
 from .trial import Measured, try_out
+
+_LINE, _LINE_OF_CLIENT, _OTHER_FILES = 700, 70, 10_000  # bytes: a round in the history, a client in it, the settings
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Estimate:
     train: float  # a round of training
     evaluate: float  # an evaluation on the server's test images
     run: float  # the whole run
+    disk: int  # bytes of its folder
 
 
 @dataclass(frozen=True)
@@ -55,24 +61,26 @@ class ExplainedRun:
 class Explanation:
     experiment: Experiment
     partitions: tuple[PartitionCounts, ...]  # empty if the server has no data
-    runs: tuple[ExplainedRun, ...]  # those of further seeds are not repeated
+    runs: tuple[ExplainedRun, ...]  # those without a fault; those of further seeds are not repeated
+    faults: Faults
 
 
 def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
     """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients."""
+    faults = Faults()
     first: dict[str, Prepared] = {}
-    for prepared in prepare(experiment):
-        first.setdefault(prepared.run.label, prepared)
+    for prepared in prepare(experiment, faults=faults):
+        if not faults.has(prepared.run.label):
+            first.setdefault(prepared.run.label, prepared)
+    if not first:
+        faults.refuse()
+    sound = experiment.model_copy(update={"runs": tuple(run for run in experiment.runs if run.label in first)})
     seeds = {label: tuple(run.seed for run in experiment.runs if run.label == label) for label in first}
     by_label = {run.label: run for run in reversed(experiment.runs)}
     explained = []
     has_data = all(prepared.dataset is not None for prepared in first.values())
     for label in list(first):
         prepared = first.pop(label)  # with its model, so that it is not in the memory that the next run needs
-        run = prepared.run
-        if prepared.dataset is not None:
-            parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
-            check_partition(run, prepared.rule, parts)
         measured = try_out(prepared) if trial and prepared.dataset is not None else None
         explained.append(
             ExplainedRun(
@@ -84,8 +92,34 @@ def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
                 None if measured is None else _estimate(prepared, measured),
             )
         )
-    counts = count_partitions(experiment) if has_data else []
-    return Explanation(experiment, tuple(counts), tuple(explained))
+    counts = count_partitions(sound) if has_data else []
+    return Explanation(experiment, tuple(counts), tuple(explained), faults)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is left to do of an experiment that was checked."""
+
+    runs: tuple[tuple[ExplainedRun, int], ...]  # with the number of seeds that are left
+    seconds: float  # of all, on this machine
+    disk: int  # bytes
+
+
+def plan(experiment: Experiment, out: Path, *, resume: bool, jobs: int | None) -> Plan:
+    """Check an experiment as `carry_out` does, and estimate what it takes."""
+    folders = open_folders(experiment, out, resume=resume)
+    done = [resume and folder.is_finished() for folder in folders]
+    left = Counter(run.label for run, is_done in zip(experiment.runs, done, strict=True) if not is_done)
+    jobs = jobs_of(experiment.runs, left.total(), jobs)
+    explanation = explain(experiment)
+    explanation.faults.refuse()
+    seconds, disk = 0.0, 0
+    for run in explanation.runs:
+        if (estimate := run.estimate) is not None:
+            # Runs side by side have no workers.
+            seconds += left[run.label] * estimate.run * (estimate.workers / jobs if jobs > 1 else 1)
+            disk += left[run.label] * estimate.disk
+    return Plan(tuple((run, left[run.label]) for run in explanation.runs), seconds, disk)
 
 
 def _parts_of(prepared: Prepared) -> dict[str, Part]:
@@ -110,7 +144,11 @@ def _estimate(prepared: Prepared, measured: Measured) -> Estimate:
     train = (steps * measured.step + measured.clients * measured.message) / workers
     evaluate = _evaluation(prepared, dataset, measured, workers)
     evaluations = math.ceil(run.rounds / run.evaluate.every)
-    return Estimate(workers, steps, train, evaluate, run.rounds * train + evaluations * evaluate)
+    model = sum(part.bytes for part in _parts_of(prepared).values())
+    files = (3 if held_out else 2) * model + measured.states  # model, the best one, and the checkpoint
+    lines = run.rounds * (_LINE + _LINE_OF_CLIENT * measured.clients)
+    whole = run.rounds * train + evaluations * evaluate
+    return Estimate(workers, steps, train, evaluate, whole, files + lines + _OTHER_FILES)
 
 
 def _steps(run: Settings, sizes: Sequence[int]) -> int:

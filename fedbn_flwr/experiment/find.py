@@ -14,8 +14,8 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.yaml_text import DEPTH, parse_yaml
 
-from .check import KEYS_OF_A_FILE, check_settings
-from .content import SHORT, WHOLE, merge, read_content
+from .check import KEYS_OF_A_FILE, Faults, check_settings
+from .content import SHORT, WHOLE, checked_mapping, merge, read_content, written_out
 from .expansion import (
     LISTS,
     PAPER,
@@ -69,14 +69,11 @@ class _Row:
 
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
     """Check a parsed file with the overrides of a command line, and expand it into its runs."""
-    if not isinstance(content, Mapping):
-        raise SettingsError(f"{name}: expected a mapping of keys, found {type(content).__name__}")
+    content = written_out(checked_mapping(content, name))
     variants = content.get("runs") or {"": {}}
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
-    if len({str(label) for label in variants}) < len(variants):
-        raise SettingsError(f"{name}: runs has two labels with the same text, of {', '.join(map(repr, variants))}")
-    variants = {str(label): variant or {} for label, variant in variants.items()}
+    variants = {label: variant or {} for label, variant in variants.items()}
     changes = parse_overrides(overrides)
     for key in ("runs", "sizes", "extends"):
         if key in changes:
@@ -119,16 +116,18 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     tuned = any(row.lists.tune for row in rows.values())
     compared = {key for row in rows.values() for key in flat_settings(row.variant)}
     defaults = _defaults()
-    runs = []
+    runs, faults = [], Faults()
     for row in chosen.values():
         for found in row.lists.cells(row.label):
             cell = found.model_copy(update={"place": [list(rows).index(row.label), *row.whole.place(found)]})
-            settings = _settings_of(row, cell, size, changes, compared, name, tuned=tuned)
-            if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
-                in_file = merge(merge(defaults, row.written), nested({**cell.sweep, **cell.tune}))
-                settings["published"] = with_set_up(known, size, in_file, merge(defaults, settings))
-            for seed in seeds or [settings.get("seed", 0)]:
-                runs.append(check_settings({**settings, "seed": seed}, where=_where(name, row, cell)))
+            with faults.of(", ".join([*filter(None, [row.label]), *values_in_words(cell)])):
+                settings = _settings_of(row, cell, size, changes, compared, tuned=tuned)
+                if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
+                    in_file = merge(merge(defaults, row.written), nested({**cell.sweep, **cell.tune}))
+                    settings["published"] = with_set_up(known, size, in_file, merge(defaults, settings))
+                for seed in seeds or [settings.get("seed", 0)]:
+                    runs.append(check_settings({**settings, "seed": seed}))
+    faults.refuse(name)
     if size != SMOKE and (changes or size != PAPER):  # two rounds are too few for some differences
         _check_different(runs, name)
     # Nodes on other machines cannot read the file: they receive its content.
@@ -165,35 +164,29 @@ def _without(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _where(name: str, row: _Row, cell: Cell) -> str:
-    label = ", ".join([row.label, *values_in_words(cell)] if row.label else values_in_words(cell))
-    return f"{name}, run {label!r}" if label else name
-
-
 def _settings_of(
-    row: _Row, cell: Cell, size: str, changes: Mapping[str, Any], compared: Collection[str], name: str, *, tuned: bool
+    row: _Row, cell: Cell, size: str, changes: Mapping[str, Any], compared: Collection[str], *, tuned: bool
 ) -> dict[str, Any]:
     """The settings of a cell: those of its row, its values, the changes of the size, and the overrides."""
-    where = _where(name, row, cell)
     values = {**cell.sweep, **cell.tune}
     for key in values:
-        check_parents(row.written, key, where)
-    written = merge(row.written, nested(values))
+        check_parents(row.written, key)
+    written = merge(row.written, written_out(nested(values)))
     if tuned:
         # All rows train on the same images, also those without a choice.
         written = merge({"evaluate": {"validation": VALIDATION}}, written)
     of_size: Mapping[str, Any] = row.of_size
     if size == SMOKE:
-        of_size = merge(smoke(check_settings(merge(written, changes), where)), of_size)
+        of_size = merge(smoke(check_settings(merge(written, changes))), of_size)
     planned = merge(written, of_size)
     settings = merge(planned, changes)
     if cell.tune and flat_settings(settings).get("evaluate.validation") == 0:
         raise SettingsError(
-            f"{where}: evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by "
-            f"held-out training images; leave it out for {VALIDATION}"
+            f"evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by held-out "
+            f"training images; leave it out for {VALIDATION}"
         )
-    if not values and (cell_before := settings.get("cell")):
-        settings |= left_sweep(cell_before, settings)
+    if not values and "cell" in settings:
+        settings |= left_sweep(check_settings({"cell": settings["cell"]}).cell, settings)
     label = row.label or str(settings.get("label") or _strategy_name(settings))
     if size != PAPER:
         defaults = _defaults()
@@ -204,9 +197,7 @@ def _settings_of(
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
         own = row.label if any(key.partition(".")[0] == "strategy" for key in values) else label
         settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
-    more = _changed_by_overrides(
-        flat_settings(row.variant), flat_settings(planned), flat_settings(settings), compared, where
-    )
+    more = _changed_by_overrides(flat_settings(row.variant), flat_settings(planned), flat_settings(settings), compared)
     return {**settings, "label": ", ".join([label, *values_in_words(cell)]) + more}
 
 
@@ -227,7 +218,6 @@ def _changed_by_overrides(
     planned: Mapping[str, Any],
     settings: Mapping[str, Any],
     compared: Collection[str],
-    where: str,
 ) -> str:
     """An addition to the label of a run: what the overrides change of the keys that the runs compare.
 
@@ -237,7 +227,7 @@ def _changed_by_overrides(
     for key in changed:
         if key in variant and key.rpartition(".")[2] in WHOLE.values():
             raise SettingsError(
-                f"{where}: {key} is {variant[key]!r} in this run, which its label says; an override must not replace "
+                f"{key} is {variant[key]!r} in this run, which its label says; an override must not replace "
                 f"it by {settings.get(key)!r}. Leave the override out, select other runs with only=LABEL, or copy the "
                 "experiment and change its runs"
             )
@@ -319,5 +309,6 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise SettingsError(f"{word!r}: {part!r} has a value already")
-        target[last] = parse_yaml(value)
+        target[last] = parse_yaml(value, shorten(key, 200))
+        changes = written_out(changes)
     return changes

@@ -10,7 +10,9 @@ from typing import Any
 
 from fedbn_flwr.results.folder import flat_settings
 
+from .content import written_out
 from .data import resolve
+from .expansion import nested
 from .find import parse_overrides
 from .settings import DERIVED, Experiment, Settings
 
@@ -57,4 +59,4 @@ def _keys(settings: Mapping[str, Any]) -> set[str]:
 
 def _within(cell: Mapping[str, Any]) -> set[str]:
     """The keys that a cell gives: the value of one may be a section."""
-    return {key for name, value in cell.items() for key in flat_settings({name: value})}
+    return set(flat_settings(written_out(nested(cell))))

@@ -21,6 +21,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
+from .check import Faults
 from .data import (
     check_labels,
     load_data,
@@ -35,7 +36,7 @@ from .find import run_names
 from .model import check_gpus, choose_device, make_model, model_arguments, try_model
 from .mods import check_mods
 from .settings import Experiment, Settings, strategy_name
-from .training import check_training, own_loss
+from .training import check_partition, check_training, own_loss
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,46 @@ class Prepared:
         self.__dict__.pop("model", None)
 
 
-def prepare(experiment: Experiment, places: Sequence[int] | None = None) -> list[Prepared]:
-    """Prepare and check all runs, or those at these places of the experiment; first the strategies, which is quick."""
+def prepare(
+    experiment: Experiment,
+    places: Sequence[int] | None = None,
+    *,
+    own_data: bool = False,
+    faults: Faults | None = None,
+) -> list[Prepared]:
+    """Prepare and check all runs, or those at these places of the experiment; first the strategies, which is quick.
+
+    With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. What is wrong
+    is raised, or added to `faults` if they are given.
+    """
     named = list(zip(experiment.runs, run_names(experiment), strict=True))
     chosen = named if places is None else [named[place] for place in places]
     runs = [run for run, _ in chosen]
-    for run in runs:
-        check_mods(run)
+    found = Faults() if faults is None else faults
     for tracker in dict.fromkeys(tracker for run in runs for tracker in run.track):
         tracker.check()
-    rules = [make_rule(run) for run in runs]
-    prepared = []
-    for (run, name), rule in zip(chosen, rules, strict=True):
-        prepared.append(prepare_run(run, name, rule))
-        if len(chosen) > 1:
-            prepared[-1].release()  # a sweep has many models
+    rules: dict[str, Rule] = {}
+    for run, name in chosen:
+        with found.of(run.label):
+            check_mods(run)
+            rules[name] = make_rule(run)
+    if faults is None:
+        found.refuse()
+    prepared: list[Prepared] = []
+    seeds: dict[str, list[int]] = {}
+    for run in runs:
+        seeds.setdefault(run.label, []).append(run.seed)
+    for run, name in chosen:
+        with found.of(run.label):
+            if name not in rules:
+                continue
+            prepared.append(prepare_run(run, name, rules[name]))
+            if len(chosen) > 1:
+                prepared[-1].release()  # a sweep has many models
+            if prepared[-1].dataset is not None and not own_data:
+                check_partition(prepared[-1].run, rules[name], str(prepared[-1].device), seeds.pop(run.label, ()))
+    if faults is None:
+        found.refuse()
     return prepared
 
 
@@ -93,12 +119,9 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
     model = make_model(run, shape).to(device)
     _check_norm(run, model, rule)
     try_model(run, model, shape, device, own_loss(run))
-    try:
-        check_training(run, rule, model, shape)
-        with _without_warnings():  # the run calls it again
-            rule.begin(run.rounds, pack(initial_arrays(model)))  # refuses a model that does not suit it
-    except SettingsError as error:
-        raise SettingsError(f"run {run.label!r}: {error}") from None
+    check_training(run, rule, model, shape)
+    with _without_warnings():  # the run calls it again
+        rule.begin(run.rounds, pack(initial_arrays(model)))  # refuses a model that does not suit it
     # A server without data does not know the moments of the clients' images.
     normalise = normalisation_of(run, shape) if dataset is not None or run.data.normalise != "moments" else None
     description = {

@@ -32,12 +32,13 @@ from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
 from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.summary import is_taken
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.write import write_report
 
 from .compiling import decided, fill_cache
 from .cost import images_of
-from .data import loaded_data, partition_of, resolve
+from .data import loaded_data, resolve
 from .find import from_run_config, run_names
 from .listeners.base import Listener, RunState
 from .listeners.best import Best
@@ -58,7 +59,7 @@ from .partition import counts_of
 from .prepare import Prepared, prepare
 from .resume import keep_promises, restore_clients
 from .settings import Experiment, Settings
-from .side_by_side import jobs_of, side_by_side
+from .side_by_side import failed_because, jobs_of, side_by_side
 from .training import check_partition, work_of
 
 
@@ -92,7 +93,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
         if prepared.dataset is not None and not nodes.own_data:
-            check_partition(run, prepared.rule, partition_of(run.data, run.clients, run.seed, str(prepared.device)))
+            check_partition(run, prepared.rule, str(prepared.device), [run.seed])
             folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
         state.nodes = {client: node for client, node in nodes.ids.items() if trains(run, client)}
         if run.evaluate.unseen:
@@ -150,11 +151,17 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     trained = [number_of(reply) for reply in used]
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
-    state.line |= {key.replace("-", "_"): value for key, value in (metrics or {}).items()}
+    state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     state.clients = {} if rule.traits.private else values_of(used, "images")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)
+
+
+def _in_history(key: str) -> str:
+    """The name of a metric of training: a client may report one that is called as another figure of the round."""
+    name = key.replace("-", "_")
+    return name if name.startswith("train_") or not is_taken(name) else f"train_{name}"
 
 
 @dataclass(frozen=True)
@@ -217,10 +224,12 @@ def run_experiment(
     jobs: int | None = 1,
     plain: bool | None = None,
     quiet: bool = False,
+    own_data: bool = False,
 ) -> Outcome:
     """Carry out all runs, each on the grid of the context manager `make_grid(run)`.
 
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
+    `own_data`: nodes may have data of their own.
     """
     folders = open_folders(experiment, out, resume=resume)
     done = [resume and folder.is_finished() for folder in folders]
@@ -233,7 +242,7 @@ def run_experiment(
     with progress, _reported(out):
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
-        prepared = dict(zip(todo, prepare(experiment, todo), strict=True))
+        prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
         progress.message(f"run folders: {out.resolve()}")
 
         def run_at(place: int, listener: Progress | Reporter) -> None:
@@ -274,7 +283,7 @@ def run_experiment(
                         raise
                     # Divergence is a result too: the remaining runs are still carried out.
                     failed[place] = str(error)
-                    progress.message(f"{progress.label}: failed: {str(error).splitlines()[0]}")
+                    progress.message(f"{progress.label}: {failed_because(failed[place])}")
         failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
         progress.status("writing the report")
         try:
@@ -335,7 +344,8 @@ def carry_out(
         leave_if_unguarded()
         experiment = experiment.model_copy(update={"runs": tuple(decided(run) for run in experiment.runs)})
         local_grid = functools.partial(_local_grid, experiment, node_config)
-        return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet)
+        own_data = node_config is not None
+        return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     with needs("run", "engine.name='ray'"):
@@ -382,4 +392,4 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
     def make_grid(run: Settings) -> Iterator[Grid]:
         yield grid
 
-    return run_experiment(experiment, make_grid, out, resume=resume, plain=True)
+    return run_experiment(experiment, make_grid, out, resume=resume, plain=True, own_data=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -24,7 +25,10 @@ from pydantic import (
 
 from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.errors import did_you_mean
+from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
+from fedbn_flwr.norms.convert import check_kind
+from fedbn_flwr.strategies import check_strategy
 
 from .engine import Engine as Engine
 from .evaluation import Evaluate as Evaluate
@@ -56,7 +60,9 @@ OWN = "module:callable"
 def _kind_of(partition: Any) -> str | None:
     """The tag that selects the options of a partition."""
     kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
-    return OWN if isinstance(kind, str) and is_name(kind) else kind if kind in KINDS else None
+    if not isinstance(kind, str):
+        return None
+    return OWN if is_name(kind) else kind if kind in KINDS else None
 
 
 if TYPE_CHECKING:
@@ -180,8 +186,8 @@ class Renorm(Section):
 
 
 class Model(Section):
-    name: str = "cnn"  # or module:callable
-    norm: str = "bn"  # or module:callable
+    name: Annotated[str, AfterValidator(models.check_name)] = "cnn"  # or module:callable
+    norm: Annotated[str, AfterValidator(check_kind)] = "bn"  # or module:callable
     weights: str | None = None  # a safetensors file, or torchvision's name such as DEFAULT
     groups: Positive = 2  # of group norm
     branch_scale: float = Field(default=1.0, gt=0, le=1)  # of `won`: the factor of residual branches
@@ -321,6 +327,7 @@ class Train(Section):
         return self
 
 
+Strategy = Annotated[Mapping[str, Any], AfterValidator(check_strategy)]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey
 
 
@@ -338,7 +345,7 @@ class Settings(Section):
     data: Data = Data()
     model: Model = Model()
     train: Train = Train()
-    strategy: Mapping[str, Any] = Field(default_factory=lambda: {"name": "FedAvg"})
+    strategy: Strategy = Field(default_factory=lambda: {"name": "FedAvg"})
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
     track: Track = ()  # records the run in other programs too
@@ -359,12 +366,6 @@ class Settings(Section):
                 f"evaluate.unseen is {self.evaluate.unseen}, but there are {self.clients} clients; expected at most "
                 f"{self.clients - 1}, so that one trains"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _strategy_is_named(self) -> Settings:
-        if not isinstance(self.strategy.get("name"), str):
-            raise ValueError("strategy needs a name, for instance {name: FedAvg}")
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.context_cache import keep_freed_memory
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
+from fedbn_flwr.results.text import shorten
 
 from .listeners.board import Board, News, Reporter
 from .model import choose_device
@@ -96,7 +97,9 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: B
                     continue
                 del running[process.connection]
                 process.close()
-                board.end(process.place, "stopped" if found.interrupted else found.problem and _failed(found.problem))
+                board.end(
+                    process.place, "stopped" if found.interrupted else found.problem and failed_because(found.problem)
+                )
                 if found.stops_all:
                     fatal = found.problem
                 elif found.problem:
@@ -113,8 +116,9 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: B
     return problems
 
 
-def _failed(problem: str) -> str:
-    return f"failed: {problem.splitlines()[0]}"
+def failed_because(problem: str) -> str:
+    """A line: the reasons of clients are in lines of their own, of which the first is shown."""
+    return "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)
 
 
 @dataclass(frozen=True)

@@ -93,19 +93,22 @@ def metrics_of(run: Settings) -> Sequence[Metric]:
 # --- checks ------------------------------------------------------------------
 
 
-def check_partition(run: Settings, rule: Rule, parts: Sequence[Tensor]) -> None:
+def check_partition(run: Settings, rule: Rule, device: str, seeds: Sequence[int]) -> None:
     """Refuse clients with so few images that they would not exchange the statistics of their batches."""
     least = rule.traits.min_batch
-    sizes = [
-        len(hold_out(part, run.evaluate.validation, run.seed, i)[0]) for i, part in enumerate(parts[: run.trained])
-    ]
-    if small := {client: size for client, size in enumerate(sizes) if size < least}:
-        listed = ", ".join(f"{client} ({size})" for client, size in list(small.items())[:5])
+    small: dict[str, int] = {}
+    for seed in seeds if least > 1 else ():
+        with_seed = f" with seed {seed}" if len(seeds) > 1 else ""
+        for client, part in enumerate(partition_of(run.data, run.clients, seed, device)[: run.trained]):
+            if (size := len(hold_out(part, run.evaluate.validation, seed, client)[0])) < least:
+                small[f"{client}{with_seed} ({size})"] = size
+    if small:
         raise SettingsError(
-            f"run {run.label!r}: {len(small)} of {len(sizes)} clients have fewer than {least} training images: {listed}"
-            f"{', ...' if len(small) > 5 else ''}; with strategy {strategy_name(run.strategy)} they refuse to exchange "
-            "the statistics of so small batches, because these reveal the images; change clients or data.partition, or "
-            f"allow it with strategy.min_batch: {min(small.values())}"
+            f"{len(small)} of {len(seeds) * run.trained} clients have fewer than {least} training images: "
+            f"{', '.join([*small][:5])}{', ...' if len(small) > 5 else ''}; with strategy "
+            f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
+            "reveal the images; change clients or data.partition, or allow it with strategy.min_batch: "
+            f"{min(small.values())}"
         )
 
 

@@ -31,8 +31,10 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
 from fedbn_flwr.messages.robust import Robust
+from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.strategies import CannotSave, Rule
 
 from .data import normalisation_of, partition_of
 from .node import client_of
@@ -71,6 +73,7 @@ class Measured:
     message: float  # seconds of a client's round besides its steps
     test_image: float | None  # seconds to evaluate one test image; None: the server does not evaluate
     memory: int  # bytes: the peak of this process, or of PyTorch on the GPU
+    states: int  # bytes of the states of the strategy and of all clients in a checkpoint
 
     def total(self) -> tuple[int, int]:
         """Bytes down and up of all clients in all rounds."""
@@ -100,6 +103,7 @@ def try_out(prepared: Prepared) -> Measured:
         _, one = trial.round(second)
         steps = max(1, min(20, int(_SECONDS / max(one, 1e-3))))
         _, several = trial.round(second, steps=1 + steps)
+        of_chosen = sum(len(dump(grid.node_states().read_state(client + 1))) for client in chosen)
     step = max(several - one, 0.05 * several) / steps / len(chosen)
     return Measured(
         clients=min(training, max(int(training * demand.fraction), demand.trained)),
@@ -109,7 +113,15 @@ def try_out(prepared: Prepared) -> Measured:
         message=max(one / len(chosen) - step, 0.0),
         test_image=_time_of_test_image(prepared) if rule.traits.has_global_model else None,
         memory=_peak(prepared.device),
+        states=of_chosen * training // len(chosen) + _state_of(rule),
     )
+
+
+def _state_of(rule: Rule) -> int:
+    try:
+        return len(dump(rule.state()))
+    except CannotSave:
+        return 0
 
 
 class _Trial:

@@ -32,6 +32,7 @@ from .arrays import arrays_in, held, metrics_in, unpack
 
 MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
+_LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no opposite
 _TEXT_LIMIT = 2000  # bytes of a reason
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
 _OWN = frozenset({protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.TRAIN_LOSS, protocol.PARTITION})
@@ -63,6 +64,8 @@ def checked(content: RecordDict) -> RecordDict:
 
 
 def _passed(reply: Message) -> Message:
+    if not (reply.has_content() or reply.has_error()):
+        return refused(reply, "it has neither content nor an error")
     if not reply.has_content():  # Flower's strategies log the reason as it is
         reason = one_line(str(reply.error.reason or "")) or f"error code {reply.error.code}"
         return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
@@ -104,7 +107,9 @@ def _check_metrics(metrics: MetricRecord) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # false for NaN
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < _LARGEST_INTEGER if isinstance(value, int) else abs(value) <= _LARGEST  # false for NaN
 
 
 def _check_whole(key: str, value: object) -> None:

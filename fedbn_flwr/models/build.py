@@ -40,6 +40,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+def check_name(name: str) -> str:
+    if not is_name(name) and name not in MODELS:
+        raise SettingsError(
+            f"model.name={name!r} is not a model; {did_you_mean(name, MODELS)}, or module:callable for your own"
+        )
+    return name
+
+
 def build_model(
     name: str,
     num_classes: int,
@@ -67,14 +75,8 @@ def build_model(
     weights
         A safetensors file, or torchvision's name of pretrained weights such as `DEFAULT` (see `load_weights`).
     """
-    if is_name(name):
-        make = custom(name)
-    elif name in MODELS:
-        make = MODELS[name]
-    else:
-        raise SettingsError(
-            f"model.name={name!r} is not a model; {did_you_mean(name, MODELS)}, or module:callable for your own"
-        )
+    check_name(name)
+    make = custom(name) if is_name(name) else MODELS[name]
     takes = inspect.signature(make).parameters
     options: dict[str, Any] = {"in_channels": in_channels}
     options["image_size"] = (image_size, image_size) if isinstance(image_size, int) else image_size

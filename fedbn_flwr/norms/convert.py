@@ -106,6 +106,15 @@ def _own(name: str) -> Convert:
     return convert
 
 
+def check_kind(kind: str) -> str:
+    if kind not in NORMS and not is_name(kind):
+        raise SettingsError(
+            f"model.norm={kind!r} is not a kind of normalisation; {did_you_mean(kind, NORMS)}, or module:callable for "
+            "your own"
+        )
+    return kind
+
+
 def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     """Replace every batch norm of `model`, found by type, by the normalisation layer `kind`.
 
@@ -115,11 +124,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     replace convolutions, and `fixup` initialises weights. The model is changed in place and returned; if it is itself
     a batch norm, its replacement is returned.
     """
-    if kind not in NORMS and not is_name(kind):
-        raise SettingsError(
-            f"model.norm={kind!r} is not a kind of normalisation; {did_you_mean(kind, NORMS)}, or module:callable for "
-            "your own"
-        )
+    check_kind(kind)
     known = {option for names in OPTIONS.values() for option in names}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")

@@ -7,6 +7,7 @@ were written. The lines themselves have no checksum, so that other programs read
 from __future__ import annotations
 
 import json
+import math
 import types
 import zlib
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.storage import open_regular, replacing, writing
+from fedbn_flwr.storage import open_regular, replacing, to_json, writing
 
 from .ledger import Traffic
 from .text import shorten
@@ -95,7 +96,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def add_line(file: Path, line: Mapping[str, Any]) -> None:
-    text = json.dumps(line)
+    text = to_json(line)
     with writing(file):
         with file.with_name(_SUMS).open("a", encoding="ascii") as sums:
             sums.write(_sum_line(file, text))
@@ -105,7 +106,7 @@ def add_line(file: Path, line: Mapping[str, Any]) -> None:
 
 def write_lines(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
     """Replace all .jsonl files of a folder; those without lines are deleted, except history.jsonl."""
-    texts = {folder / name: [json.dumps(line) for line in lines] for name, lines in files.items()}
+    texts = {folder / name: [to_json(line) for line in lines] for name, lines in files.items()}
     write_text(folder / _SUMS, "".join(_sum_line(file, text) for file, lines in texts.items() for text in lines))
     for file, lines in texts.items():
         if lines or file.name == "history.jsonl":
@@ -144,7 +145,7 @@ def _sums_of(file: Path) -> list[int]:
 
 def _parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_hook=with_nan if file.suffix == ".jsonl" else None)
     except RecursionError:
         raise damaged(file, "it is nested too deeply", line) from None
     except ValueError as error:
@@ -161,6 +162,11 @@ def _parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
     except ValueError as error:
         raise damaged(file, str(error), line) from None
     return content
+
+
+def with_nan(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures that were not finite are null in a file."""
+    return {key: math.nan if value is None else value for key, value in figures.items()}
 
 
 def check_types(content: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

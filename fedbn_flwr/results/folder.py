@@ -43,7 +43,7 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
-from fedbn_flwr.storage import Store, replacing, write_store, writing
+from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
 from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
 from .checkpoint import CheckpointFile, Snapshot
@@ -194,7 +194,7 @@ class RunFolder:
         return read_object(self.path / "partition.json")
 
     def write_summary(self, summary: Summary) -> None:
-        write_text(self.path / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        write_text(self.path / "summary.json", to_json(summary.to_json(), indent=2) + "\n")
 
     def summary(self) -> Summary | None:
         """None if there is none."""
@@ -206,7 +206,7 @@ class RunFolder:
             raise damaged(file, str(error)) from None
 
     def write_matrix(self, matrix: Mapping[str, Any]) -> None:
-        write_text(self.path / "matrix.json", json.dumps(dict(matrix)) + "\n")
+        write_text(self.path / "matrix.json", to_json(matrix) + "\n")
 
     def matrix(self) -> dict[str, Any] | None:
         return read_object(self.path / "matrix.json")

@@ -55,7 +55,7 @@ def _box(runs: Sequence[Mapping[str, float]], row: Row, key: str) -> dict[str, A
     if not measured:
         return None
     spreads = [spread(values, key) for values in measured]
-    everything = sorted(value for values in measured for value in values)
+    everything = sorted(float(value) for values in measured for value in values)  # quartiles are floats too
     first, median, third = (
         statistics.quantiles(everything, n=4, method="inclusive") if len(everything) > 1 else everything * 3
     )

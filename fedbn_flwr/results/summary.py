@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_type_hints
 
-from .files import check_types
+from .files import check_types, with_nan
 from .ledger import Traffic
 
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -135,13 +135,13 @@ class Summary:
             raise ValueError(f"it lacks {', '.join(missing)}")
         rest = {key: value for key, value in content.items() if key != "broadcast_mib_per_round"}
         nested = {"traffic", "measured", "spread", "domains", "notes"}
-        own = {key: rest.pop(key) for key in get_type_hints(cls).keys() - nested if key in rest}
+        own = with_nan({key: rest.pop(key) for key in get_type_hints(cls).keys() - nested if key in rest})
         check_types(own, get_type_hints(cls))
         own["metrics"] = tuple(own.get("metrics", ()))
         traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
-        measured = {key: rest.pop(key) for key in keys_of(own["metrics"]) if key in rest}
-        spread = {key: rest.pop(key) for key in list(rest) if _is_spread(key)}
-        domains = {key: rest.pop(key) for key in list(rest) if key.startswith(tuple(BY_DOMAIN))}
+        measured = with_nan({key: rest.pop(key) for key in keys_of(own["metrics"]) if key in rest})
+        spread = with_nan({key: rest.pop(key) for key in list(rest) if _is_spread(key)})
+        domains = with_nan({key: rest.pop(key) for key in list(rest) if key.startswith(tuple(BY_DOMAIN))})
         check_types(traffic, dict.fromkeys(traffic, int))
         for figures in (measured, spread, domains):
             check_types(figures, dict.fromkeys(figures, float))

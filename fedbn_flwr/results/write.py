@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
 from fedbn_flwr.errors import MissingPackage, StorageError, UserError
+from fedbn_flwr.storage import to_json
 
 from . import paper, swept
 from .choice import TITLE as CANDIDATES
@@ -59,7 +59,7 @@ def write_report(
         images = [f"![{words}]({name})\n" for name, words in pictures.items()]
         notes = (f"{in_markdown(note)}\n" for note in (set_up(rows), *choice.notes))
         page.write_text("\n".join([*notes, *parts, *images]), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(_figures(every, rows)) + "\n", encoding="utf-8")
+        (out / "report.json").write_text(to_json(_figures(every, rows)) + "\n", encoding="utf-8")
         write_page(rows, out / "report.html", choice, form)
     except StorageError as error:
         raise UserError(f"the report cannot be written: {error}") from None

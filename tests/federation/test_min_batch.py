@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from flwr.app import Message
 
-from fedbn_flwr import BNClient, client_app
+from fedbn_flwr import BNClient, cli, client_app
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.experiment.data import partition_of
 from fedbn_flwr.experiment.explain import explain
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
@@ -113,4 +114,43 @@ def test_clients_with_few_images_are_refused_before_training(tmp_path: Any, chan
         explain(experiment)
     with pytest.raises(SettingsError, match=message):
         carry_out(experiment, tmp_path, resume=False)
-    assert not [line for file in tmp_path.rglob("history.jsonl") for line in file.read_text().splitlines()]
+    assert not [*tmp_path.rglob("*.jsonl")]
+
+
+SEEDS = (
+    EXPERIMENT.replace("strategy: {name: FixBN, freeze_round: 1, base: {name: FedTAN}}", "")
+    + """
+seeds: [0, 1, 2]
+data: {partition: {kind: dirichlet, alpha: 1.0}}
+runs: {FedAvg: {}, FedTAN: {strategy: FedTAN}, FixBN: {strategy: {name: FixBN, freeze_round: 2}}}
+"""
+)
+
+
+def test_partitions_of_all_seeds_are_checked_before_the_first_run_trains_with_one_advice(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "seeds.yaml").write_text(SEEDS)
+    words = [str(tmp_path / "seeds.yaml"), "clients=30"]
+    assert cli.main(["run", *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "run 'FixBN': freeze_round is 2, but there are 1 rounds" in error, "of another run, and no data are needed"
+    words += ["rounds=2"]
+    assert cli.main(["run", *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.jsonl")]
+    parts = [partition_of(load_experiment(words[0], words[1:]).runs[0].data, 30, seed, "cpu") for seed in (0, 1, 2)]
+    sizes = [len(part) for of_seed in parts for part in of_seed]
+    assert f"run 'FedTAN': {sum(size < 32 for size in sizes)} of 90 clients have fewer than 32" in error
+    assert f"strategy.min_batch: {min(sizes)}" in error
+    assert " with seed " in error
+    assert (
+        cli.main(["run", *words, f"strategy.min_batch={min(sizes)}", "only=FedTAN", "--out", str(tmp_path / "o")]) == 0
+    )
+    capsys.readouterr()
+    assert cli.main(["explain", *words, "--no-trial"]) == 2
+    found = capsys.readouterr()
+    assert "run FedAvg" in found.out
+    assert "run FixBN" in found.out
+    assert "run FedTAN" not in found.out
+    assert "run 'FedTAN': " in found.err

@@ -79,15 +79,23 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_refused(
 ) -> None:
     prepare = run_module.prepare
 
-    def slowly(*given: Any) -> Any:
+    def slowly(*given: Any, **options: Any) -> Any:
         RunFolder(tmp_path / NAMES[1]).begin({"train": {"lr": 0.3}})
-        return prepare(*given)
+        return prepare(*given, **options)
 
     monkeypatch.setattr(run_module, "prepare", slowly)
     with pytest.raises(RunFailed, match=r"1 of the runs failed:\nFedBN-lr=0\.1: .*holds a run already"):
         run_all(EXPERIMENT, out=tmp_path, jobs=1, progress=False)
     assert "lr: 0.3" in (tmp_path / NAMES[1] / "config.yaml").read_text()
     assert RunFolder(tmp_path / NAMES[0]).is_finished()
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_the_line_of_a_failed_run_has_the_reason(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = EXPERIMENT.replace("[0.05, 0.1]", "[0.05, 1.0e+38]")
+    assert cli.main(["run", text, "only=FedBN", "--jobs", jobs, "--out", str(tmp_path / "out")]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "failed: " in line]
+    assert "0 of 2 clients sent a usable reply, 2 are needed: client 0 (node 1): " in line
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -103,7 +103,7 @@ class Evaluate(Listener):
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_images")
         for client, measured in values.items():
             state.clients.setdefault(client, {}).update(measured)
-        means = {name_of(key): value for key, value in (metrics or {}).items()}
+        means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}
         by_clients = {f"clients_{name}": value for name, value in figures.items() if not name.startswith("validation_")}
         return by_clients | validation_means(values)

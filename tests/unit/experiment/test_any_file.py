@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment, run_names
+from fedbn_flwr.experiment.find import load_experiment, parse_overrides, run_names
 from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 from tests.support.experiments import fault, read
 from tests.support.fuzz import cases, damaged
 
@@ -25,7 +28,8 @@ SCALARS = [
     "!!binary aGk=",
     "!!set {a, b}", "!!float x", "!!timestamp x", "!!python/object:os.system x", "0x_", "0b_", "1" * 30, "1" * 5000,
     "x" * 3000, "é", "os:system", ":", "a:", "{}", "[]", "[[]]", "{a: 1}", "[1, 2]", "[.nan]", "{name: FedAvg}",
-    "&a [*a]",
+    "&a [*a]", "{kind: {}}", "{kind: [1]}", "{1: 2}", "{name: FixBN, base: {name: FedAvg, 3: 4}}", "[{3: 4}]",
+    "{row: 1, sweep: 2, tune: 3}", "{row: a, sweep: {train.lr: 1}, tune: {}}", "{3: {4: 5}}", "{a: {b: 1}}", "cosine",
     "{name: {a: 1}}", "{<<: [{a: 1}], b: 2}", "? [a]\n", "[" * 200, "FixBN", "dirichlet", "FedAvg", "resnet20", "gn",
 ]  # fmt: skip
 KEYS = [
@@ -39,6 +43,8 @@ KEYS = [
     "strategy.exchange_timeout", "strategy.beta", "strategy.num_malicious_nodes", "strategy.server_learning_rate",
     "engine.timeout", "engine.node_timeout", "engine.workers", "engine.gpus", "engine.state_memory", "evaluate",
     "evaluate.metrics", "evaluate.unseen", "evaluate.validation", "only", "unknown", "train.unknown", "",
+    "sizes", "size", "cell", "cell.sweep", "sweep", "tune", "extends", "strategy.base.base", "data.partition.kind.x",
+    "strategy.3", "engine", "engine.name",
 ]  # fmt: skip
 NAMES = [
     "FedAvg",
@@ -89,16 +95,23 @@ files = st.one_of(
 )  # fmt: skip
 
 
-def attempt(file: Path, changes: list[str]) -> Any:
-    """The experiment of a file with its strategies made, or the error with which it is refused."""
+def attempt(source: str, changes: list[str]) -> Any:
+    """The experiment with its strategies made, or the error with which it is refused."""
     try:
-        experiment = load_experiment(str(file), changes)
+        experiment = load_experiment(source, changes)
         run_names(experiment)
         for run in experiment.runs:
             make_rule(run)
     except UserError as error:
         return error
     return experiment
+
+
+def check(found: Any) -> None:
+    if isinstance(found, UserError):
+        assert 0 < len(str(found).encode()) < 2048
+        assert str(found).replace("\n", "").isprintable()
+        assert found.exit_code == 2
 
 
 @settings(max_examples=cases(200))
@@ -108,16 +121,37 @@ def test_any_file_is_read_or_refused(
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "any.yaml"
     file.write_bytes(content)
-    found = attempt(file, changes)
-    if isinstance(found, UserError):
-        assert 0 < len(str(found).encode()) < 2048
-        assert found.exit_code == 2
+    check(attempt(str(file), changes))
+
+
+BASES = [
+    "{rounds: 3, clients: 2}",
+    "{runs: {A: {strategy: FedAvg}, B: {strategy: {name: FixBN, freeze_round: 1}}}, seeds: [0, 1]}",
+    "{sweep: {train.lr: [0.1, 0.2]}, tune: {train.momentum: [0, 0.9]}}",
+    "{sizes: {small: {rounds: 2}}, data: {partition: {kind: dirichlet, alpha: 1.0}}, train: {schedule: cosine}}",
+]
+
+
+@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "200")))
+@given(base=st.sampled_from(BASES), changes=st.lists(overrides | of_strategy, min_size=1, max_size=5))
+def test_any_settings_are_read_or_refused(base: str, changes: list[str]) -> None:
+    check(attempt(base, changes))
+    keys: dict[str, Any] = {}
+    with suppress(UserError):
+        keys = parse_overrides(changes)
+    check(attempt(dump_yaml({**parse_yaml(base), **keys}), []))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (bomb(9, 9, False).decode(), "values with aliases expanded; expected at most"),
+        ("sizes: 3", "sizes must map a size to changes"),
+        ("data: {partition: {kind: {}}}", "data.partition.kind is missing"),
+        ("data: {partition: {kind: [1]}}", "data.partition.kind=[1] is not a partition"),
+        ("data: {partition: {kind: {x: 1}}}", "data.partition.kind={'x': 1} is not a partition"),
+        ("cell: {row: 1, sweep: 2, tune: 3}", "cell.row is 1: expected a valid string; cell.sweep is 2"),
+        ("train: {1: 2}", "unknown key 'train.1'"),
         (bomb(9, 9, True).decode(), "values with aliases expanded; expected at most"),
         ("strategy: &a {name: FedAvg, base: *a}", "line 1: the alias contains itself"),
         ("train: " + "[" * 60 + "]" * 60, "nested more than 50 levels"),
@@ -146,6 +180,32 @@ def test_what_is_wrong_is_named(text: str, message: str) -> None:
     assert message in fault(text)
 
 
+def test_an_override_is_named_by_its_key() -> None:
+    for word, message in (
+        ("train.lr=" + "1" * 30, "train.lr: the value is a number of more than 19 digits"),
+        ("train.lr=[", "train.lr: not readable as YAML"),
+        ("strategy={a: .nan}", "strategy: a is nan; expected a finite number"),
+    ):
+        assert fault("{}", word).startswith(message)
+
+
+def test_a_file_with_wrong_yaml_or_without_any_is_named_and_control_characters_are_not_repeated(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.yaml"
+    for text, message in (
+        ("a: b: c", r"mine\.yaml': not readable as YAML: mapping values are not allowed here in line 1, column 5: a"),
+        ("", r"mine\.yaml': expected a mapping of keys, found nothing$"),
+        ("a: 1\na: 2", r"mine\.yaml': the key 'a' is given twice \(line 2\)$"),
+    ):
+        file.write_text(text)
+        (tmp_path / "child.yaml").write_text("extends: mine.yaml")
+        for name in ("mine.yaml", "child.yaml"):
+            with pytest.raises(UserError, match=message):
+                load_experiment(str(tmp_path / name))
+    assert str(UserError("a \x1b[31mb\nc \ud800")) == "a ?[31mb\nc ?"
+
+
 def test_a_date_is_text() -> None:
     assert read("label: 2024-01-01").label == "2024-01-01"
 
@@ -158,6 +218,7 @@ def test_a_date_is_text() -> None:
         ("{name: FixBN, base: {name: FixBN, base: {name: FedProx, proximal_mu: -1}}}",
          "strategy.base.base.proximal_mu is -1; expected zero or more"),
         ("{name: FixBN, base: {name: FedAvg, x: 1}}", "strategy.base.x (= 1) is not an argument of FedAvg"),
+        ("{name: FixBN, base: {name: FedAvg, 3: 4}}", "strategy.base.3 (= 4) is not an argument of FedAvg"),
         ("{name: MeanStatistics, base: {name: FedAdam, eta: -1}}", "strategy.base.eta of FedAdam is -1; expected more"),
         ("{name: FedAvgM, server_momentum: 1}", "strategy.server_momentum of FedAvgM is 1; expected 0 to below 1"),
         ("{name: FedAvg, node_timeout: -1}", "strategy.node_timeout of FedAvg is -1; expected seconds, more than 0"),

@@ -167,8 +167,8 @@ def test_a_section_can_be_a_value() -> None:
 
 
 def test_keys_that_end_alike_are_named_in_full() -> None:
-    text = "strategy: {name: X}\nsweep: {model.groups: [2], strategy.groups: [3]}"
-    assert labels(text) == ["X, model.groups=2, strategy.groups=3"]
+    text = "strategy: {name: FedAvg}\nsweep: {model.groups: [2], strategy.groups: [3]}"
+    assert labels(text) == ["FedAvg, model.groups=2, strategy.groups=3"]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_keys_that_end_alike_are_named_in_full() -> None:
         ("tune: {train.lr: [0.1]}\nevaluate:", "evaluate is None: expected a mapping"),
         ("tune: {train.lr: [0.1]}\nevaluate: 3", "evaluate is 3: expected a mapping"),
         ("tune: {train.lr: [0.1]}\ntrain: 3", "train is 3; expected a mapping, since train.lr has a list"),
-        ("runs: {1: {}, '1': {rounds: 3}}", "runs has two labels with the same text, of 1, '1'"),
+        ("runs: {1: {}, '1': {rounds: 3}}", "the key '1' is given twice (line 1)"),
         (
             f"published: {{A: {{accuracy: 0.5, source: x}}}}\nruns: {{A: {{}}}}\nsweep: {{train.lr: "
             f"{[n / 1000 for n in range(1, 900)]}, rounds: {list(range(1, 900))}, train.steps: {list(range(1, 900))}}}",

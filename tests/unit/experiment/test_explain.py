@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.explain import explain
+from fedbn_flwr.experiment.explain import explain, plan
 from fedbn_flwr.experiment.find import load_experiment, run_names
 from fedbn_flwr.experiment.origins import settings_of
 from fedbn_flwr.experiment.run import carry_out
@@ -155,3 +155,29 @@ def test_a_training_that_diverges_is_explained() -> None:
     """The trial's rounds have no schedule and little data; it measures times and bytes, so it need not learn."""
     (explained,) = explain(load_experiment(SMALL, ["train.lr=1.0e+30"])).runs
     assert explained.measured is not None
+
+
+def test_a_dry_run_makes_the_checks_of_a_run_and_estimates_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SMALL + "seeds: [0, 1]\nruns: {FedBN: {strategy: FedBN}, Scaffold: {strategy: Scaffold}}"
+    words = ["run", text, "evaluate.validation=0.2", "--out", str(tmp_path / "out")]
+    planned = plan(load_experiment(text, words[2:3]), tmp_path / "out", resume=False, jobs=1)
+    assert planned.seconds == pytest.approx(sum(2 * run.estimate.run for run, _ in planned.runs if run.estimate))
+    assert cli.main([*words, "--dry-run"]) == 0
+    found = capsys.readouterr().out
+    assert "4 runs: about " in found
+    assert not (tmp_path / "out").exists()
+    assert cli.main(words) == 0
+    for run, seeds in planned.runs:
+        assert seeds == 2
+        assert run.estimate is not None
+        files = (tmp_path / "out" / f"{run.label}-seed0").iterdir()
+        assert run.estimate.disk == pytest.approx(sum(file.stat().st_size for file in files), rel=0.15)
+    capsys.readouterr()
+    assert cli.main([*words, "--dry-run"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert cli.main([*words, "--dry-run", "--resume"]) == 0
+    assert "0 runs: about 0 ms on this machine, 0 B in" in capsys.readouterr().out
+    assert cli.main(["run", SMALL, "strategy=FedTAN", "clients=100", "train.batch_size=32", "--dry-run"]) == 2
+    assert "100 of 100 clients have fewer than 32 training images" in capsys.readouterr().err

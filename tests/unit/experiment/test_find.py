@@ -77,7 +77,7 @@ def test_what_extends_nothing_readable_is_refused(tmp_path: Path) -> None:
             load_experiment(str(file))
     (tmp_path / "list.yaml").write_text("[1]")
     file.write_text("extends: list.yaml")
-    with pytest.raises(SettingsError, match=r"list\.yaml' has no keys, but list"):
+    with pytest.raises(SettingsError, match=r"list\.yaml': expected a mapping of keys, found list"):
         load_experiment(str(file))
 
 

@@ -42,8 +42,8 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
         count["read"] += path == file
         return read(path, *args, **kwargs)
 
-    def counted_parse(text: str) -> Any:
-        content = parse(text)
+    def counted_parse(text: str, source: str = "") -> Any:
+        content = parse(text, source)
         count["parsed"] += isinstance(content, dict) and "runs" in content
         return content
 

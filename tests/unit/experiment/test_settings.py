@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.origins import settings_of
+from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault, read
 
 # --- unknown keys ------------------------------------------------------------
@@ -72,7 +75,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("engine: {name: ray, device: cuda, gpus_per_client: 0}", ["device is 'cuda', but gpus_per_client is 0"]),
         ("engine: {name: ray, device: cpu, gpus_per_client: 0.5}", ["device is 'cpu', but gpus_per_client is 0.5"]),
         ("engine: {name: ray, gpus: 2}", ["gpus is 2, which is for name local; on Ray give gpus_per_client"]),
-        ("strategy: {freeze_round: 1}", ["strategy needs a name"]),
+        ("strategy: {freeze_round: 1}", ["strategy.name=None is not a strategy"]),
         ("train: {epochs: 1, steps: 2}", ["train: epochs (1) and steps (2) exclude each other"]),
         ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
         ("train: {optimizer: 3}", ["train.optimizer: found 3; expected a name, or a mapping with a name and options"]),
@@ -113,6 +116,38 @@ def test_all_faults_are_reported_at_once() -> None:
         assert word in found
 
 
+def test_wrong_names_are_reported_with_wrong_types() -> None:
+    words = ["train.lr=abc", "rounds=-1", "model.name=resnet99", "model.norm=gm", "data.partition.alpha=-1"]
+    found = fault("{}", *words, "strategy={name: FixBN, base: FedXN}")
+    for word in (
+        "train.lr is 'abc'",
+        "rounds is -1",
+        "model.name='resnet99' is not a model; did you mean 'resnet",
+        "model.norm='gm' is not a kind of normalisation",
+        "data.partition.kind is missing",
+        "strategy.base.name='FedXN' is not a strategy; did you mean 'Fed",
+    ):
+        assert word in found
+
+
+def test_the_faults_of_all_runs_are_reported_once_and_ten_of_them() -> None:
+    text = (
+        "runs: {A: {rounds: x}, B: {clients: y}, C: {}}\nseeds: [0, 1]\ntrain: {lr: z}\nsweep: {model.norm: [bn, gm]}"
+    )
+    found = fault(text)
+    for word in (
+        "; train.lr is 'z'",
+        "run 'A, norm=bn': rounds is 'x'",
+        "run 'B, norm=bn': clients is 'y'",
+        "run 'A, norm=gm': model.norm",
+    ):
+        assert found.count(word) == 1
+    many = ", ".join(f"r{number}: {{rounds: -{number}}}" for number in range(1, 14))
+    assert fault(f"runs: {{{many}}}").endswith(
+        "run 'r10': rounds is -10: expected greater than or equal to 1; and 3 further faults"
+    )
+
+
 def test_a_fault_in_a_run_names_the_run() -> None:
     assert "run 'second'" in fault("runs: {first: {rounds: 1}, second: {rounds: none}}")
 
@@ -132,6 +167,52 @@ def test_a_name_stands_for_a_section_with_only_a_name() -> None:
     run = read(text, "rounds=9", "train.schedule.warmup=3", "train.optimizer.eps=0.1")
     assert (run.train.schedule.kind, run.train.schedule.warmup) == ("cosine", 3)
     assert run.train.optimizer == {"name": "adamw", "eps": 0.1}
+
+
+def names_of(run: Settings) -> tuple[str, ...]:
+    base = run.strategy.get("base")
+    return (
+        run.data.name, run.data.partition.kind, run.model.name, run.strategy["name"], run.engine.name,
+        base["name"] if base else "",
+    )  # fmt: skip
+
+
+NAMES = {"data": "mnist", "model": "resnet18", "strategy": "FedTAN", "engine": "local"}
+SHORT = "data: mnist\nmodel: resnet18\nstrategy: FedTAN\nengine: local"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (SHORT, []),
+        ("{}", SHORT.replace(": ", "=").split("\n")),
+        (f"runs: {{A: {{{SHORT.replace(chr(10), ', ')}}}}}", []),
+        (f"sizes: {{small: {{{SHORT.replace(chr(10), ', ')}}}}}", ["size=small"]),
+        (f"sweep: {{{', '.join(f'{key}: [{name}]' for key, name in NAMES.items())}}}", []),
+    ],
+    ids=["file", "command line", "runs", "sizes", "sweep"],
+)
+def test_a_section_can_be_its_name_wherever_it_is_given(text: str, overrides: list[str]) -> None:
+    assert names_of(read(text, *overrides)) == ("mnist", "iid", "resnet18", "FedTAN", "local", "")
+
+
+def test_a_name_keeps_the_keys_that_do_not_depend_on_it() -> None:
+    text = "data: {name: digits, partition: domain, images: 7}\nstrategy: {name: FixBN, freeze_round: 1, base: FedProx}"
+    run = read(text, "model=resnet18", "model.norm=gn", "data=mnist", "strategy.base=Scaffold")
+    assert names_of(run) == ("mnist", "domain", "resnet18", "FixBN", "local", "Scaffold")
+    assert (run.data.images, run.model.norm, run.strategy["freeze_round"]) == (7, "gn", 1)
+    assert read(text, "strategy=FedTAN", "strategy.min_batch=2").strategy == {"name": "FedTAN", "min_batch": 2}
+
+
+def test_a_listed_strategy_is_selected_by_its_name_and_keeps_its_place() -> None:
+    text = "sweep: {strategy: [FedAvg, {name: FixBN, freeze_round: 1}]}"
+    (run,) = read_experiment(parse_yaml(text), ["strategy=FedAvg"]).runs
+    assert run.label == "FedAvg, strategy=FedAvg"
+    (again,) = read_experiment(run.model_dump(mode="json")).runs
+    assert again.cell == run.cell
+    assert {
+        each.origin for each in settings_of(read_experiment(parse_yaml(text)), run) if each.key == "strategy.name"
+    } == {"sweep"}
 
 
 def test_another_optimizer_does_not_inherit_the_options_of_the_first() -> None:

@@ -136,6 +136,8 @@ def test_read_npy_raises_only_errors_of_messages() -> None:
         ("train-loss", math.nan),
         ("train-loss", -math.inf),
         ("train-loss", 1e300),
+        ("train-loss", -(2**63)),
+        ("own-accuracy", 2**63),
         ("train-loss", [1.0, math.nan]),
         ("num-examples", -1),
         ("num-examples", 1e300),
@@ -166,6 +168,12 @@ def test_values_that_only_a_changed_process_can_send_are_refused() -> None:
     bad = reply()
     bad.content.__dict__["_data"]["arrays"] = 5
     assert reasons([bad]) == ["its record 'arrays' is a int"]
+
+
+def test_a_message_with_neither_content_nor_error_is_refused() -> None:
+    empty = reply()
+    empty.__dict__["_content"] = empty.__dict__["_error"] = None
+    assert reasons([reply(), empty]) == [None, "it has neither content nor an error"]
 
 
 def test_a_partition_in_a_config_is_a_whole_number() -> None:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr import cli
-from fedbn_flwr.errors import UserError
+from fedbn_flwr import LocalGrid, cli, client_app
+from fedbn_flwr.errors import FedbnError, UserError
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import make_rule, prepare
+from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.messages.arrays import metrics_in
 from fedbn_flwr.results.files import read_lines
 from fedbn_flwr.results.folder import LINES, RunFolder
+from fedbn_flwr.results.ledger import Traffic
 from fedbn_flwr.results.page import write_page
 from fedbn_flwr.results.report import tables_as_text
 from fedbn_flwr.results.rows import find_runs, group
 from fedbn_flwr.results.state import read_state
+from fedbn_flwr.results.summary import Summary
 from tests.support.fuzz import cases, changed, check_refusal, damaged
+from tests.support.hostile import kept_log
 
 EXPERIMENT = (
     "{name: whole, rounds: 2, clients: 2, train: {steps: 1}, engine: {workers: 0}, strategy: {name: FedBN}, evaluate: "
@@ -95,6 +110,144 @@ def test_any_damage(whole: Path, name: str, seed: int, values: bool, sums: bool,
         act(folder)
     except UserError as error:
         check_refusal(error, str(folder))
+
+
+# --- any accepted reply -----------------------------------------------------------
+
+METRICS = [
+    "train-loss", "loss", "accuracy", "round", "clients", "seconds", "bytes-up", "best-round", "best-round-accuracy",
+    "evaluated-with", "mean-iou", "own-accuracy", "own-loss", "own-x", "own-accuracy-std", "own@a-accuracy", "images",
+    "validation-accuracy", "validation-images", "num-examples", "own-num-examples", "partition-id", "status", "label",
+    "accuracy-std", "unseen-accuracy", "clients-own-accuracy-std", "rounds", "name", "privacy", "x" * 300, "\n", "",
+]  # fmt: skip
+NUMBERS = [0, 1, -1, 0.5, -(2**63), 2**63 - 1, 2**63, 10**30, 1e39, -1e39, 1e300, math.nan, math.inf, 2**31, 5e-324]
+numbers = st.sampled_from(NUMBERS) | st.floats() | st.integers()
+metrics = st.dictionaries(
+    st.sampled_from(METRICS) | st.text(max_size=5), numbers | st.lists(st.floats(0, 1), max_size=3), max_size=4
+)
+
+
+class Adding(ClientApp):
+    """The clients of an experiment, of which some (`who`) add metrics to their replies to one kind of message."""
+
+    def __init__(self, inner: ClientApp, kind: str, who: Sequence[int], metrics: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.inner, self.kind, self.who, self.metrics = inner, kind, who, metrics
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = self.inner(message, context)
+        if message.metadata.message_type == self.kind and context.node_config["partition-id"] in self.who:
+            (record,) = metrics_in(reply.content).values()
+            for key, value in self.metrics.items():
+                record[key] = value
+        return reply
+
+
+@functools.cache
+def two_rounds(more: str) -> tuple[Any, Any]:
+    experiment = load_experiment(
+        "{rounds: 2, clients: 3, model: mlp, train: {steps: 1}, engine: {workers: 0, device: cpu}, evaluate: {every: 2,"
+        f" clients: true, {more}}}}}"
+    )
+    return experiment, prepare(experiment)[0]
+
+
+def no_literal(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def check_folder(folder: Path) -> None:
+    """Every file is JSON, and every reader accepts it."""
+    for file in folder.glob("*.json*"):
+        for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
+            json.loads(text, parse_constant=no_literal)
+    read_all(folder)
+    assert read_state(folder) is not None
+    write_page(group(find_runs([folder])), folder / "page.html")
+
+
+def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], added: Mapping[str, Any]) -> None:
+    """Train two rounds, in two sessions if there is a checkpoint of the first one."""
+    experiment, prepared = two_rounds(more)
+
+    def make(context: Context, config: Mapping[str, Any]) -> Any:
+        return client_of(experiment, context, config)
+
+    for rounds in (1, 2):
+        run = prepared.run.model_copy(update={"rounds": rounds})
+        item = replace(prepared, run=run, rule=make_rule(run))
+        with LocalGrid(Adding(client_app(make), kind, who, added), 3) as grid, suppress(FedbnError):
+            run_one(item, grid, folder, Progress([rounds], quiet=True), folder.begin(run.model_dump(mode="json")))
+        check_folder(folder.path)
+
+
+@settings(max_examples=cases(40), phases=[phase for phase in Phase if phase is not Phase.shrink])  # each takes a second
+@given(
+    kind=st.sampled_from(["train", "evaluate"]),
+    who=st.sampled_from([(1,), (0, 1, 2)]),
+    added=metrics,
+    more=st.sampled_from(["unseen: 0", "validation: 0.2", "server: true, unseen: 1"]),
+)
+@example(kind="train", who=(1,), added={"train-loss": -(2**63)}, more="unseen: 0")
+@example(kind="train", who=(1,), added={"x": 2**63 - 1}, more="unseen: 0")
+@example(kind="evaluate", who=(1,), added={"loss": -(2**63)}, more="unseen: 0")
+@example(kind="train", who=(0, 1, 2), added={"round": 7, "best-round": 1.5, "class-accuracy": [0.5]}, more="unseen: 0")
+@example(kind="evaluate", who=(0, 1, 2), added={"accuracy": [0.5, 1.0]}, more="unseen: 0")
+def test_any_accepted_reply_leaves_a_folder_that_is_read_and_resumed(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, who: tuple[int, ...], added: dict[str, Any], more: str
+) -> None:
+    folder = RunFolder(tmp_path_factory.getbasetemp() / "added" / "run")
+    shutil.rmtree(folder.path, ignore_errors=True)
+    with kept_log():
+        carry_out_with(folder, more, kind, who, added)
+
+
+def test_a_metric_of_training_does_not_replace_a_figure_of_the_round(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    carry_out_with(folder, "server: true", "train", (0, 1, 2), {"round": 7, "accuracy": 0.75, "mine": 4, "each": [1.0]})
+    first, second = folder.history()
+    assert (first["round"], second["round"], first["train_round"], second["mine"]) == (
+        1,
+        2,
+        pytest.approx(7.0),
+        pytest.approx(4.0),
+    )
+    assert 0.75 not in (first["accuracy"], second["accuracy"])
+    assert second["train_accuracy"] == pytest.approx(0.75)
+    assert "each" not in first
+
+
+def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin({"name": "x", "rounds": 1, "clients": 2})
+    line = {
+        **vars(Traffic()),
+        "round": 1,
+        "seconds": 0.5,
+        "accuracy": 0.5,
+        "loss": math.nan,
+        "clients_loss_std": math.inf,
+    }
+    of_clients = {"0": {"train_loss": math.inf, "images": 3}}
+    folder.add_line("history.jsonl", line)
+    folder.add_line("clients.jsonl", {"round": 1, "clients": of_clients})
+    names = ("name", "label", "strategy", "model", "norm", "device", "accuracy_of")
+    summary = Summary(**dict.fromkeys(names, "x"), seed=0, parameters=1, began="2026-01-01T00:00:00+00:00")  # type: ignore[arg-type]
+    summary.notes = {"freeze_round": None, "epsilon": math.inf}
+    summary.account(line)
+    folder.write_summary(summary)
+    folder.write_matrix({"clients": ["0"], "accuracy": [[math.nan]]})
+    for file in folder.path.glob("*.json*"):
+        assert "NaN" not in file.read_text()
+        assert "Infinity" not in file.read_text()
+    (found,) = folder.history()
+    assert (found["accuracy"], repr(found["loss"]), repr(found["clients_loss_std"])) == (0.5, "nan", "nan")
+    assert repr(folder.lines("clients.jsonl")[0]["clients"]["0"]) == "{'train_loss': nan, 'images': 3}"
+    again = folder.summary()
+    assert again is not None
+    assert (repr(again.loss), again.notes) == ("nan", {"freeze_round": None, "epsilon": None})
+    again.check(folder.history())
+    assert folder.matrix() == {"clients": ["0"], "accuracy": [[None]]}
 
 
 @pytest.mark.parametrize("name", LINES)
