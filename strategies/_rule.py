@@ -97,6 +97,7 @@ class Rule(Strategy):
     # report it.
     shares: Mapping[int, float] | None = None
     robust: Robust | None = None  # bounds on the influence of one client, if they are on
+    weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     # --- the hooks ---
@@ -139,8 +140,8 @@ class Rule(Strategy):
         return None
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        """The weight of each reply, up to scale: by default the client's number of examples."""
-        return [reply.number(protocol.NUM_EXAMPLES) for reply in replies]
+        """p_i, the weight of each reply, up to scale: by default the client's number of examples."""
+        return [reply.number(self.weighted_by_key) for reply in replies]
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new model."""
@@ -177,11 +178,14 @@ class Rule(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
+        grid = self.prepare(grid, initial_arrays, num_rounds)
+        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+    def prepare(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int) -> Grid:
+        """Prepare the rule for a run; returns the grid whose replies have passed the gate."""
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
-        return super().start(
-            GatedGrid(grid), initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        )
+        return GatedGrid(grid)
 
 
 def returned_roles(traits: Traits, present: Collection[Role]) -> frozenset[Role]:

@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, is_finite
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
@@ -87,6 +88,7 @@ class Wrapper(_Around):
         self.traits = self.rule.traits
         self.shares = self.rule.shares
         self.robust = self.rule.robust
+        self.weighted_by_key = self.rule.weighted_by_key
         self.memory = self.Memory()
         self.round: Round | None = None
         self._failed: list[Message] = []  # replies of this round that the wrapped strategy receives as errors
@@ -186,16 +188,9 @@ class Wrapper(_Around):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the federation; if the wrapped strategy is not a rule and has a `start` of its own, by that one."""
-        innermost: Rule = self
-        while isinstance(innermost, Wrapper):
-            innermost = innermost.rule
-        if not isinstance(innermost, Foreign) or type(innermost.strategy).start is Strategy.start:
-            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
-        self.check(num_rounds)
-        self.begin(num_rounds, initial_arrays)
-        return _calling(innermost.strategy, self).start(
-            grid=GatedGrid(grid),
+        """Run the federation by the `start` of the wrapped strategy, which may be one of the user's."""
+        return _calling(self.strategy, self).start(
+            grid=self.prepare(grid, initial_arrays, num_rounds),
             initial_arrays=initial_arrays,
             num_rounds=num_rounds,
             timeout=timeout,
@@ -217,9 +212,9 @@ _ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate
 
 def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     """A strategy with the attributes and the `start` of `strategy`, where `self.configure_train` etc. are `rule`'s."""
-    cls = type(strategy)
     methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
-    calling: Strategy = object.__new__(type(cls.__name__, (cls,), methods))
+    methods["prepare"] = staticmethod(lambda grid, *_: grid)  # `rule` is prepared
+    calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
     calling.__dict__ = strategy.__dict__
     return calling
 
@@ -233,6 +228,8 @@ class Foreign(_Around):
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        self._weight_key: str | None = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
+        self.weighted_by_key = self._weight_key or protocol.NUM_EXAMPLES
         self.memory = self.Memory()
         self._sent: Arrays = {}  # the arrays of the round's messages
         self._asked = 0  # the number of these messages
@@ -277,12 +274,6 @@ class Foreign(_Around):
         messages = self._screened(f"round {server_round}, evaluation", replies, trained=False)
         self.used = [message.metadata.src_node_id for message in messages if message.has_content()]
         return self.strategy.aggregate_evaluate(server_round, messages)
-
-    @property
-    def _weight_key(self) -> str | None:
-        """The metric by which a strategy derived from Flower's FedAvg, or one inside it, weights replies."""
-        key: str | None = self._of_some("weighted_by_key")
-        return key
 
     def _of_some(self, attribute: str) -> Any:
         """An attribute of the strategy, or of the outermost one inside it that has it."""

@@ -313,10 +313,6 @@ class FedAvg(Rule, FlowerFedAvg):
         self.used = [node for node, _ in usable]
         return self._mean_metrics([m for _, m in usable], key, self.evaluate_metrics_aggr_fn) if usable else None
 
-    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        """p_i up to scale, the client's number of examples"""
-        return [reply.number(self.weighted_by_key) for reply in replies]
-
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
         if self.robust is None:

@@ -21,7 +21,7 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_r
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import arrays_of
+from fedbn_flwr.messages.gate import sent_model
 from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config
@@ -189,7 +189,7 @@ Handler = Callable[[Make, Message, Context], RecordDict]
 
 
 def _train(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), arrays_of(message.content), _config(message)
+    client, record, config = make(), sent_model(message.content), _config(message)
     if isinstance(client, BNClient):
         return _reply(client.train_round(unpack(record), config, _extras(message, record)))
     # A NumPyClient identifies arrays by position, not by name: the reply uses the names of the message.
@@ -202,7 +202,7 @@ def _train(make: Make, message: Message, context: Context) -> RecordDict:
 
 
 def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), arrays_of(message.content), _config(message)
+    client, record, config = make(), sent_model(message.content), _config(message)
     if isinstance(client, BNClient):
         metrics = client.evaluate_round(unpack(record), config)
     else:
@@ -246,7 +246,7 @@ def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
     client = make()
     if not isinstance(client, BNClient):
         raise MessageError(f"{type(client).__name__} cannot report statistics of its data; a BNClient can")
-    return _reply(client.statistics_round(unpack(arrays_of(message.content)), _config(message)))
+    return _reply(client.statistics_round(unpack(sent_model(message.content)), _config(message)))
 
 
 def _personal(make: Make, message: Message, context: Context) -> RecordDict:
@@ -298,13 +298,13 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = arrays_of(message.content), _plain(_config(message))
+    record, config = sent_model(message.content), _plain(_config(message))
     outcome = train_by_messages(_bn_client(make), message.content, config, _extras(message, record), context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
 
 
 def _train_over_stream(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = arrays_of(message.content), _plain(_config(message))
+    record, config = sent_model(message.content), _plain(_config(message))
     return _reply(train_over_stream(_bn_client(make), unpack(record), config, _extras(message, record)))
 
 

@@ -13,18 +13,30 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import client_app
+from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.rules import known_keys
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, MeanStatistics, SiloBN, Standalone
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedProx,
+    FedTAN,
+    FixBN,
+    GlobalMomentum,
+    MeanStatistics,
+    Secure,
+    SiloBN,
+    Standalone,
+)
 from tests.support.command import ROOT, python_blocks
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
@@ -121,6 +133,28 @@ def test_mean_statistics_averages_only_the_statistics(federation: Federations, n
                 np.testing.assert_array_equal(found[key], expected[key].astype(np.float32), key)
         arrays = ours
     assert differs, "the bare strategy does not average statistics"
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("base", [flower.FedAvg, FedAvg])
+def test_statistics_have_the_weights_of_the_strategy_inside(base: type[Strategy], counts: bool) -> None:
+    """Four clients send the values 1 to 4; the metric `n`, 1000 for the first and else 1, weights them."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        arrays = {key: np.full_like(value, partition + 1) for key, value in unpack(message.content["arrays"]).items()}
+        metrics = MetricRecord({"n": 1 if partition else 1000} | ({"num-examples": 1} if counts else {}))
+        content = RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()}), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    names = ("fc.weight", "bn.running_mean", "bn.running_var")
+    arrays = ArrayRecord({name: Array(np.zeros(2)) for name in names})
+    strategy = MeanStatistics(base(weighted_by_key="n", fraction_evaluate=0.0))  # type: ignore[call-arg]
+    result = unpack(strategy.start(LocalGrid(app, 4), arrays, num_rounds=1).arrays)
+    for name in names:
+        np.testing.assert_allclose(result[name], (1000 + 2 + 3 + 4) / 1003, rtol=1e-12, err_msg=name)
 
 
 COUNTER = "1.num_batches_tracked"
@@ -246,6 +280,47 @@ def test_a_start_that_extends_flower_s_is_called(federation: Federations) -> Non
     assert theirs.began
     for key, value in unpack(plain.arrays).items():
         np.testing.assert_array_equal(unpack(extended.arrays)[key], value)
+
+
+def with_start(cls: type[Strategy]) -> Any:
+    """A strategy derived from one of this project, with a start that writes down what it receives."""
+
+    class Own(cls):  # type: ignore[misc, valid-type]
+        def start(self, grid: Any, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **options: Any) -> Any:
+            self.seen = [num_rounds]
+            result = super().start(grid, initial_arrays, num_rounds, *args, **options)
+            self.seen += [*result.train_metrics_clientapp]
+            return result
+
+    return Own
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda s: FixBN(s, freeze_round=1), Secure, lambda s: Secure(FixBN(s, freeze_round=1))]
+)
+@pytest.mark.parametrize("cls", [FedAvg, FedTAN])
+def test_a_strategy_derived_from_ours_keeps_its_start(federation: Federations, cls: Any, wrap: Any) -> None:
+    fed, theirs = federation((8, 12)), with_start(cls)(**({"min_batch": 2} if cls is FedTAN else {}))
+    own = wrap(theirs).start(fed.grid(), fed.arrays(), num_rounds=2)
+    plain = wrap(cls(**({"min_batch": 2} if cls is FedTAN else {}))).start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert theirs.seen == [2, 1, 2]
+    for key, value in unpack(plain.arrays).items():
+        np.testing.assert_array_equal(unpack(own.arrays)[key], value, key)
+
+
+def test_starts_of_several_wrapped_strategies_are_all_called(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """From the outside in; and a start with a loop of its own makes rounds of the outermost strategy."""
+    fed, inner = federation((8, 12), momentum=0.9), with_start(FedAvg)()
+    middle = with_start(FixBN)(MeanStatistics(inner), freeze_round=0.5)
+    grid = RecordingGrid(fed.app(), 2)
+    with flower_log.at_level("INFO", logger="flwr"):
+        GlobalMomentum(middle).start(grid, fed.arrays(), num_rounds=2)
+    assert inner.seen == middle.seen == [2, 1, 2]
+    assert [message.config.get("fedbn.freeze") for message in grid.sent if message.kind == "train"][-1] == "statistics"
+    assert all(message.config["fedbn.momentum"] for message in grid.sent if message.kind == "train")
+    assert "Starting GlobalMomentum strategy:" in flower_log.text
 
 
 def test_an_error_of_all_clients_is_logged_once_with_its_reason(
