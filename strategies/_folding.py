@@ -16,7 +16,7 @@ from fedbn_flwr.messages.arrays import AddedArrays, FlatArrays, pack
 from fedbn_flwr.messages.gate import Reply, arrays_of, gate, is_settled, partition_of
 
 from ._rule import Rule
-from .fedavg import FedAvg
+from .fedavg import FedAvg, mean_of_metrics
 
 # What reads the replies of a round together: a rule that changes one of these may need all of their arrays.
 _METHODS = (
@@ -72,6 +72,8 @@ class Folding:
 def folding_of(rule: Rule, messages: Sequence[Message], nodes: Mapping[int, int]) -> Folding | None:
     """The observer of the replies to these messages; None if the rule needs them all. `nodes` are by partition."""
     if not isinstance(rule, FedAvg) or rule.robust is not None or rule.round is None or rule.records(rule.round):
+        return None
+    if rule.train_metrics_aggr_fn is not mean_of_metrics:  # which may read the arrays
         return None
     if any(getattr(type(rule), name) is not getattr(FedAvg, name) for name in _METHODS):
         return None

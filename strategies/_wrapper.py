@@ -14,7 +14,6 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, is_finite
@@ -33,10 +32,12 @@ from fedbn_flwr.messages.gate import (
 from fedbn_flwr.messages.screening import (
     alike,
     check_some_left,
+    evaluation_key,
     fault_problems,
     overflow,
     refuse_records,
     with_arrays,
+    with_metric,
     with_records,
 )
 
@@ -111,7 +112,7 @@ class Wrapper(_Around):
         messages = [*(reply.message for reply in replies), *self._failed]
         arrays, self._metrics = self.rule.aggregate_train(round.number, messages)
         if arrays is None:
-            check_some_left(round.number, messages)
+            check_some_left(f"round {round.number}", messages)
         return unpack(round.arrays if arrays is None else arrays)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -292,6 +293,8 @@ class Foreign(_Around):
         if key is None:
             return messages
         messages = list({message.metadata.src_node_id: message for message in messages}.values())  # one for each node
+        if not trained and (other := evaluation_key(messages, key)) != key:
+            messages = with_metric(messages, key, other)
         loss_key = self._of_some("train_loss_key") if trained else None  # QFedAvg weights by the loss too
         problems: dict[int, str] = {}
         arrays: dict[int, Arrays] = {}
@@ -312,6 +315,7 @@ class Foreign(_Around):
         problems |= too_large | fault_problems(arrays, self._sent)
         messages = alike(refuse(messages, problems))
         if trained:  # QFedAvg takes arrays by their place
+            check_some_left(what, messages)
             messages = [with_arrays(each, self._in_order) if each.has_content() else each for each in messages]
         for message in messages:
             if message.has_error():

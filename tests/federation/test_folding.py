@@ -145,7 +145,17 @@ class FirstReply(FedAvg):
         return replies[0].arrays
 
 
-@pytest.mark.parametrize("rule", [FedBS(), Scaffold(), FedAvg(robust="median"), FedAvg(max_share=0.4), FirstReply()])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FedBS(),
+        Scaffold(),
+        FedAvg(robust="median"),
+        FedAvg(max_share=0.4),
+        FedAvg(train_metrics_aggr_fn=lambda contents, key: MetricRecord()),
+        FirstReply(),
+    ],
+)
 def test_rules_that_need_all_replies_keep_them(rule: FedAvg) -> None:
     with grid_of("none") as grid:
         rule.begin(1, pack(model_of(99)))
