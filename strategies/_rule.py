@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -180,6 +180,13 @@ class Rule(Strategy):
     ) -> Result:
         grid = self.prepare(grid, initial_arrays, num_rounds)
         return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """The first call of a server of Flower's old API."""
+        raise SettingsError(
+            f"{type(self).__name__} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
+            'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
+        )
 
     def prepare(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int) -> Grid:
         """Prepare the rule for a run; returns the grid whose replies have passed the gate."""

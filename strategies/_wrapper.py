@@ -23,7 +23,6 @@ from fedbn_flwr.messages.gate import (
     gate,
     metrics_of,
     number_problem,
-    one_line,
     only_arrays,
     read_reply,
     refuse,
@@ -35,6 +34,7 @@ from fedbn_flwr.messages.screening import (
     evaluation_key,
     fault_problems,
     overflow,
+    reason_of,
     refuse_records,
     with_arrays,
     with_metric,
@@ -76,10 +76,13 @@ class Wrapper(_Around):
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy) -> None:
-        if not isinstance(strategy, Strategy):
+        given: object = strategy
+        if not isinstance(given, Strategy):
+            is_old = hasattr(given, "initialize_parameters") and not isinstance(given, type)
             raise TypeError(
                 f"{type(self).__name__} wraps a strategy, for instance {type(self).__name__}(FedAvg(), ...); "
-                f"found {type(strategy).__name__}"
+                f"found {type(given).__name__}"
+                + (" of Flower's old API; expected one of flwr.serverapp.strategy" if is_old else "")
             )
         self.strategy = strategy
         self.rule = as_rule(strategy)
@@ -319,8 +322,7 @@ class Foreign(_Around):
             messages = [with_arrays(each, self._in_order) if each.has_content() else each for each in messages]
         for message in messages:
             if message.has_error():
-                reason = one_line(str(message.error.reason))
-                log(WARNING, "%s: left out node %d: %s", what, message.metadata.src_node_id, reason)
+                log(WARNING, "%s: left out node %d: %s", what, message.metadata.src_node_id, reason_of(message))
         # These strategies only log errors. One around them (for privacy) aggregates nothing if there is an error.
         return list(filter(Message.has_content, messages)) if hasattr(self.strategy, "weighted_by_key") else messages
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Never, TypedDict, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -27,19 +27,34 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import capabilities, wait_for_nodes
-from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.errors import MessageError, RunFailed, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, RunningSum, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, one_line, partition_of, read_reply
 from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
-from fedbn_flwr.messages.screening import evaluation_key, refuse_records
+from fedbn_flwr.messages.screening import evaluation_key, reason_of, refuse_records
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round, Rule, returned_roles
 
 Content = TypeVar("Content")
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
+
+
+# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
+OLD_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "on_fit_config_fn": "train_config of start()",
+    "on_evaluate_config_fn": "evaluate_config of start()",
+    "evaluate_fn": "evaluate_fn of start()",
+    "initial_parameters": "initial_arrays of start()",
+}
 
 
 class FedAvgOptions(TypedDict, total=False):
@@ -129,7 +144,15 @@ class FedAvg(Rule, FlowerFedAvg):
         clip_norm: float | None = None,
         clip_factor: float | None = None,
         plausible: float | None = None,
+        **options: Never,
     ) -> None:
+        for key in options:
+            hint = (
+                f"did you mean {OLD_NAMES[key]}?"
+                if key in OLD_NAMES
+                else did_you_mean(key, FedAvgOptions.__annotations__)
+            )
+            raise TypeError(f"{type(self).__name__} has no argument {key!r}; {hint}")
         super().__init__(
             fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,
@@ -143,9 +166,9 @@ class FedAvg(Rule, FlowerFedAvg):
         self.sums = RunningSum()  # of its first replies, if they were added as they arrived
         self.asked = 0  # number of clients that received the model in this round
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
-        options = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
-        if options != (None, None, 0.2, 1.0, None, None, None):
-            self.robust = Robust(*options)
+        bounds = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
+        if bounds != (None, None, 0.2, 1.0, None, None, None):
+            self.robust = Robust(*bounds)
 
     # --- sending ---
 
@@ -348,7 +371,7 @@ class FedAvg(Rule, FlowerFedAvg):
         for reply in gate(replies):
             node = reply.metadata.src_node_id
             if reply.has_error():
-                refused.append((node, reply.error.reason or f"error code {reply.error.code}"))
+                refused.append((node, reason_of(reply)))
                 continue
             answered[node] = partition_of(reply.content)
             try:

@@ -216,12 +216,6 @@ def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
     return next(iter(records.values()))
 
 
-def sent_model(content: RecordDict) -> ArrayRecord:
-    """The model's arrays in a message of a strategy, which puts them first: `arrays`, or its `arrayrecord_key`."""
-    records = arrays_in(content)
-    return arrays_of(content, "arrays" if "arrays" in records else next(iter(records), "arrays"))
-
-
 def only_arrays(content: RecordDict) -> ArrayRecord:
     records = list(arrays_in(content).values())
     if len(records) != 1:

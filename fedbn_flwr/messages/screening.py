@@ -18,6 +18,23 @@ from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
 from .gate import arrays_of, metrics_of, one_line, refuse, with_content
 
 
+def sent_model(content: RecordDict) -> ArrayRecord:
+    """The model's arrays in a message of a strategy, which puts them first: `arrays`, or its `arrayrecord_key`."""
+    records = arrays_in(content)
+    return arrays_of(content, "arrays" if "arrays" in records else next(iter(records), "arrays"))
+
+
+def reason_of(reply: Message) -> str:
+    """The reason of an error reply, in one line."""
+    reason = one_line(str(reply.error.reason or f"error code {reply.error.code}"))
+    if "ins.parameters'" not in reason:  # Flower's KeyError for 'fitins.parameters' or 'evaluateins.parameters'
+        return reason
+    return (
+        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
+        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
+    )
+
+
 def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dict[int, str]:
     """The reasons why the record `name` of replies is unusable, by node.
 
@@ -148,6 +165,6 @@ def _names(content: RecordDict) -> tuple[str, str]:
 def check_some_left(what: str, replies: Sequence[Message]) -> None:
     """Raise RunFailed if every reply is an error, since Flower's strategies would continue with the old model."""
     if replies and not any(reply.has_content() for reply in replies):
-        reasons = sorted(f"node {r.metadata.src_node_id}: {one_line(str(r.error.reason))}" for r in replies)
+        reasons = sorted(f"node {r.metadata.src_node_id}: {reason_of(r)}" for r in replies)
         listed = "".join(f"\n  - {reason}" for reason in reasons)
         raise RunFailed(f"{what}: 0 of {len(replies)} clients sent a usable reply:{listed}")

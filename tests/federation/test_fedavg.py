@@ -479,7 +479,8 @@ def test_metric_functions_receive_the_whole_content_of_used_replies(federation: 
 
     def more(content: RecordDict, partition: int) -> None:
         content["info"] = ConfigRecord({"site": f"site-{partition}"})
-        metrics = content.pop("metrics")
+        metrics = content.metric_records["metrics"]
+        del content["metrics"]
         content["figures"] = MetricRecord({**metrics, "own": 1.5} if partition == 0 else {**metrics})
         if partition == 2:
             content["figures"]["num-examples"] = -1  # refused

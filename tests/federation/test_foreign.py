@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import flwr.server.strategy as old
 import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
@@ -16,6 +18,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.serverapp import ServerApp
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import Strategy
 
@@ -33,11 +38,14 @@ from fedbn_flwr.strategies import (
     FixBN,
     GlobalMomentum,
     MeanStatistics,
+    Scaffold,
     Secure,
     SiloBN,
     Standalone,
 )
+from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
+from tests.support.foreign import Foreign as ForeignClient
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
 Federations = Callable[..., Any]
@@ -160,7 +168,7 @@ def test_statistics_have_the_weights_of_the_strategy_inside(base: type[Strategy]
 def test_a_weight_that_no_client_reports_ends_the_run(federation: Federations) -> None:
     """Flower's FedAvg inside would aggregate nothing, and the run would keep the initial model."""
     fed = federation((8, 12))
-    with pytest.raises(RunFailed, match="round 1: 0 of 2 clients sent a usable reply:\n.* have 'n' = None"):
+    with pytest.raises(RunFailed, match=r"round 1: 0 of 2 clients sent a usable reply:\n.* have 'n' = None"):
         FixBN(flower.FedAvg(weighted_by_key="n"), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=2)
 
 
@@ -328,6 +336,75 @@ def test_starts_of_several_wrapped_strategies_are_all_called(
     assert [message.config.get("fedbn.freeze") for message in grid.sent if message.kind == "train"][-1] == "statistics"
     assert all(message.config["fedbn.momentum"] for message in grid.sent if message.kind == "train")
     assert "Starting GlobalMomentum strategy:" in flower_log.text
+
+
+# --- mixtures with Flower's old API -------------------------------------------
+
+
+def old_server(strategy: Any, grid: Any) -> None:
+    components = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=1))
+    ServerApp(server_fn=lambda context: components)(grid, Context(1, 0, {}, RecordDict(), {}))
+
+
+def test_a_strategy_of_the_old_api_is_not_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"found FedAvg of Flower's old API; expected one of flwr.serverapp.strategy$"):
+        FixBN(old.FedAvg())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"found ABCMeta$"):
+        FixBN(FedAvg)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [FedTAN, lambda: FixBN(FedAvg())])
+def test_an_old_server_refuses_our_strategies(federation: Federations, make: Any) -> None:
+    with pytest.raises(SettingsError, match=r"is not a strategy of Flower's old API.*call start\(\) .* @app.main\(\)"):
+        old_server(make(), federation((8, 12)).grid())
+
+
+@pytest.mark.parametrize("make", [FedAvg, Scaffold, lambda: FixBN(flower.FedAvg(), freeze_round=0)])
+def test_clients_of_the_old_api_are_named_as_such(federation: Federations, make: Any) -> None:
+    fed = federation((8, 12))
+    app = ClientApp(client_fn=lambda context: fed.make_client(context).to_client())
+    with pytest.raises(RunFailed, match=r"node 1: its ClientApp was made with a client_fn, .*client_app \(docs"):
+        make().start(LocalGrid(app, 2), fed.arrays(), num_rounds=1)
+
+
+def test_our_clients_refuse_a_server_of_the_old_api(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed, reason = federation((8, 12)), "the server has a strategy of Flower's old API"
+    with pytest.raises(ValueError, match=reason):
+        old_server(old.FedAvg(), fed.grid())
+    grid = RecordingGrid(fed.app(), 2)
+    first = ndarrays_to_parameters([*unpack(fed.arrays()).values()])
+    old_server(old.FedAvg(initial_parameters=first), grid)
+    assert len(grid.errors()) == 4, "two to train and two to evaluate"
+    assert all(reason in error for error in grid.errors())
+    assert reason in flower_log.text, "Flower's server continues without a word"
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: FedAvg(fraction_fit=0.5), "FedAvg has no argument 'fraction_fit'; did you mean fraction_train?"),  # type: ignore[call-arg]
+        (lambda: FedBN(on_fit_config_fn=None), "did you mean train_config of start()?"),  # type: ignore[call-arg]
+        (lambda: FedTAN(min_train_node=3), "did you mean 'min_train_nodes'? known: arrayrecord_key, "),  # type: ignore[call-arg]
+    ],
+)
+def test_arguments_of_the_old_api_are_named(make: Any, hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        make()
+
+
+def test_names_of_the_old_api_are_those_of_its_fedavg() -> None:
+    names = {*inspect.signature(old.FedAvg.__init__).parameters} - {*inspect.signature(flower.FedAvg).parameters}
+    assert {*OLD_NAMES} == names - {"self", "accept_failures", "inplace"}
+
+
+@pytest.mark.parametrize("make", [FedBN, SiloBN, Scaffold])
+def test_a_plain_numpy_client_is_referred_to_a_bnclient(federation: Federations, make: Any) -> None:
+    grid = LocalGrid(client_app(lambda context: ForeignClient()), 2)
+    hint = "which a Foreign does not honour; a BNClient of the server's version of fedbn-flwr does"
+    with pytest.raises(RunFailed, match=hint):
+        make().start(grid, federation((8, 12)).arrays(), num_rounds=1)
 
 
 def test_an_error_of_all_clients_is_logged_once_with_its_reason(
