@@ -1,12 +1,19 @@
-"""Cross entropy with label smoothing and class weights."""
+"""Cross entropy with label smoothing and class weights, and the logits among what a model returns."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedbn_flwr.data import IGNORED
+
+
+def logits_of(outputs: Any) -> Any:
+    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
+    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
 
 class CrossEntropy:
@@ -22,7 +29,7 @@ class CrossEntropy:
         self.class_weights = class_weights
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        weight = self.class_weights
+        logits, weight = logits_of(logits), self.class_weights
         if weight is not None:
             weight = weight.to(logits.device, torch.promote_types(logits.dtype, torch.float32))
         dense = logits.ndim > 2

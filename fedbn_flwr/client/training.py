@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.messages.aggregate import Array
 
+from .losses import logits_of
 from .model_tensors import tensor_like
 
 Batch = Any  # what the loader yields: (inputs, targets)
@@ -132,6 +133,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     For images, 255 is an ordinary class: ImageNet has a thousand.
     """
+    logits = logits_of(logits)
     if logits.ndim <= 2:
         return nn.functional.cross_entropy(logits, targets)
     total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
