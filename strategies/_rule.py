@@ -8,7 +8,7 @@ hooks whose behaviour it changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.engines.gated import GatedGrid
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import unpack
@@ -193,6 +193,26 @@ class Rule(Strategy):
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
         return GatedGrid(grid)
+
+
+# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
+OLD_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "on_fit_config_fn": "train_config of start()",
+    "on_evaluate_config_fn": "evaluate_config of start()",
+    "evaluate_fn": "evaluate_fn of start()",
+    "initial_parameters": "initial_arrays of start()",
+}
+
+
+def unknown_argument(strategy: str, key: str, known: Iterable[str]) -> TypeError:
+    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known)
+    return TypeError(f"{strategy} has no argument {key!r}; {hint}")
 
 
 def returned_roles(traits: Traits, present: Collection[Role]) -> frozenset[Role]:

@@ -27,7 +27,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import capabilities, wait_for_nodes
-from fedbn_flwr.errors import MessageError, RunFailed, did_you_mean
+from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, RunningSum, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
@@ -36,25 +36,10 @@ from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
 from fedbn_flwr.messages.screening import evaluation_key, reason_of, refuse_records
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Round, Rule, returned_roles
+from ._rule import Round, Rule, returned_roles, unknown_argument
 
 Content = TypeVar("Content")
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
-
-
-# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
-OLD_NAMES = {
-    "fraction_fit": "fraction_train",
-    "min_fit_clients": "min_train_nodes",
-    "min_evaluate_clients": "min_evaluate_nodes",
-    "min_available_clients": "min_available_nodes",
-    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
-    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
-    "on_fit_config_fn": "train_config of start()",
-    "on_evaluate_config_fn": "evaluate_config of start()",
-    "evaluate_fn": "evaluate_fn of start()",
-    "initial_parameters": "initial_arrays of start()",
-}
 
 
 class FedAvgOptions(TypedDict, total=False):
@@ -146,13 +131,8 @@ class FedAvg(Rule, FlowerFedAvg):
         plausible: float | None = None,
         **options: Never,
     ) -> None:
-        for key in options:
-            hint = (
-                f"did you mean {OLD_NAMES[key]}?"
-                if key in OLD_NAMES
-                else did_you_mean(key, FedAvgOptions.__annotations__)
-            )
-            raise TypeError(f"{type(self).__name__} has no argument {key!r}; {hint}")
+        if options:
+            raise unknown_argument(type(self).__name__, next(iter(options)), FedAvgOptions.__annotations__)
         super().__init__(
             fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,

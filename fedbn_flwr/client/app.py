@@ -16,12 +16,12 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
-from fedbn_flwr.errors import FedbnError, MessageError, did_you_mean
+from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean
 from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.screening import sent_model
+from fedbn_flwr.messages.gate import sent_model
 from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config
@@ -117,7 +117,7 @@ def client_app(
                 return Message(content, reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             if protocol.RUN not in _config(message):  # in experiments the server reports it
-                _log_once(task, f"{type(error).__name__}: {error}")
+                _log_once(task, described(error))
             raise _failed(context, task, error) from error
 
     @app.train(mods=around["train"])
@@ -181,7 +181,7 @@ def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str
 
 def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
     who = context.node_config.get("partition-id", f"node {context.node_id}")
-    return ClientFailed(f"client {who} could not {task}: {type(error).__name__}: {error}")
+    return ClientFailed(f"client {who} could not {task}: {described(error)}")
 
 
 @functools.lru_cache(maxsize=64)

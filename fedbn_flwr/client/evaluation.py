@@ -11,9 +11,8 @@ from torch import nn
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.threads import map_batches
 
-from .losses import logits_of
 from .metrics import Measurement, Metric, confusion, mean_iou
-from .training import Batch, Loss
+from .training import Batch, Loss, logits_of
 
 
 @dataclass(frozen=True)

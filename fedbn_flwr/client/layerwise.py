@@ -22,7 +22,7 @@ from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, filled, unpack
-from fedbn_flwr.messages.screening import sent_model
+from fedbn_flwr.messages.gate import sent_model
 
 from .client import BNClient
 from .node_state import NodeState, run_of

@@ -1,8 +1,6 @@
-"""Cross entropy with label smoothing and class weights, and the logits among what a model returns."""
+"""Cross entropy with label smoothing and class weights."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +8,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.data import IGNORED
 
-
-def logits_of(outputs: Any) -> Any:
-    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
-    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
+from .training import logits_of
 
 
 class CrossEntropy:

@@ -16,7 +16,6 @@ from torch.optim.sgd import sgd
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.messages.aggregate import Array
 
-from .losses import logits_of
 from .model_tensors import tensor_like
 
 Batch = Any  # what the loader yields: (inputs, targets)
@@ -126,6 +125,11 @@ class SGD:
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         self.buffers |= {name: tensor_like(state[name], p) for name, p in self.parameters.items() if name in state}
+
+
+def logits_of(outputs: Any) -> Any:
+    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
+    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

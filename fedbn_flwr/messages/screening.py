@@ -18,12 +18,6 @@ from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
 from .gate import arrays_of, metrics_of, one_line, refuse, with_content
 
 
-def sent_model(content: RecordDict) -> ArrayRecord:
-    """The model's arrays in a message of a strategy, which puts them first: `arrays`, or its `arrayrecord_key`."""
-    records = arrays_in(content)
-    return arrays_of(content, "arrays" if "arrays" in records else next(iter(records), "arrays"))
-
-
 def reason_of(reply: Message) -> str:
     """The reason of an error reply, in one line."""
     reason = one_line(str(reply.error.reason or f"error code {reply.error.code}"))

@@ -43,7 +43,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
-from strategies.fedavg import OLD_NAMES
+from strategies._rule import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
 from tests.support.foreign import Foreign as ForeignClient
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
