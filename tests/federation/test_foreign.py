@@ -263,6 +263,10 @@ class Tracked(flower.FedAvg):
         return result
 
 
+class TrackedOurs(Tracked, FedAvg):
+    """The same, derived from the FedAvg of this project."""
+
+
 class Announced(flower.FedAvg):
     """Its start extends Flower's."""
 
@@ -271,9 +275,10 @@ class Announced(flower.FedAvg):
         return super().start(*args, **options)
 
 
-def test_a_wrapped_strategy_keeps_its_own_start(federation: Federations, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cls", [Tracked, TrackedOurs])
+def test_a_wrapped_strategy_keeps_its_own_start(federation: Federations, tmp_path: Path, cls: type[Tracked]) -> None:
     fed = federation((8, 12))
-    theirs = Tracked(tmp_path)
+    theirs = cls(tmp_path)
     grid = RecordingGrid(fed.app(), 2)
     wrapped = FixBN(MeanStatistics(theirs), freeze_round=0.5)
     result = wrapped.start(grid=grid, initial_arrays=whole(fed), num_rounds=4, timeout=60)
@@ -326,7 +331,7 @@ def test_a_strategy_derived_from_ours_keeps_its_start(federation: Federations, c
 def test_starts_of_several_wrapped_strategies_are_all_called(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    """From the outside in; and a start with a loop of its own makes rounds of the outermost strategy."""
+    """From the outside in, and the rounds are those of the outermost strategy."""
     fed, inner = federation((8, 12), momentum=0.9), with_start(FedAvg)()
     middle = with_start(FixBN)(MeanStatistics(inner), freeze_round=0.5)
     grid = RecordingGrid(fed.app(), 2)
