@@ -13,6 +13,9 @@ FedbnError                 base class; the message is enough, without a tracebac
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -67,6 +70,22 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known: {', '.join(names)}"
+
+
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), os.path.dirname(__file__))
+)
+
+
+def described(error: BaseException) -> str:
+    """An error with the place in the user's code; the server does not need to know in which folder the file is."""
+    found = f"{type(error).__name__}: {error}"
+    frames = [] if isinstance(error, FedbnError) else list(traceback.walk_tb(error.__traceback__))
+    for frame, line in reversed(frames):
+        if os.path.exists(file := frame.f_code.co_filename) and not file.startswith(_LIBRARIES):
+            return f"{found} ({os.path.basename(file)}, line {line})"
+    return found
 
 
 @contextmanager

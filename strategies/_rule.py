@@ -8,16 +8,16 @@ hooks whose behaviour it changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.engines.gated import GatedGrid
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import unpack
@@ -100,6 +100,7 @@ class Rule(Strategy):
     # report it.
     shares: Mapping[int, float] | None = None
     robust: Robust | None = None  # bounds on the influence of one client, if they are on
+    weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     # --- the hooks ---
@@ -142,8 +143,8 @@ class Rule(Strategy):
         return None
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        """The weight of each reply, up to scale: by default the client's number of examples."""
-        return [reply.number(protocol.NUM_EXAMPLES) for reply in replies]
+        """p_i, the weight of each reply, up to scale: by default the client's number of examples."""
+        return [reply.number(self.weighted_by_key) for reply in replies]
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new model."""
@@ -184,11 +185,41 @@ class Rule(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
+        grid = self.prepare(grid, initial_arrays, num_rounds)
+        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """The first call of a server of Flower's old API."""
+        raise SettingsError(
+            f"{type(self).__name__} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
+            'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
+        )
+
+    def prepare(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int) -> Grid:
+        """Prepare the rule for a run; returns the grid whose replies have passed the gate."""
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
-        return super().start(
-            GatedGrid(grid), initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        )
+        return GatedGrid(grid)
+
+
+# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
+OLD_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "on_fit_config_fn": "train_config of start()",
+    "on_evaluate_config_fn": "evaluate_config of start()",
+    "evaluate_fn": "evaluate_fn of start()",
+    "initial_parameters": "initial_arrays of start()",
+}
+
+
+def unknown_argument(strategy: str, key: str, known: Iterable[str]) -> TypeError:
+    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known)
+    return TypeError(f"{strategy} has no argument {key!r}; {hint}")
 
 
 def returned_roles(traits: Traits, present: Collection[Role]) -> frozenset[Role]:

@@ -14,8 +14,8 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, is_finite
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
@@ -23,7 +23,6 @@ from fedbn_flwr.messages.gate import (
     gate,
     metrics_of,
     number_problem,
-    one_line,
     only_arrays,
     read_reply,
     refuse,
@@ -32,10 +31,13 @@ from fedbn_flwr.messages.gate import (
 from fedbn_flwr.messages.screening import (
     alike,
     check_some_left,
+    evaluation_key,
     fault_problems,
     overflow,
+    reason_of,
     refuse_records,
     with_arrays,
+    with_metric,
     with_records,
 )
 
@@ -74,10 +76,13 @@ class Wrapper(_Around):
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy) -> None:
-        if not isinstance(strategy, Strategy):
+        given: object = strategy
+        if not isinstance(given, Strategy):
+            is_old = hasattr(given, "initialize_parameters") and not isinstance(given, type)
             raise TypeError(
                 f"{type(self).__name__} wraps a strategy, for instance {type(self).__name__}(FedAvg(), ...); "
-                f"found {type(strategy).__name__}"
+                f"found {type(given).__name__}"
+                + (" of Flower's old API; expected one of flwr.serverapp.strategy" if is_old else "")
             )
         self.strategy = strategy
         self.rule = as_rule(strategy)
@@ -87,6 +92,7 @@ class Wrapper(_Around):
         self.traits = self.rule.traits
         self.shares = self.rule.shares
         self.robust = self.rule.robust
+        self.weighted_by_key = self.rule.weighted_by_key
         self.memory = self.Memory()
         self.round: Round | None = None
         self._failed: list[Message] = []  # replies of this round that the wrapped strategy receives as errors
@@ -109,7 +115,7 @@ class Wrapper(_Around):
         messages = [*(reply.message for reply in replies), *self._failed]
         arrays, self._metrics = self.rule.aggregate_train(round.number, messages)
         if arrays is None:
-            check_some_left(round.number, messages)
+            check_some_left(f"round {round.number}", messages)
         return unpack(round.arrays if arrays is None else arrays)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -189,16 +195,9 @@ class Wrapper(_Around):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the federation; if the wrapped strategy is not a rule and has a `start` of its own, by that one."""
-        innermost: Rule = self
-        while isinstance(innermost, Wrapper):
-            innermost = innermost.rule
-        if not isinstance(innermost, Foreign) or type(innermost.strategy).start is Strategy.start:
-            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
-        self.check(num_rounds)
-        self.begin(num_rounds, initial_arrays)
-        return _calling(innermost.strategy, self).start(
-            grid=GatedGrid(grid),
+        """Run the federation by the `start` of the wrapped strategy, which may be one of the user's."""
+        return _calling(self.strategy, self).start(
+            grid=self.prepare(grid, initial_arrays, num_rounds),
             initial_arrays=initial_arrays,
             num_rounds=num_rounds,
             timeout=timeout,
@@ -220,9 +219,9 @@ _ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate
 
 def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     """A strategy with the attributes and the `start` of `strategy`, where `self.configure_train` etc. are `rule`'s."""
-    cls = type(strategy)
     methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
-    calling: Strategy = object.__new__(type(cls.__name__, (cls,), methods))
+    methods["prepare"] = staticmethod(lambda grid, *_: grid)  # `rule` is prepared
+    calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
     calling.__dict__ = strategy.__dict__
     return calling
 
@@ -236,6 +235,8 @@ class Foreign(_Around):
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        self._weight_key: str | None = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
+        self.weighted_by_key = self._weight_key or protocol.NUM_EXAMPLES
         self.memory = self.Memory()
         self._sent: Arrays = {}  # the arrays of the round's messages
         self._asked = 0  # the number of these messages
@@ -281,12 +282,6 @@ class Foreign(_Around):
         self.used = [message.metadata.src_node_id for message in messages if message.has_content()]
         return self.strategy.aggregate_evaluate(server_round, messages)
 
-    @property
-    def _weight_key(self) -> str | None:
-        """The metric by which a strategy derived from Flower's FedAvg, or one inside it, weights replies."""
-        key: str | None = self._of_some("weighted_by_key")
-        return key
-
     def _of_some(self, attribute: str) -> Any:
         """An attribute of the strategy, or of the outermost one inside it that has it."""
         inside: object = self.strategy
@@ -304,6 +299,8 @@ class Foreign(_Around):
         if key is None:
             return messages
         messages = list({message.metadata.src_node_id: message for message in messages}.values())  # one for each node
+        if not trained and (other := evaluation_key(messages, key)) != key:
+            messages = with_metric(messages, key, other)
         loss_key = self._of_some("train_loss_key") if trained else None  # QFedAvg weights by the loss too
         problems: dict[int, str] = {}
         arrays: dict[int, Arrays] = {}
@@ -324,11 +321,11 @@ class Foreign(_Around):
         problems |= too_large | fault_problems(arrays, self._sent)
         messages = alike(refuse(messages, problems))
         if trained:  # QFedAvg takes arrays by their place
+            check_some_left(what, messages)
             messages = [with_arrays(each, self._in_order) if each.has_content() else each for each in messages]
         for message in messages:
             if message.has_error():
-                reason = one_line(str(message.error.reason))
-                log(WARNING, "%s: left out node %d: %s", what, message.metadata.src_node_id, reason)
+                log(WARNING, "%s: left out node %d: %s", what, message.metadata.src_node_id, reason_of(message))
         # These strategies only log errors. One around them (for privacy) aggregates nothing if there is an error.
         return list(filter(Message.has_content, messages)) if hasattr(self.strategy, "weighted_by_key") else messages
 

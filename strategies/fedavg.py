@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Never, TypedDict, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rules.fedbn import RETURN
@@ -32,10 +33,10 @@ from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, one_line, partition_of, read_reply
 from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
-from fedbn_flwr.messages.screening import refuse_records
+from fedbn_flwr.messages.screening import evaluation_key, reason_of, refuse_records
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Round, Rule, returned_roles
+from ._rule import Round, Rule, returned_roles, unknown_argument
 
 Content = TypeVar("Content")
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
@@ -128,10 +129,14 @@ class FedAvg(Rule, FlowerFedAvg):
         clip_norm: float | None = None,
         clip_factor: float | None = None,
         plausible: float | None = None,
+        **options: Never,
     ) -> None:
+        if options:
+            raise unknown_argument(type(self).__name__, next(iter(options)), FedAvgOptions.__annotations__)
         super().__init__(
             fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
-            weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, evaluate_metrics_aggr_fn,
+            weighted_by_key, arrayrecord_key, configrecord_key,
+            train_metrics_aggr_fn or mean_of_metrics, evaluate_metrics_aggr_fn or mean_of_metrics,
         )  # fmt: skip
         self.seed = seed
         self.node_timeout = node_timeout
@@ -140,9 +145,9 @@ class FedAvg(Rule, FlowerFedAvg):
         self.round: Round | None = None  # the current one
         self.asked = 0  # number of clients that received the model in this round
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
-        options = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
-        if options != (None, None, 0.2, 1.0, None, None, None):
-            self.robust = Robust(*options)
+        bounds = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
+        if bounds != (None, None, 0.2, 1.0, None, None, None):
+            self.robust = Robust(*bounds)
 
     # --- sending ---
 
@@ -280,7 +285,8 @@ class FedAvg(Rule, FlowerFedAvg):
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
         self.after_round(round, usable, weights)
-        return model, self._mean_metrics([r.metrics for r in usable], self.weighted_by_key, self.train_metrics_aggr_fn)
+        contents = {message.metadata.src_node_id: message.content for message in messages if message.has_content()}
+        return model, self.train_metrics_aggr_fn([contents[node] for node in self.used], self.weighted_by_key)
 
     def read(self, message: Message) -> Reply:
         """The content of a reply of this round that has passed the gate; MessageError if it is unusable."""
@@ -296,23 +302,18 @@ class FedAvg(Rule, FlowerFedAvg):
         return reply
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        # An evaluation has no training batch.
-        key = protocol.NUM_EXAMPLES if self.weighted_by_key == protocol.BATCH_EXAMPLES else self.weighted_by_key
+        messages = gate(replies)
+        key = evaluation_key(messages, self.weighted_by_key)
 
-        def read(message: Message) -> tuple[int, MetricRecord]:
-            metrics = metrics_of(message.content)
-            if problem := number_problem(metrics, key):
+        def read(message: Message) -> Message:
+            if problem := number_problem(metrics_of(message.content), key):
                 raise MessageError(problem)
-            return message.metadata.src_node_id, metrics
+            return message
 
         # A missing evaluation must not end the run, so no reply is required.
-        usable = self.screen(f"round {server_round}, evaluation", replies, 0, read)
-        self.used = [node for node, _ in usable]
-        return self._mean_metrics([m for _, m in usable], key, self.evaluate_metrics_aggr_fn) if usable else None
-
-    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        """p_i up to scale, the client's number of examples"""
-        return [reply.number(self.weighted_by_key) for reply in replies]
+        usable = self.screen(f"round {server_round}, evaluation", messages, 0, read)
+        self.used = [message.metadata.src_node_id for message in usable]
+        return self.evaluate_metrics_aggr_fn([message.content for message in usable], key) if usable else None
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
@@ -347,7 +348,7 @@ class FedAvg(Rule, FlowerFedAvg):
         for reply in gate(replies):
             node = reply.metadata.src_node_id
             if reply.has_error():
-                refused.append((node, reply.error.reason or f"error code {reply.error.code}"))
+                refused.append((node, reason_of(reply)))
                 continue
             answered[node] = partition_of(reply.content)
             try:
@@ -381,12 +382,14 @@ class FedAvg(Rule, FlowerFedAvg):
             log(WARNING, "%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)
 
-    def _mean_metrics(self, records: Sequence[MetricRecord], key: str, mean: MeanOfMetrics) -> MetricRecord:
-        """The mean of each metric that all clients sent, without identifiers and numbers of examples."""
-        common = set.intersection(*(set(record) for record in records))
-        counts = {name for name in common if name.endswith(protocol.NUM_EXAMPLES)}  # of other test sets too
-        common -= {protocol.PARTITION, protocol.BATCH_EXAMPLES, *counts} - {key}
-        kept = [MetricRecord({name: value for name, value in record.items() if name in common}) for record in records]
-        if not any(record[key] for record in records):
-            return MetricRecord()  # all weights are zero, so there is no mean
-        return mean([RecordDict({"metrics": record}) for record in kept], key)
+
+def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
+    """The mean of each metric that all clients sent, without identifiers and numbers of examples."""
+    records = [metrics_of(content) for content in contents]
+    common = set.intersection(*(set(record) for record in records))
+    counts = {name for name in common if name.endswith(protocol.NUM_EXAMPLES)}  # of other test sets too
+    common -= {protocol.PARTITION, protocol.BATCH_EXAMPLES, *counts} - {key}
+    kept = [MetricRecord({name: value for name, value in record.items() if name in common}) for record in records]
+    if not any(record[key] for record in records):
+        return MetricRecord()  # all weights are zero, so there is no mean
+    return aggregate_metricrecords([RecordDict({"metrics": record}) for record in kept], key)

@@ -2,7 +2,8 @@
 
 FedAdam, FedAvgM and others treat the clients' mean change as a pseudo-gradient and take an optimiser step along it
 (Reddi et al. 2021, https://arxiv.org/abs/2003.00295). Such a step can make a running variance negative. This wrapper
-averages statistics and counters by number of examples and leaves the other arrays to the wrapped strategy:
+averages statistics and counters by number of examples, or by the metric that the wrapped strategy names in
+`weighted_by_key`, and leaves the other arrays to that strategy:
 
     MeanStatistics(FedAdam(eta=0.01))
 
@@ -23,7 +24,6 @@ from flwr.serverapp.strategy import FedAvgM, QFedAvg, Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.gate import Reply, number_problem
@@ -80,7 +80,7 @@ class MeanStatistics(Wrapper):
         self.statistics = statistics
 
     def problem(self, round: Round, reply: Reply) -> str | None:
-        return number_problem(reply.metrics, protocol.NUM_EXAMPLES) or fault(reply.arrays, unpack(round.arrays))
+        return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, unpack(round.arrays))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from logging import ERROR
 from types import MappingProxyType
@@ -16,12 +16,12 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
-from fedbn_flwr.errors import FedbnError, MessageError, did_you_mean
+from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean
 from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import arrays_of
+from fedbn_flwr.messages.gate import sent_model
 from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config
@@ -57,6 +57,17 @@ class _MadeApp(ClientApp):
     def __init__(self, make: Callable[[], ClientApp]) -> None:
         super().__init__()
         self._make = make
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        content = message.content if message.has_content() else ()
+        if message.metadata.message_type.startswith("get_") or any(name.endswith("ins.parameters") for name in content):
+            problem = (
+                "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
+                'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
+            )
+            _log_once("answer", problem)
+            raise ClientFailed(f"this client could not answer: {problem}")
+        return super().__call__(message, context)
 
     def __reduce__(self) -> tuple[Callable[[], ClientApp], tuple[()]]:
         return self._make, ()
@@ -106,7 +117,7 @@ def client_app(
                 return Message(content, reply_to=message)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             if protocol.RUN not in _config(message):  # in experiments the server reports it
-                _log_once(task, f"{type(error).__name__}: {error}")
+                _log_once(task, described(error))
             raise _failed(context, task, error) from error
 
     @app.train(mods=around["train"])
@@ -170,7 +181,7 @@ def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str
 
 def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
     who = context.node_config.get("partition-id", f"node {context.node_id}")
-    return ClientFailed(f"client {who} could not {task}: {type(error).__name__}: {error}")
+    return ClientFailed(f"client {who} could not {task}: {described(error)}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -189,11 +200,11 @@ Handler = Callable[[Make, Message, Context], RecordDict]
 
 
 def _train(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), arrays_of(message.content), _config(message)
+    client, record, config = make(), sent_model(message.content), _config(message)
     if isinstance(client, BNClient):
         return _reply(client.train_round(unpack(record), config, _extras(message, record)))
     # A NumPyClient identifies arrays by position, not by name: the reply uses the names of the message.
-    protocol.check_known(config, protocol.OF_RUN | protocol.SECURE_KEYS.keys())
+    _check_known(client, config, protocol.OF_RUN | protocol.SECURE_KEYS.keys())
     values, num_examples, extra = client.fit([a.numpy() for a in record.values()], _plain(config))
     if len(values) != len(record):
         raise MessageError(f"fit() received {len(record)} arrays and returned {len(values)}; expected the same number")
@@ -201,12 +212,21 @@ def _train(make: Make, message: Message, context: Context) -> RecordDict:
     return _reply(Update(arrays, {protocol.NUM_EXAMPLES: num_examples, **extra} | _place(context), {}))
 
 
+def _check_known(client: NumPyClient, config: ConfigRecord, known: Collection[str]) -> None:
+    """A NumPyClient honours none of the keys by which strategies change training."""
+    if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in known), None):
+        raise MessageError(
+            f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(client).__name__} does not "
+            "honour; a BNClient of the server's version of fedbn-flwr does"
+        )
+
+
 def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), arrays_of(message.content), _config(message)
+    client, record, config = make(), sent_model(message.content), _config(message)
     if isinstance(client, BNClient):
         metrics = client.evaluate_round(unpack(record), config)
     else:
-        protocol.check_known(config, protocol.OF_RUN)
+        _check_known(client, config, protocol.OF_RUN)
         loss, num_examples, extra = client.evaluate([a.numpy() for a in record.values()], _plain(config))
         metrics = {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
     return RecordDict({**_records(metrics)})
@@ -246,7 +266,7 @@ def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
     client = make()
     if not isinstance(client, BNClient):
         raise MessageError(f"{type(client).__name__} cannot report statistics of its data; a BNClient can")
-    return _reply(client.statistics_round(unpack(arrays_of(message.content)), _config(message)))
+    return _reply(client.statistics_round(unpack(sent_model(message.content)), _config(message)))
 
 
 def _personal(make: Make, message: Message, context: Context) -> RecordDict:
@@ -298,13 +318,13 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = arrays_of(message.content), _plain(_config(message))
+    record, config = sent_model(message.content), _plain(_config(message))
     outcome = train_by_messages(_bn_client(make), message.content, config, _extras(message, record), context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
 
 
 def _train_over_stream(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = arrays_of(message.content), _plain(_config(message))
+    record, config = sent_model(message.content), _plain(_config(message))
     return _reply(train_over_stream(_bn_client(make), unpack(record), config, _extras(message, record)))
 
 

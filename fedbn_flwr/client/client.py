@@ -79,9 +79,9 @@ class BNClient(NumPyClient):
         Scale the gradients of a step so that their norm over all parameters is at most this, after all other changes
         of the gradients (Scaffold's correction, FedProx's term, FedWon's clipping).
     loss
-        A function of (logits, targets) that returns the mean loss over the examples of a batch. The default is cross
-        entropy; for a segmentation model it is the mean over the pixels whose label is not 255. `fedbn_flwr.client
-        .losses.CrossEntropy` has label smoothing and class weights.
+        A function of what the model returns and the targets: the mean loss over the examples of a batch. By default the
+        cross entropy of the logits, perhaps those in `outputs.logits`; for a segmentation model it is the mean over the
+        pixels whose label is not 255. `fedbn_flwr.client.losses.CrossEntropy` has label smoothing and class weights.
     eval_loss
         The loss that evaluation reports; by default `loss`.
     metrics

@@ -12,7 +12,7 @@ from fedbn_flwr.data import IGNORED
 from fedbn_flwr.threads import map_batches
 
 from .metrics import Measurement, Metric, confusion, mean_iou
-from .training import Batch, Loss
+from .training import Batch, Loss, logits_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def evaluate(
     @torch.no_grad()  # a setting of the thread
     def sums_of(model: nn.Module, batch: Batch) -> _Sums:
         inputs, targets = (tensor.to(device) for tensor in batch)
-        logits = model(inputs)
-        loss = loss_fn(logits, targets).double()
+        outputs = model(inputs)
+        loss, logits = loss_fn(outputs, targets).double(), logits_of(outputs)
         if not _has_classes(logits, targets):
             return _Sums(loss * len(targets), None, None, logits, targets)
         if logits.ndim > 2:

@@ -22,7 +22,7 @@ from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, filled, unpack
-from fedbn_flwr.messages.gate import arrays_of
+from fedbn_flwr.messages.gate import sent_model
 
 from .client import BNClient
 from .node_state import NodeState, run_of
@@ -121,7 +121,7 @@ def model_of_round(content: RecordDict, config: Mapping[str, Any], context: Cont
     """The model that a round begins with: only message 0 of a layer-wise round contains it."""
     if int(config.get(protocol.COHORT_STEP, 0)):
         content = NodeState(context.state, run_of(config)).load_records(_name(0))
-    return unpack(arrays_of(content)) if arrays_in(content) else {}
+    return unpack(sent_model(content)) if arrays_in(content) else {}
 
 
 def abandon_parked(context: Context) -> None:

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.data import IGNORED
 
+from .training import logits_of
+
 
 class CrossEntropy:
     """The sum of weighted losses over a batch, divided by the number of examples (or of pixels that are not 255).
@@ -22,7 +24,7 @@ class CrossEntropy:
         self.class_weights = class_weights
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        weight = self.class_weights
+        logits, weight = logits_of(logits), self.class_weights
         if weight is not None:
             weight = weight.to(logits.device, torch.promote_types(logits.dtype, torch.float32))
         dense = logits.ndim > 2

@@ -127,11 +127,17 @@ class SGD:
         self.buffers |= {name: tensor_like(state[name], p) for name, p in self.parameters.items() if name in state}
 
 
+def logits_of(outputs: Any) -> Any:
+    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
+    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross entropy over images or, for a segmentation model, over the pixels whose label is not 255.
 
     For images, 255 is an ordinary class: ImageNet has a thousand.
     """
+    logits = logits_of(logits)
     if logits.ndim <= 2:
         return nn.functional.cross_entropy(logits, targets)
     total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

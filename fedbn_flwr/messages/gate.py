@@ -28,7 +28,7 @@ from fedbn_flwr.errors import MessageError
 
 from . import protocol
 from .aggregate import Arrays
-from .arrays import arrays_in, held, metrics_in, unpack
+from .arrays import arrays_in, configs_in, held, metrics_in, unpack
 
 MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
@@ -219,6 +219,16 @@ def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
     if len(records) != 1:
         raise MessageError(f"expected an ArrayRecord {name!r}, found {len(records)} ArrayRecords: {shown([*records])}")
     return next(iter(records.values()))
+
+
+def sent_model(content: RecordDict) -> ArrayRecord:
+    """The model's arrays in a message of a strategy: `arrays`, or another name that the strategy gives them.
+
+    A strategy of this project puts them first. Which of the records of another strategy they are must be clear.
+    """
+    records = arrays_in(content)
+    is_ours = any(key.startswith(protocol.PREFIX) for config in configs_in(content).values() for key in config)
+    return arrays_of(content, next(iter(records)) if is_ours and records and "arrays" not in records else "arrays")
 
 
 def only_arrays(content: RecordDict) -> ArrayRecord:

@@ -12,9 +12,21 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
+from . import protocol
 from .aggregate import Arrays, fault
 from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
 from .gate import arrays_of, metrics_of, one_line, refuse, with_content
+
+
+def reason_of(reply: Message) -> str:
+    """The reason of an error reply, in one line."""
+    reason = one_line(str(reply.error.reason or f"error code {reply.error.code}"))
+    if "ins.parameters'" not in reason:  # Flower's KeyError for 'fitins.parameters' or 'evaluateins.parameters'
+        return reason
+    return (
+        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
+        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
+    )
 
 
 def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dict[int, str]:
@@ -93,6 +105,25 @@ def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) 
     return with_content(message, RecordDict({**message.content, name: change(arrays)}))
 
 
+def evaluation_key(replies: Iterable[Message], key: str) -> str:
+    """The metric that weights the replies of an evaluation: the number of examples if none of them has `key`.
+
+    Such keys are the training loss and the size of the first batch.
+    """
+    records = [record for reply in replies if reply.has_content() for record in metrics_in(reply.content).values()]
+    return key if any(key in record for record in records) else protocol.NUM_EXAMPLES
+
+
+def with_metric(replies: Iterable[Message], key: str, like: str) -> list[Message]:
+    """The replies, where the metric `key` has the value of another one."""
+
+    def changed(content: RecordDict) -> RecordDict:
+        more = {n: MetricRecord({**r, key: r[like]}) for n, r in metrics_in(content).items() if like in r}
+        return RecordDict({**content, **more})
+
+    return [with_content(reply, changed(reply.content)) if reply.has_content() else reply for reply in replies]
+
+
 def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
     """The arrays without statistics and counters of batch norm."""
     return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])
@@ -125,9 +156,9 @@ def _names(content: RecordDict) -> tuple[str, str]:
     return next(iter(arrays_in(content)), "arrays"), next(iter(metrics_in(content)))
 
 
-def check_some_left(server_round: int, replies: Sequence[Message]) -> None:
+def check_some_left(what: str, replies: Sequence[Message]) -> None:
     """Raise RunFailed if every reply is an error, since Flower's strategies would continue with the old model."""
     if replies and not any(reply.has_content() for reply in replies):
-        reasons = sorted(f"node {r.metadata.src_node_id}: {one_line(str(r.error.reason))}" for r in replies)
+        reasons = sorted(f"node {r.metadata.src_node_id}: {reason_of(r)}" for r in replies)
         listed = "".join(f"\n  - {reason}" for reason in reasons)
-        raise RunFailed(f"round {server_round}: 0 of {len(replies)} clients sent a usable reply:{listed}")
+        raise RunFailed(f"{what}: 0 of {len(replies)} clients sent a usable reply:{listed}")

@@ -17,7 +17,8 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
+from tests.support.plugin import RecordingGrid
 
 Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
@@ -430,12 +431,75 @@ def test_our_fedavg_drives_a_foreign_client() -> None:
     assert unpack(result.arrays)["w"].tolist() == [1.5] * 3
 
 
-def test_evaluations_have_no_batch_to_be_weighted_by() -> None:
-    strategy = FedAvg(weighted_by_key="batch-examples")
-    replies = []
-    for node, (accuracy, images) in enumerate([(0.5, 10), (1.0, 30)], start=1):
-        content = RecordDict({"metrics": MetricRecord({"accuracy": accuracy, "num-examples": images})})
-        replies.append(Message(content, reply_to=Message(RecordDict(), node, "evaluate")))
-    mean = strategy.aggregate_evaluate(1, replies)
-    assert mean is not None
-    assert mean["accuracy"] == pytest.approx(0.875)
+@pytest.mark.parametrize("key", ["batch-examples", "train-loss"])
+@pytest.mark.parametrize("base", [FedAvg, flower.FedAvg])
+def test_evaluations_without_the_weight_of_training_count_examples(
+    federation: Federations, base: Any, key: str, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 12))
+    grid, config = RecordingGrid(fed.app(), 2), ConfigRecord({"fedbn.report-batch": True})
+    strategy = FixBN(base(weighted_by_key=key), freeze_round=1)
+    result = strategy.start(grid, fed.arrays(), num_rounds=1, train_config=config)
+    each = [reply.content["metrics"] for reply in grid.replies if "accuracy" in reply.content.get("metrics", {})]
+    assert sorted(metrics["num-examples"] for metrics in each) == [8, 12]
+    for name in ("loss", "accuracy"):
+        expected = np.average([m[name] for m in each], weights=[m["num-examples"] for m in each])
+        assert result.evaluate_metrics_clientapp[1][name] == pytest.approx(expected, rel=1e-12)
+    assert "left out" not in flower_log.text
+
+
+def changing(inner: ClientApp, change: Callable[[RecordDict, int], None]) -> ClientApp:
+    """The app, with each reply to training and evaluation changed."""
+    app = ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = inner(message, context)
+        change(reply.content, int(context.node_config["partition-id"]))
+        return reply
+
+    app.train()(answer)
+    app.evaluate()(answer)
+    return app
+
+
+class Table:
+    """A metric function that keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[RecordDict], str]] = []
+
+    def __call__(self, contents: list[RecordDict], key: str) -> MetricRecord:
+        self.calls.append((contents, key))
+        return MetricRecord({"sites": len(contents)})
+
+
+def test_metric_functions_receive_the_whole_content_of_used_replies(federation: Federations) -> None:
+    """As in Flower: arrays, records of the client's own, and metrics that not all clients sent, under their names."""
+    fed = federation((8, 12, 6))
+
+    def more(content: RecordDict, partition: int) -> None:
+        content["info"] = ConfigRecord({"site": f"site-{partition}"})
+        metrics = content.metric_records["metrics"]
+        del content["metrics"]
+        content["figures"] = MetricRecord({**metrics, "own": 1.5} if partition == 0 else {**metrics})
+        if partition == 2:
+            content["figures"]["num-examples"] = -1  # refused
+
+    training, evaluation = Table(), Table()
+    options = {"train_metrics_aggr_fn": training, "evaluate_metrics_aggr_fn": evaluation}
+    result = Scaffold(**options).start(fed.grid(changing(fed.app(), more)), fed.arrays(), num_rounds=1)
+    for table, names in [
+        (training, {"arrays", "client", "control", "figures", "info"}),
+        (evaluation, {"client", "figures", "info"}),
+    ]:
+        ((contents, key),) = table.calls
+        assert key == "num-examples"
+        assert [content["info"]["site"] for content in contents] == ["site-0", "site-1"]
+        assert [content["client"]["partition-id"] for content in contents] == [0, 1]
+        assert [set(content) for content in contents] == [names] * 2
+        assert [content["figures"].get("own") for content in contents] == [1.5, None]
+        assert [content["figures"]["num-examples"] for content in contents] == [8, 12]
+    for content, partition in zip(training.calls[0][0], (0, 1), strict=True):
+        for name, value in trained(fed, partition).items():
+            np.testing.assert_array_equal(unpack(content["arrays"])[name], value)
+    assert result.train_metrics_clientapp[1] == result.evaluate_metrics_clientapp[1] == MetricRecord({"sites": 2})

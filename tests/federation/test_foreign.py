@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import flwr.server.strategy as old
 import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.serverapp import ServerApp
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import client_app
+from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.rules import known_keys
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, MeanStatistics, SiloBN, Standalone
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedProx,
+    FedTAN,
+    FixBN,
+    GlobalMomentum,
+    MeanStatistics,
+    Scaffold,
+    Secure,
+    SiloBN,
+    Standalone,
+)
+from strategies._rule import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
+from tests.support.foreign import Foreign as ForeignClient
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
 Federations = Callable[..., Any]
@@ -123,6 +143,35 @@ def test_mean_statistics_averages_only_the_statistics(federation: Federations, n
     assert differs, "the bare strategy does not average statistics"
 
 
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("base", [flower.FedAvg, FedAvg])
+def test_statistics_have_the_weights_of_the_strategy_inside(base: type[Strategy], counts: bool) -> None:
+    """Four clients send the values 1 to 4; the metric `n`, 1000 for the first and else 1, weights them."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        arrays = {key: np.full_like(value, partition + 1) for key, value in unpack(message.content["arrays"]).items()}
+        metrics = MetricRecord({"n": 1 if partition else 1000} | ({"num-examples": 1} if counts else {}))
+        content = RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()}), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    names = ("fc.weight", "bn.running_mean", "bn.running_var")
+    arrays = ArrayRecord({name: Array(np.zeros(2)) for name in names})
+    strategy = MeanStatistics(base(weighted_by_key="n", fraction_evaluate=0.0))  # type: ignore[call-arg]
+    result = unpack(strategy.start(LocalGrid(app, 4), arrays, num_rounds=1).arrays)
+    for name in names:
+        np.testing.assert_allclose(result[name], (1000 + 2 + 3 + 4) / 1003, rtol=1e-12, err_msg=name)
+
+
+def test_a_weight_that_no_client_reports_ends_the_run(federation: Federations) -> None:
+    """Flower's FedAvg inside would aggregate nothing, and the run would keep the initial model."""
+    fed = federation((8, 12))
+    with pytest.raises(RunFailed, match=r"round 1: 0 of 2 clients sent a usable reply:\n.* have 'n' = None"):
+        FixBN(flower.FedAvg(weighted_by_key="n"), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=2)
+
+
 COUNTER = "1.num_batches_tracked"
 EXACT: dict[str, Callable[[], flower.Strategy]] = {
     **PER_COORDINATE,
@@ -214,6 +263,10 @@ class Tracked(flower.FedAvg):
         return result
 
 
+class TrackedOurs(Tracked, FedAvg):
+    """The same, derived from the FedAvg of this project."""
+
+
 class Announced(flower.FedAvg):
     """Its start extends Flower's."""
 
@@ -222,9 +275,10 @@ class Announced(flower.FedAvg):
         return super().start(*args, **options)
 
 
-def test_a_wrapped_strategy_keeps_its_own_start(federation: Federations, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cls", [Tracked, TrackedOurs])
+def test_a_wrapped_strategy_keeps_its_own_start(federation: Federations, tmp_path: Path, cls: type[Tracked]) -> None:
     fed = federation((8, 12))
-    theirs = Tracked(tmp_path)
+    theirs = cls(tmp_path)
     grid = RecordingGrid(fed.app(), 2)
     wrapped = FixBN(MeanStatistics(theirs), freeze_round=0.5)
     result = wrapped.start(grid=grid, initial_arrays=whole(fed), num_rounds=4, timeout=60)
@@ -246,6 +300,116 @@ def test_a_start_that_extends_flower_s_is_called(federation: Federations) -> Non
     assert theirs.began
     for key, value in unpack(plain.arrays).items():
         np.testing.assert_array_equal(unpack(extended.arrays)[key], value)
+
+
+def with_start(cls: type[Strategy]) -> Any:
+    """A strategy derived from one of this project, with a start that writes down what it receives."""
+
+    class Own(cls):  # type: ignore[misc, valid-type]
+        def start(self, grid: Any, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **options: Any) -> Any:
+            self.seen = [num_rounds]
+            result = super().start(grid, initial_arrays, num_rounds, *args, **options)
+            self.seen += [*result.train_metrics_clientapp]
+            return result
+
+    return Own
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda s: FixBN(s, freeze_round=1), Secure, lambda s: Secure(FixBN(s, freeze_round=1))]
+)
+@pytest.mark.parametrize("cls", [FedAvg, FedTAN])
+def test_a_strategy_derived_from_ours_keeps_its_start(federation: Federations, cls: Any, wrap: Any) -> None:
+    fed, theirs = federation((8, 12)), with_start(cls)(**({"min_batch": 2} if cls is FedTAN else {}))
+    own = wrap(theirs).start(fed.grid(), fed.arrays(), num_rounds=2)
+    plain = wrap(cls(**({"min_batch": 2} if cls is FedTAN else {}))).start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert theirs.seen == [2, 1, 2]
+    for key, value in unpack(plain.arrays).items():
+        np.testing.assert_array_equal(unpack(own.arrays)[key], value, key)
+
+
+def test_starts_of_several_wrapped_strategies_are_all_called(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """From the outside in, and the rounds are those of the outermost strategy."""
+    fed, inner = federation((8, 12), momentum=0.9), with_start(FedAvg)()
+    middle = with_start(FixBN)(MeanStatistics(inner), freeze_round=0.5)
+    grid = RecordingGrid(fed.app(), 2)
+    with flower_log.at_level("INFO", logger="flwr"):
+        GlobalMomentum(middle).start(grid, fed.arrays(), num_rounds=2)
+    assert inner.seen == middle.seen == [2, 1, 2]
+    assert [message.config.get("fedbn.freeze") for message in grid.sent if message.kind == "train"][-1] == "statistics"
+    assert all(message.config["fedbn.momentum"] for message in grid.sent if message.kind == "train")
+    assert "Starting GlobalMomentum strategy:" in flower_log.text
+
+
+# --- mixtures with Flower's old API -------------------------------------------
+
+
+def old_server(strategy: Any, grid: Any) -> None:
+    components = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=1))
+    ServerApp(server_fn=lambda context: components)(grid, Context(1, 0, {}, RecordDict(), {}))
+
+
+def test_a_strategy_of_the_old_api_is_not_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"found FedAvg of Flower's old API; expected one of flwr.serverapp.strategy$"):
+        FixBN(old.FedAvg())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"found ABCMeta$"):
+        FixBN(FedAvg)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [FedTAN, lambda: FixBN(FedAvg())])
+def test_an_old_server_refuses_our_strategies(federation: Federations, make: Any) -> None:
+    with pytest.raises(SettingsError, match=r"is not a strategy of Flower's old API.*call start\(\) .* @app.main\(\)"):
+        old_server(make(), federation((8, 12)).grid())
+
+
+@pytest.mark.parametrize("make", [FedAvg, Scaffold, lambda: FixBN(flower.FedAvg(), freeze_round=0)])
+def test_clients_of_the_old_api_are_named_as_such(federation: Federations, make: Any) -> None:
+    fed = federation((8, 12))
+    app = ClientApp(client_fn=lambda context: fed.make_client(context).to_client())
+    with pytest.raises(RunFailed, match=r"node 1: its ClientApp was made with a client_fn, .*client_app \(docs"):
+        make().start(LocalGrid(app, 2), fed.arrays(), num_rounds=1)
+
+
+def test_our_clients_refuse_a_server_of_the_old_api(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed, reason = federation((8, 12)), "the server has a strategy of Flower's old API"
+    with pytest.raises(ValueError, match=reason):
+        old_server(old.FedAvg(), fed.grid())
+    grid = RecordingGrid(fed.app(), 2)
+    first = ndarrays_to_parameters([*unpack(fed.arrays()).values()])
+    old_server(old.FedAvg(initial_parameters=first), grid)
+    assert len(grid.errors()) == 4, "two to train and two to evaluate"
+    assert all(reason in error for error in grid.errors())
+    assert reason in flower_log.text, "Flower's server continues without a word"
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: FedAvg(fraction_fit=0.5), "FedAvg has no argument 'fraction_fit'; did you mean fraction_train?"),  # type: ignore[call-arg]
+        (lambda: FedBN(on_fit_config_fn=None), "did you mean train_config of start()?"),  # type: ignore[call-arg]
+        (lambda: FedTAN(min_train_node=3), "did you mean 'min_train_nodes'? known: arrayrecord_key, "),  # type: ignore[call-arg]
+    ],
+)
+def test_arguments_of_the_old_api_are_named(make: Any, hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        make()
+
+
+def test_names_of_the_old_api_are_those_of_its_fedavg() -> None:
+    names = {*inspect.signature(old.FedAvg.__init__).parameters} - {*inspect.signature(flower.FedAvg).parameters}
+    assert {*OLD_NAMES} == names - {"self", "accept_failures", "inplace"}
+
+
+@pytest.mark.parametrize("make", [FedBN, SiloBN, Scaffold])
+def test_a_plain_numpy_client_is_referred_to_a_bnclient(federation: Federations, make: Any) -> None:
+    grid = LocalGrid(client_app(lambda context: ForeignClient()), 2)
+    hint = "which a Foreign does not honour; a BNClient of the server's version of fedbn-flwr does"
+    with pytest.raises(RunFailed, match=hint):
+        make().start(grid, federation((8, 12)).arrays(), num_rounds=1)
 
 
 def test_an_error_of_all_clients_is_logged_once_with_its_reason(

@@ -19,7 +19,7 @@ from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
 from fedbn_flwr import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.mods import weights_only
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.mods import experiment_mods
 from fedbn_flwr.experiment.node import client_of
@@ -143,6 +143,8 @@ def test_the_documented_mods_work(federation: Federations) -> None:
     exec(code, names)
     sent, reply = change(fed, names["app"])
     assert (sent["0.weight"] != reply["0.weight"]).any()
+    with pytest.raises(RunFailed, match="clipping_norm"):  # the reason, without the strategy that the mod needs
+        FedAvg().start(fed.grid(names["app"]), fed.arrays(), num_rounds=1)
 
 
 # --- in experiments ----------------------------------------------------------

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold
 from tests.conftest import Batches, Federation
-from tests.support.federations import Arrays, models_of
+from tests.support.federations import Arrays, models_of, same
 from tests.support.records import BAD_RECORDS, between
 
 Federations = Callable[..., Any]
@@ -145,6 +145,22 @@ def test_the_first_round_is_fedavg_s(federation: Federations) -> None:
     (_, ours), (_, theirs) = models_of(fed, strategy(), 1), models_of(fed, FedAvg(), 1)
     for key, value in theirs.items():
         assert value.tobytes() == ours[key].tobytes(), key
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Scaffold,
+        lambda **options: FixBN(Scaffold(**options), freeze_round=1),
+        lambda **options: GlobalMomentum(FedAvg(**options)),
+        lambda **options: GlobalMomentum(FedTAN(min_batch=2, **options)),
+    ],
+)
+def test_the_record_of_the_model_may_have_another_name(federation: Federations, make: Callable[..., Any]) -> None:
+    """From round 2 on its messages have a second record."""
+    fed = federation((8, 12), momentum=0.9)
+    named, plain = models_of(fed, make(arrayrecord_key="model"), 3), models_of(fed, make(), 3)
+    assert all(same(one, other) for one, other in zip(named, plain, strict=True))
 
 
 def test_one_client_equals_fedavg(federation: Federations) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from safetensors.numpy import load_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
+from fedbn_flwr.client.losses import CrossEntropy
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.explain import explain
@@ -351,6 +355,49 @@ def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits
     assert RunFolder(tmp_path / "whole").history()[0]["bytes_down"] == 2 * down
     trained = global_model(RunFolder(tmp_path / "whole"), "model.safetensors")
     assert {value.dtype for value in trained.parameters()} == {torch.bfloat16}
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As the models of the package transformers return it."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+class OfTransformers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = net()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Output:
+        return Output(self.network(pixel_values))
+
+
+@pytest.mark.parametrize("loss", ["default", "smoothed", "own"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_logits_of_a_model_s_output_are_found(rule: str, loss: str) -> None:
+    """The model trains and is evaluated as the one inside it, which returns the logits."""
+    losses: dict[str, Any] = {"default": {}, "smoothed": {"loss": CrossEntropy(0.1)}}
+    own = {"loss": lambda outputs, labels: F.cross_entropy(outputs.logits, labels)}
+    results = []
+    for model, options in [(OfTransformers(), losses.get(loss, own)), (OfTransformers().network, losses.get(loss, {}))]:
+        first, grid = federation(lambda model=model: model, metrics=["auc", top_score], **options)
+        strategy: Any = build_strategy({"name": rule, **RULES[rule]})
+        results.append(strategy.start(grid, pack(initial_arrays(first)), num_rounds=2))
+    wrapped, plain = results
+    for key, value in unpack(plain.arrays).items():
+        np.testing.assert_array_equal(unpack(wrapped.arrays)[f"network.{key}"], value, key)
+    assert wrapped.evaluate_metrics_clientapp == plain.evaluate_metrics_clientapp
+    assert {"loss", "accuracy", "auc", "top-score"} <= set(wrapped.evaluate_metrics_clientapp[2])
+
+
+def top_score(logits: Tensor, labels: Tensor) -> float:
+    return float(logits.max())
 
 
 class Auxiliary(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.client.rules import ClientRule, Key, rules_by_key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support.foreign import Foreign
@@ -323,6 +325,38 @@ def test_every_error_becomes_a_reply_that_names_the_partition(federation: Federa
     good, bad = ask(fed.grid(client_app(make)), message(1, arrays), message(2, arrays))
     assert not good.has_error()
     assert f"client 1 could not train: {type(error).__name__}: {error}" in reason(bad)
+
+
+def test_an_error_in_code_of_the_user_names_file_and_line(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """Not the folder, which is the site's affair; and not the file of a library in which it was raised."""
+
+    class Faulty(ClientRule):
+        keys = {"fedbn.faulty": Key("true", "fail")}
+
+        def begin(self) -> None:
+            self.model.eval()  # type: ignore[attr-defined]
+
+    fed, line = federation(), inspect.getsourcelines(Faulty.begin)[1] + 1
+    expected = (
+        f"could not train: AttributeError: 'Faulty' object has no attribute 'model' (test_client.py, line {line})"
+    )
+    try:
+        (reply,) = ask(fed.grid(), message(1, fed.arrays(), fedbn_faulty=True))
+    finally:
+        rules_by_key().pop("fedbn.faulty")  # type: ignore[attr-defined]
+    assert reason(reply) == f"client 0 {expected}"
+    assert expected in flower_log.text
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="no")
+
+    line = inspect.getsourcelines(loss)[1] + 1
+    (reply,) = ask(federation(loss=loss).grid(), message(1, fed.arrays()))
+    assert reason(reply).endswith(f"no is not a valid value for reduction (test_client.py, line {line})")
+    (reply,) = ask(fed.grid(), message(1, pack({"w": np.zeros(1)})))
+    assert "test_client.py" not in reason(reply), "an error of this project says what to change"
 
 
 def test_a_client_that_exits_while_it_trains_becomes_a_reply(federation: Federations) -> None:
