@@ -166,22 +166,21 @@ class Secure(Wrapper):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        masked, self._masked, self.used = self._masked, None, ()
-        skipped = None, MetricRecord({"skipped": 1})
-        if server_round in self.memory.skipped:
-            return skipped
-        if masked is None or masked.session is None or self.round is None:
+        masked, round, self._masked, self.used = self._masked, self.round, None, ()
+        is_skipped = server_round in self.memory.skipped  # in an exchange of FedTAN
+        if masked is None or round is None or (masked.session is None and not is_skipped):
             return self.rule.aggregate_train(server_round, replies)
         try:
-            means, errors = masked.means(replies, unpack(self.round.arrays))
-            self._check(self.round, means[0])
+            if not is_skipped:
+                means, errors = masked.means(replies, unpack(round.arrays))
+                self._check(round, means[0])
+                self.memory.unexplained = 0
+                result = self.rule.aggregate_train(server_round, [*means, *errors])
+                self.used = self.rule.used
+                return result
         except NotOpened as error:
             self._skip(server_round, error)
-            return skipped
-        self.memory.unexplained = 0
-        result = self.rule.aggregate_train(server_round, [*means, *errors])
-        self.used = self.rule.used
-        return result
+        return round.arrays, MetricRecord({"skipped": 1})
 
     def _check(self, round: Round, mean: Message) -> None:
         """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""

@@ -504,7 +504,7 @@ def test_a_frozen_array_that_a_reply_changes_skips_the_round(federation: Federat
 
 
 def test_a_running_variance_of_zero_is_no_negative_one(federation: Federations) -> None:
-    """The sums of changes are rounded, so that variances which become zero may lie below it."""
+    """The sums of changes are rounded, so that variances which become zero may be below it."""
 
     def constant() -> nn.Module:
         model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32, momentum=1.0), nn.Linear(32, 3))
