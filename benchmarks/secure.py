@@ -31,8 +31,9 @@ from fedbn_flwr import BNClient, LocalGrid, build_model, client_app  # noqa: E40
 from fedbn_flwr.client.model_tensors import initial_arrays  # noqa: E402
 from fedbn_flwr.messages.arrays import pack  # noqa: E402
 from fedbn_flwr.results.ledger import MeteredGrid  # noqa: E402
-from fedbn_flwr.strategies import FedAvg, FedTAN, Rule, Secure  # noqa: E402
+from fedbn_flwr.strategies import FedAvg, Rule, Secure  # noqa: E402
 from tests.support.network import Deployment  # noqa: E402
+from tests.support.smallbatches import FedTAN  # noqa: E402
 
 
 def note(file: str, **line: Any) -> None:

@@ -1,16 +1,24 @@
-"""The server's half of a session of secure aggregation; fedbn_flwr/messages/masking.py has the arithmetic."""
+"""The server's half of a session of secure aggregation; fedbn_flwr/messages/masking.py has the arithmetic.
+
+A client is named as faulty only if that is certain while more than half of the clients follow the protocol. Where a
+share does not open, its sender or its receiver is at fault: a client is if at least half of all clients contradict it,
+or if it contradicts itself. Shares that open and do not give the secret of the sender's public key are the sender's.
+"""
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MessageError, RunFailed
@@ -18,25 +26,30 @@ from fedbn_flwr.exchange.codec import KIND
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import gate, one_line, refused
+from fedbn_flwr.messages.gate import gate, one_line, partition_of, refused
 from fedbn_flwr.messages.masking import (
     KEY_BYTES,
+    OWN,
+    PAIR,
     SEALED_BYTES,
-    SHARE_BYTES,
     TOTALS,
     Fixed,
     FixedPoint,
     Form,
+    NotOpened,
     add_masks,
     form_of,
     from_bytes,
     from_vector,
     is_usable,
     join,
-    mask_key,
+    key_of,
     pair_key,
+    private_key,
+    public_key,
     stream_key,
     to_vector,
+    unseal,
 )
 
 
@@ -64,18 +77,25 @@ class Sums:
     refused: list[Message]  # errors, for the replies that are not
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What all masked replies to a message must have."""
+def certainly_faulty(disputes: Collection[frozenset[int]], clients: int) -> dict[int, str]:
+    """The nodes that are at fault, with the reasons, if more than half of all clients follow the protocol.
 
-    totals: frozenset[str]
-    shapes: Mapping[str, tuple[int, ...]] | None  # by key, of the model; None for an exchange
+    A dispute is the sender and the receiver of a share that does not open.
+    """
+    found = {}
+    for node, pairs in Counter(itertools.chain.from_iterable(disputes)).items():
+        if frozenset({node}) in disputes:
+            found[node] = "a share does not open that it sent to itself"
+        elif pairs > 1 and 2 * pairs >= clients:
+            found[node] = f"shares between it and {pairs} of {clients} clients do not open"
+    return found
 
 
 class Session:
     """A session with those of `nodes` that answer; the others are in `failed`.
 
-    `parts` is the number of sums that it can unmask. RunFailed if fewer clients remain than the threshold.
+    `parts` is the number of sums that it can unmask. `faulty` are nodes that take no part, with the reasons, to which
+    the session adds those that it finds. RunFailed if fewer clients remain than the threshold.
     """
 
     def __init__(
@@ -85,29 +105,32 @@ class Session:
         parts: int,
         config: Mapping[str, Any],
         settings: SecureSettings,
-        what: str,
+        faulty: dict[int, str],
     ) -> None:
         self.token = secrets.token_hex(16)  # not a function of the seed: a resumed round has another session
         self.parts = parts
-        self.failed: list[Message] = []
         self._grid = grid
-        self._config = protocol.run_keys(config) | {protocol.SECURE: self.token}
-        if protocol.ROUND in config:
-            self._config[protocol.ROUND] = config[protocol.ROUND]
+        self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], protocol.SECURE: self.token}
         self._settings = settings
-        self._what = what
+        self._what = f"round {config[protocol.ROUND]}"
+        self._faulty = faulty
+        self._names: dict[int, str] = {}  # of the nodes that answer
+        self._disputes: set[frozenset[int]] = set()  # sender and receiver of each share that did not open
+        self.failed = [_error(node, faulty[node]) for node in nodes if node in faulty]
+        nodes = [node for node in nodes if node not in faulty]
         self._peers: dict[int, list[int]] = {}  # by part: the nodes that were asked for masks
         self.threshold = settings.needed(len(nodes))
         if len(nodes) < self.threshold:
-            raise RunFailed(f"{what}: {len(nodes)} clients train, and a sum must have at least {self.threshold}")
-        keys = self._agree("keys", nodes, {protocol.SECURE_PARTS: parts}, {}, "keys", (KEY_BYTES * (1 + parts),))
+            raise RunFailed(f"{self._what}: {len(nodes)} clients train, and a sum must have at least {self.threshold}")
+        form: tuple[int, ...] = (KEY_BYTES * (1 + 2 * parts),)
+        keys = self._agree("keys", nodes, {protocol.SECURE_PARTS: parts}, {}, "keys", form)
         self.roster = sorted(keys)  # positions follow the node ids
-        self._keys = np.stack([keys[node] for node in self.roster])
-        of_all = {"nodes": np.array(self.roster, np.uint64), "keys": self._keys}
+        self._keys = keys
+        of_all = {"nodes": np.array(self.roster, np.uint64), "keys": np.stack([keys[node] for node in self.roster])}
         self.fixed = FixedPoint(
             len(self.roster), settings.update_range, settings.statistics_range, settings.max_examples
         )
-        form = (len(self.roster), parts, SEALED_BYTES)
+        form = (len(self.roster), parts, 2, SEALED_BYTES)
         more = {protocol.SECURE_THRESHOLD: self.threshold}
         self._shares = self._agree("shares", self.roster, more, dict.fromkeys(self.roster, of_all), "shares", form)
         self.nodes = sorted(self._shares)
@@ -120,8 +143,12 @@ class Session:
         peers = np.array(self._peers[part], "<u8").tobytes()
         return {protocol.SECURE: self.token, protocol.SECURE_PART: part, protocol.SECURE_PEERS: peers}
 
-    def open(self, part: int, replies: Iterable[Message], expected: Expected) -> Sums:
-        """The sums over the usable replies, after the survivors have revealed what removes the masks."""
+    def open(self, part: int, replies: Iterable[Message], needs: set[str], model: Arrays | None) -> Sums:
+        """The sums over the usable replies, after the survivors have revealed what removes the masks.
+
+        A reply must have the metrics in `needs`, and arrays of the model's shapes; None: of any shapes, as in an
+        exchange.
+        """
         found: dict[int, tuple[Message, Fixed]] = {}
         forms: dict[int, tuple[Form, Readable]] = {}
         failed: list[Message] = []
@@ -131,13 +158,18 @@ class Session:
                 failed.append(reply)
                 continue
             try:
-                records = _masked_records(reply.content, expected)
+                records = _masked_records(reply.content, needs, model)
             except MessageError as error:
                 failed.append(refused(reply, str(error)))
                 continue
             found[node] = reply, to_vector(records)
             forms[node] = form_of(records), _readable(reply.content)
-        most = max(forms.values(), key=list(forms.values()).count, default=((), ()))
+        counts = Counter(forms.values())
+        most, count = next(iter(counts.most_common(1)), (((), ()), 0))
+        if 2 * count <= len(forms) and len(counts) > 1:
+            raise NotOpened(
+                "the replies have different arrays or are of different exchanges, and most have no common form"
+            )
         for node, form in forms.items():
             if form != most:
                 reply, _ = found.pop(node)
@@ -154,33 +186,68 @@ class Session:
 
     def _remove_masks(self, total: Fixed, part: int, survivors: Sequence[int]) -> None:
         dropped = [node for node in self._peers[part] if node not in survivors]
-        wanted = [*survivors, *dropped]
-        places = {node: self.roster.index(node) for node in wanted}
-        about = {"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}
-        arrays = {
-            node: {**about, "shares": np.stack([self._shares[sender][places[node], part] for sender in wanted])}
-            for node in survivors
-        }
-        given, _ = self._ask(
-            "unmask", survivors, {protocol.SECURE_PART: part}, arrays, "shares", (len(wanted), SHARE_BYTES)
-        )
-        # Positions of shares begin with 1: the value at 0 is the secret.
-        holders = {1 + places[node]: rows for node, rows in list(given.items())[: self.threshold]}
-        found = {
-            node: join({place: from_bytes(rows[row].tobytes()) for place, rows in holders.items()})
-            for row, node in enumerate(wanted)
-        }
+        found = self._secrets(part, survivors, dropped)
         add_masks(total, [(stream_key(found[node]), -1) for node in survivors])
         for lost in dropped:
-            mine = mask_key(found[lost])
-            start = KEY_BYTES * (1 + part)
-            if mine.public_key().public_bytes_raw() != self._keys[places[lost], start : start + KEY_BYTES].tobytes():
-                raise RunFailed(f"{self._what}: the shares of the secret of node {lost}, which dropped out, are wrong")
-            keys = {node: self._keys[places[node], start : start + KEY_BYTES].tobytes() for node in survivors}
+            mine, keys = private_key(found[lost]), {node: self._public(node, part, PAIR) for node in survivors}
             # The survivors' masks with the lost client are left in the sum, with these signs.
-            add_masks(
-                total, [(pair_key(mine, keys[node]), -1 if places[lost] > places[node] else 1) for node in survivors]
-            )
+            add_masks(total, [(pair_key(mine, keys[node]), -1 if lost > node else 1) for node in survivors])
+
+    def _secrets(self, part: int, survivors: Sequence[int], dropped: Sequence[int]) -> dict[int, int]:
+        """The own secret of each survivor and the mask key's of each client that dropped out, from their shares."""
+        about = {"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}
+        wanted = [(node, OWN) for node in survivors] + [(node, PAIR) for node in dropped]
+        form = (len(wanted), KEY_BYTES)
+        arrays = dict.fromkeys(survivors, about)
+        given, _ = self._ask("unmask", survivors, {protocol.SECURE_PART: part}, arrays, "keys", form)
+        # Positions of shares begin with 1: the value at 0 is the secret.
+        shares: dict[int, dict[int, int]] = {node: {} for node, _ in wanted}
+        disputes = set()
+        for receiver, keys in given.items():
+            place = self.roster.index(receiver)
+            for key, (sender, which) in zip(keys, wanted, strict=True):
+                share = unseal(key.tobytes(), self._shares[sender][place, part, which].tobytes())
+                if share is None:
+                    disputes.add(frozenset({sender, receiver}))
+                else:
+                    shares[sender][1 + place] = from_bytes(share)
+        if not disputes <= self._disputes:
+            self._disputes |= disputes
+            for node, reason in certainly_faulty(self._disputes, len(self.roster)).items():
+                self._blame(node, reason)
+            if unsettled := sum(pair.isdisjoint(self._faulty) for pair in self._disputes):
+                log(
+                    WARNING,
+                    "%s, secure aggregation: shares between two clients do not open, for %d pairs; one client of each "
+                    "pair is at fault, and it cannot be known which one",
+                    self._what, unsettled,
+                )  # fmt: skip
+        found = {}
+        for node, which in wanted:
+            if len(shares[node]) < self.threshold:
+                continue
+            found[node] = join(dict(list(shares[node].items())[: self.threshold]))
+            if public_key(found[node]) != self._public(node, part, which):
+                self._blame(node, "the shares that it sent give another secret than that of its public key")
+                del found[node]
+        if missing := len(wanted) - len(found):
+            raise NotOpened(f"the shares of the secrets of {missing} of {len(wanted)} clients do not give the secret")
+        return found
+
+    def _blame(self, node: int, reason: str) -> None:
+        if node in self._faulty:
+            return
+        self._faulty[node] = f"left out since {self._what}: {reason}"
+        log(
+            WARNING,
+            "%s, secure aggregation: %s takes no part in the rounds that follow: %s",
+            self._what, self._names[node], reason,
+        )  # fmt: skip
+
+    def _public(self, node: int, part: int, which: int) -> bytes:
+        """The public key of a client's secret."""
+        key: bytes = self._keys[node][key_of(part, which)].tobytes()
+        return key
 
     def _agree(self, stage: str, nodes: Sequence[int], *details: Any) -> dict[int, Any]:
         """`_ask`, before the session begins: nodes that do not answer take no part in it."""
@@ -205,45 +272,64 @@ class Session:
             if node in arrays:
                 content["secure"] = pack(arrays[node])
             messages.append(Message(content, node, protocol.SECURE_QUERY))
+        replies = {
+            reply.metadata.src_node_id: reply
+            for reply in gate(self._grid.send_and_receive(messages, timeout=self._settings.timeout))
+        }
         found: dict[int, Any] = {}
         errors: dict[int, Message] = {}
-        for reply in gate(self._grid.send_and_receive(messages, timeout=self._settings.timeout)):
-            node = reply.metadata.src_node_id
+        for node, reply in sorted(replies.items()):
             if reply.has_error():
                 errors[node] = reply
                 continue
+            partition = partition_of(reply.content)
+            self._names[node] = f"node {node}" if partition is None else f"client {partition} (node {node})"
             value = next((unpack(record).get(key) for record in arrays_in(reply.content).values()), None)
             if value is None or value.shape != shape or value.dtype != np.uint8:
                 errors[node] = refused(reply, f"its answer to the stage {stage} has no bytes {key!r} of shape {shape}")
-            elif stage == "keys" and not all(is_usable(public.tobytes()) for public in value.reshape(-1, KEY_BYTES)):
-                errors[node] = refused(reply, "with one of its public keys no client can agree on a secret")
             else:
                 found[node] = value
-        reasons = [f"node {node}: {_reason(error)}" for node, error in sorted(errors.items())]
+        if stage == "keys":
+            public = {node: [each.tobytes() for each in value.reshape(-1, KEY_BYTES)] for node, value in found.items()}
+            times = Counter(itertools.chain.from_iterable(public.values()))
+            for node, keys in public.items():
+                if not all(map(is_usable, keys)):
+                    reason = "with one of its public keys no client can agree on a secret"
+                elif max(times[each] for each in keys) > 1:  # an honest client's are random and unknown to others
+                    reason = "one of its public keys is not the only one of its kind"
+                else:
+                    continue
+                self._blame(node, reason)
+                errors[node] = refused(replies[node], reason)
+                del found[node]
+        reasons = [
+            f"node {node}: {error.error.reason or f'error code {error.error.code}'}" for node, error in errors.items()
+        ]
         silent = [node for node in nodes if node not in found and node not in errors]
         reasons += [f"node {node} did not answer in {self._settings.timeout:g} s" for node in silent]
         if len(found) < self.threshold:
             raise self._too_few(f"stage {stage}", len(found), len(nodes), reasons)
         for reason in reasons:
             log(WARNING, "%s, secure aggregation, stage %s: without %s", self._what, stage, one_line(reason))
-        return dict(sorted(found.items())), list(errors.values())
+        return found, list(errors.values())
 
     def _too_few(self, stage: str, found: int, asked: int, reasons: Sequence[str]) -> RunFailed:
         listed = "".join(f"\n  - {one_line(reason)}" for reason in reasons)
+        if stage == "stage keys":
+            listed += "\nonly clients that fedbn_flwr.client_app serves can take part"
         return RunFailed(
             f"{self._what}, secure aggregation, {stage}: {found} of {asked} clients answered, {self.threshold} are "
             f"needed to open a sum:{listed or ' no reply'}"
         )
 
 
-def _reason(error: Message) -> str:
-    reason = error.error.reason or f"error code {error.error.code}"
-    if "No query function registered" in reason:
-        reason += " (its ClientApp does not support secure aggregation; serve it with fedbn_flwr.client_app)"
-    return reason
+def _error(node: int, reason: str) -> Message:
+    """An error as if it were the node's."""
+    asked = Message(RecordDict(), node, protocol.SECURE_QUERY)
+    return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked)
 
 
-def _masked_records(content: RecordDict, expected: Expected) -> dict[str, Arrays]:
+def _masked_records(content: RecordDict, needs: set[str], model: Arrays | None) -> dict[str, Arrays]:
     """The masked arrays of a reply; MessageError if they cannot be added to those of other clients."""
     records = {name: unpack(record) for name, record in arrays_in(content).items()}
     if TOTALS not in records:
@@ -252,13 +338,11 @@ def _masked_records(content: RecordDict, expected: Expected) -> dict[str, Arrays
         for key, value in arrays.items():
             if value.dtype != np.uint64:
                 raise MessageError(f"{key!r} in the record {name!r} is {value.dtype}, expected masked values, uint64")
-            if name == TOTALS:
-                shape: tuple[int, ...] | None = ()
-            else:
-                shape = value.shape if expected.shapes is None else expected.shapes.get(key)
+            like = value if model is None else model.get(key)
+            shape = () if name == TOTALS else None if like is None else like.shape
             if value.shape != shape:
                 raise MessageError(f"{key!r} in the record {name!r} has shape {value.shape}, expected {shape}")
-    if missing := sorted(expected.totals - records[TOTALS].keys()):
+    if missing := sorted(needs - records[TOTALS].keys()):
         raise MessageError(f"the reply lacks the metric {missing[0]!r}")
     return records
 

@@ -3,8 +3,8 @@
 The stages of a session, each one message of the server: `keys` (the client draws its secrets and sends public keys),
 `shares` (it sends shares of its secrets, encrypted for the other clients), training and FedTAN's exchanges (their
 replies are masked, each as one part of the session), and after each part `unmask`. To unmask a part a client sends, for
-each other client, either its share of that client's own mask (the client replied) or its share of the client's mask key
-(it dropped out), once and never both.
+each client, the key that opens its share of either that client's own mask (the client replied) or of the client's mask
+key (it dropped out), once and never both. The server has the encrypted shares, and finds out which of them open.
 
 The secrets are in the client's state in memory, since every message may reach another process of the node. They are
 never written to disk, and are deleted when the last part is unmasked.
@@ -12,6 +12,7 @@ never written to disk, and are deleted when the last part is unmasked.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.masking import (
     KEY_BYTES,
+    OWN,
+    PAIR,
     SEALED_BYTES,
-    SHARE_BYTES,
     TOTALS,
     Fixed,
     FixedPoint,
@@ -36,9 +38,12 @@ from fedbn_flwr.messages.masking import (
     add_masks,
     form_of,
     from_vector,
+    key_of,
     kind_of_array,
     kind_of_exchange,
     kind_of_metric,
+    seal,
+    sealing_key,
     to_vector,
 )
 
@@ -167,22 +172,24 @@ class _Session:
         """The clients that agreed on keys, in the order of their positions."""
         return _nodes(self.record.get("nodes", b""))
 
-    def key(self, position: int, number: int) -> bytes:
-        """A public key of a client: number 0 that of its channel, 1 + k that of part k."""
-        keys = self.record["keys"]
+    def keys(self, position: int) -> bytes:
+        """The public keys of a client: that of its channel, and those of all parts."""
+        keys, each = self.record["keys"], KEY_BYTES * (1 + 2 * self.parts)
         assert isinstance(keys, bytes)
-        start = KEY_BYTES * (position * (1 + self.parts) + number)
-        return keys[start : start + KEY_BYTES]
+        return keys[position * each : (position + 1) * each]
 
-    def about(self, part: int, sender: int, receiver: int) -> bytes:
-        return f"{self.record['session']!r} {part} {sender} {receiver}".encode()
+    def channel(self, position: int) -> bytes:
+        return self.secrets.channel(self.keys(position)[:KEY_BYTES])
+
+    def about(self, part: int, which: int, sender: int, receiver: int) -> bytes:
+        return f"{self.record['session']!r} {part} {which} {sender} {receiver}".encode()
 
     def mask(
         self, records: Mapping[str, Mapping[str, Fixed]], part: int, peers: list[int]
     ) -> dict[str, dict[str, Fixed]]:
         nodes = self.nodes
         mine = nodes.index(self.node)
-        others = {place: self.key(place, 1 + part) for place in map(nodes.index, peers) if place != mine}
+        others = {place: self.keys(place)[key_of(part, PAIR)] for place in map(nodes.index, peers) if place != mine}
         vector = to_vector(records)
         add_masks(vector, self.secrets.mask_keys(part, mine, others))
         return from_vector(vector, form_of(records))
@@ -204,7 +211,7 @@ def _share(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
         raise MessageError("the server asks for the shares of this session again")
     nodes, threshold = [int(node) for node in arrays["nodes"]], int(str(config[protocol.SECURE_THRESHOLD]))
     keys = arrays["keys"].astype(np.uint8).tobytes()
-    each = KEY_BYTES * (1 + session.parts)
+    each = KEY_BYTES * (1 + 2 * session.parts)
     of_each = [keys[i : i + each] for i in range(0, len(keys), each)]
     if len(set(of_each)) != len(of_each) or len(of_each) != len(nodes) or nodes != sorted({*nodes}):
         raise MessageError("the public keys that the server sent are not one set for each client")
@@ -214,12 +221,12 @@ def _share(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
         raise MessageError(f"the threshold is {threshold} of {len(nodes)} clients; expected more than half of them")
     session.record.update(nodes=arrays["nodes"].astype("<u8").tobytes(), keys=keys, threshold=threshold)
     mine, known = nodes.index(session.node), session.secrets
-    sealed = np.zeros((len(nodes), session.parts, SEALED_BYTES), np.uint8)
-    for part in range(session.parts):
-        for place, share in enumerate(known.shares(part, threshold, len(nodes))):
-            if place != mine:
-                data = known.seal(share, session.key(place, 0), session.about(part, mine, place))
-                sealed[place, part] = _array(data)
+    channels = [session.channel(place) for place in range(len(nodes))]
+    sealed = np.zeros((len(nodes), session.parts, 2, SEALED_BYTES), np.uint8)
+    for part, which in itertools.product(range(session.parts), (OWN, PAIR)):
+        for place, share in enumerate(known.shares(part, which, threshold, len(nodes))):  # its own share, too
+            key = sealing_key(channels[place], session.about(part, which, mine, place))
+            sealed[place, part, which] = _array(seal(key, share))
     return {"shares": sealed}
 
 
@@ -238,21 +245,15 @@ def _unmask(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
         )
     # Before anything is revealed: a second request with other survivors must never be answered.
     session.record[f"unmasked {part}"] = True
-    nodes, known = session.nodes, session.secrets
+    nodes = session.nodes
     mine = nodes.index(session.node)
-    shares = np.zeros((len(survivors) + len(dropped), SHARE_BYTES), np.uint8)
-    for row, node in enumerate(survivors + dropped):
-        place = nodes.index(node)
-        if place == mine:
-            both = known.shares(part, session.threshold, len(nodes))[mine]
-        else:
-            about = session.about(part, place, mine)
-            both = known.unseal(arrays["shares"][row].tobytes(), session.key(place, 0), about)
-        start = 0 if row < len(survivors) else SHARE_BYTES
-        shares[row] = _array(both[start : start + SHARE_BYTES])
+    keys = b""
+    for which, some in ((OWN, survivors), (PAIR, dropped)):
+        for place in map(nodes.index, some):
+            keys += sealing_key(session.channel(place), session.about(part, which, place, mine))
     if part == 0:
         del context.state[protocol.SECRET]
-    return {"shares": shares}
+    return {"keys": _array(keys).reshape(-1, KEY_BYTES)}
 
 
 def _array(data: bytes) -> Array:

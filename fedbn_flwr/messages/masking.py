@@ -11,6 +11,10 @@ is out of range.
 
 A session has several parts: part 0 is the reply to the train message, part k is exchange k of FedTAN. Each part has
 secrets of its own, so that those of one part, once revealed, reveal nothing of another part.
+
+The server can check what clients reveal. A public key belongs to each secret, and each share travels through the server
+under a key of its own, derived from the channel's. A receiver reveals a share by that key: no other key opens what the
+sender sealed.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, RunFailed
 
 from . import protocol
 
@@ -38,7 +42,14 @@ Kind = Literal["update", "statistics", "count"]
 
 KEY_BYTES = 32
 SHARE_BYTES = 32
-SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares, and the tag of AES-GCM
+SEALED_BYTES = SHARE_BYTES + 16  # a share, and the tag of AES-GCM
+
+OWN, PAIR = 0, 1  # a client's two secrets of a part: b_u, and that of s_u^SK
+
+
+class NotOpened(RunFailed):
+    """A sum that cannot be opened, or that is no sum of honest replies."""
+
 
 # --- fixed point -------------------------------------------------------------
 
@@ -79,8 +90,27 @@ class FixedPoint:
             raise MessageError(f"{key!r} has a value of size {peak:g}, the range is {self._range(kind):g}{setting}")
         return np.rint(np.ldexp(values * weight, self.bits(kind))).astype(np.int64).view(np.uint64)
 
-    def decode(self, total: Fixed, kind: Kind) -> NDArray[np.float64]:
-        return np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind))
+    def mean(self, key: str, total: Fixed, kind: Kind, weight: float) -> NDArray[np.float64]:
+        """The mean of values whose weights have the sum `weight`; NotOpened if values in range have no such sum."""
+        values = np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind))
+        largest = (weight * self._range(kind) + self.resolution(kind)) * (1 + 1e-12)  # float64 rounds the sum
+        peak = float(np.abs(values).max()) if values.size else 0.0
+        if peak > largest:
+            raise NotOpened(
+                f"the sum of {key!r} has the size {peak:.2g}; those of honest clients are {largest:.2g} at most"
+            )
+        return values / (weight or 1.0)
+
+    def count(self, key: str, total: Fixed, clients: int, least: int = 0) -> int:
+        """The sum of a count over clients, of which each has `least` or more; NotOpened if it cannot be one."""
+        number, most = int(total.view(np.int64)), int(clients * _LARGEST_COUNT)
+        if not clients * least <= number <= most:
+            raise NotOpened(f"the sum of {key!r} is {number}; those of honest clients are {clients * least} to {most}")
+        return number
+
+    def resolution(self, kind: Kind) -> float:
+        """The most by which rounding changes a sum."""
+        return float(np.ldexp(self.clients, -self.bits(kind)))
 
     def _range(self, kind: Kind) -> float:
         if kind == "count":
@@ -150,58 +180,66 @@ class Secrets:
     root: bytes = field(repr=False)
 
     def public_keys(self, parts: int) -> bytes:
-        """The public key of the channel, and that of each part's masks."""
-        keys = [self._channel(), *(mask_key(self.pair_secret(part)) for part in range(parts))]
-        return b"".join(key.public_key().public_bytes_raw() for key in keys)
+        """The public key of the channel, and those of each part's secrets, in the order of `key_of`."""
+        secrets = [self.secret(part, which) for part in range(parts) for which in (OWN, PAIR)]
+        return self._channel().public_key().public_bytes_raw() + b"".join(map(public_key, secrets))
 
-    def self_secret(self, part: int) -> int:
-        """b_u"""
-        return self._number(f"self {part}")
+    def secret(self, part: int, which: int) -> int:
+        return self._number(f"{which} {part} 0")
 
-    def pair_secret(self, part: int) -> int:
-        """The secret of s_u^SK"""
-        return self._number(f"pair {part}")
+    def shares(self, part: int, which: int, threshold: int, count: int) -> list[bytes]:
+        """The share of a secret for each client, in the order of positions."""
+        polynomial = [self._number(f"{which} {part} {power}") for power in range(threshold)]
+        return [to_bytes(share) for share in split(polynomial, count)]
 
-    def shares(self, part: int, threshold: int, count: int) -> list[bytes]:
-        """For each client the share of b_u and that of s_u^SK, in the order of positions."""
-        mine, pair = (
-            split([secret, *(self._number(f"{name} {part} {i}") for i in range(1, threshold))], count)
-            for name, secret in (("self", self.self_secret(part)), ("pair", self.pair_secret(part)))
-        )
-        return [to_bytes(a) + to_bytes(b) for a, b in zip(mine, pair, strict=True)]
-
-    def seal(self, plain: bytes, to: bytes, about: bytes) -> bytes:
-        """Encrypt for the client with the channel key `to`; `about` names session, part, sender and receiver."""
-        return AESGCM(self._agree(to, about)).encrypt(bytes(12), plain, about)
-
-    def unseal(self, sealed: bytes, sender: bytes, about: bytes) -> bytes:
-        try:
-            return AESGCM(self._agree(sender, about)).decrypt(bytes(12), sealed, about)
-        except InvalidTag:
-            raise MessageError("a share of a secret is not what its sender encrypted for this client") from None
+    def channel(self, public: bytes) -> bytes:
+        """The secret of the channel to the client with this public key, from which `sealing_key` follows."""
+        return self._channel().exchange(X25519PublicKey.from_public_bytes(public))
 
     def mask_keys(self, part: int, mine: int, others: Mapping[int, bytes]) -> list[tuple[bytes, int]]:
         """The keys of all masks of client `mine`, with their signs; `others` are public mask keys by position."""
-        key = mask_key(self.pair_secret(part))
+        key = private_key(self.secret(part, PAIR))
         pairs = [(pair_key(key, public), 1 if other > mine else -1) for other, public in others.items()]
-        return [(stream_key(self.self_secret(part)), 1), *pairs]
+        return [(stream_key(self.secret(part, OWN)), 1), *pairs]
 
     def _channel(self) -> X25519PrivateKey:
         return X25519PrivateKey.from_private_bytes(_derive(self.root, b"channel", KEY_BYTES))
-
-    def _agree(self, public: bytes, about: bytes) -> bytes:
-        # `about` makes the key of each message a different one, so that a constant nonce is safe.
-        shared = self._channel().exchange(X25519PublicKey.from_public_bytes(public))
-        return _derive(shared, b"channel " + about, KEY_BYTES)
 
     def _number(self, name: str) -> int:
         # 64 bytes: reduced to 255 bits they are uniform but for 2^-257.
         return int.from_bytes(_derive(self.root, name.encode(), 64), "little") % _PRIME
 
 
-def mask_key(secret: int) -> X25519PrivateKey:
-    """s_u^SK"""
-    return X25519PrivateKey.from_private_bytes(_derive(to_bytes(secret), b"mask key", KEY_BYTES))
+def key_of(part: int, which: int) -> slice:
+    """Where the public key of a secret is among a client's public keys."""
+    start = KEY_BYTES * (1 + 2 * part + which)
+    return slice(start, start + KEY_BYTES)
+
+
+def private_key(secret: int) -> X25519PrivateKey:
+    """s_u^SK, if the secret is that of the masks between pairs."""
+    return X25519PrivateKey.from_private_bytes(_derive(to_bytes(secret), b"private key", KEY_BYTES))
+
+
+def public_key(secret: int) -> bytes:
+    return private_key(secret).public_key().public_bytes_raw()
+
+
+def sealing_key(channel: bytes, about: bytes) -> bytes:
+    """The key of one share; `about` names session, part, secret, sender and receiver."""
+    return _derive(channel, b"channel " + about, KEY_BYTES)
+
+
+def seal(key: bytes, share: bytes) -> bytes:
+    return AESGCM(key).encrypt(bytes(12), share, None)  # the key has no other message, so a constant nonce is safe
+
+
+def unseal(key: bytes, sealed: bytes) -> bytes | None:
+    """The share; None if it was not sealed with this key."""
+    try:
+        return AESGCM(key).decrypt(bytes(12), sealed, None)
+    except InvalidTag:
+        return None
 
 
 def pair_key(mine: X25519PrivateKey, public: bytes) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +28,16 @@ from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.exchange.config import ExchangeConfig
-from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.prepare import make_rule, prepare
+from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.masking import FixedPoint
 from fedbn_flwr.messages.serialization import dump
+from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
@@ -46,10 +53,33 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
+from strategies._session import certainly_faulty
 from tests.support.command import ROOT
 from tests.support.experiments import read
 from tests.support.federations import Arrays, last_model, models_of, same
+from tests.support.hostile import kept_log
 from tests.support.models import two_norms
+from tests.support.secure_attacks import (
+    ABSENT,
+    COUNTED,
+    EXCHANGE,
+    HONEST,
+    KEYS,
+    LATER,
+    MASKED,
+    SHARES,
+    SKIPPED,
+    UNKNOWN,
+    Attack,
+    Hostile,
+    absent,
+    added,
+    arrays_as,
+    attacks,
+    only,
+    random,
+    zeros,
+)
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
@@ -362,6 +392,171 @@ def test_a_client_that_diverged_drops_out_by_name(
     after = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1)
     assert all(np.isfinite(value).all() for value in after.values())
     assert "has a value of size nan" in flower_log.text
+
+
+# --- hostile clients ---------------------------------------------------------
+
+ABSENT_AT = {stage: Attack("absent", stage, absent, LATER) for stage in (KEYS, SHARES, MASKED, EXCHANGE)}
+AWAY = ABSENT_AT[KEYS]
+_twins: dict[Any, Arrays] = {}
+
+
+def attacked(
+    federation: Federations, rule: str, bad: tuple[int, ...], plan: dict[int, Attack], rounds: int
+) -> tuple[Secure, Arrays, list[str], int]:
+    """A run of five clients: its rule, model and log, and the number of hostile replies."""
+    fed = federation((6, 8, 10, 4, 12), model=two_norms, lr=0.05)
+    strategy, app = Secure(RULES[rule]()), Hostile(fed.app(), bad, plan)
+    with kept_log() as lines, LocalGrid(app, 5) as grid:
+        model = last_model(fed, strategy, rounds, grid)
+    return strategy, model, lines, app.sent
+
+
+def twin(federation: Federations, rule: str, bad: tuple[int, ...], attack: Attack) -> Arrays:
+    """The model of these two rounds if the clients send errors instead, and without the first one if it is skipped."""
+    plans: dict[str, tuple[int, dict[int, Attack]]] = {
+        HONEST: (2, {}),
+        UNKNOWN: (1, {}),
+        LATER: (2, {1: ABSENT_AT.get(attack.stage, AWAY)}),
+        ABSENT: (2, {1: AWAY, 2: AWAY}),
+        COUNTED: (2, {2: AWAY}),
+        SKIPPED: (1, {1: AWAY}),
+    }
+    rounds, plan = plans[attack.outcome]
+    key = (rule, bad, rounds, *((number, each.stage) for number, each in plan.items()))
+    if key not in _twins:
+        _twins[key] = attacked(federation, rule, bad, plan, rounds)[1]
+    return _twins[key]
+
+
+def named_in(lines: Iterable[str]) -> set[int]:
+    """The partitions of all clients that these lines name; here they are the node ids less one."""
+    text = "\n".join(lines)
+    return {int(n) - 1 for n in re.findall(r"\bnode (\d+)", text)} | {
+        int(n) for n in re.findall(r"\bclient (\d+)", text)
+    }
+
+
+# Each attack is carried out by one client or by two; nightly by both.
+TABLE = [
+    pytest.param(rule, bad, attack, id=f"{rule}, {len(bad)}, {attack.stage}: {attack.name}", marks=marks)
+    for rule in ("FedAvg", "FedTAN")
+    for bad in ((2,), (2, 4))
+    for number, attack in enumerate(attacks(rule, len(bad)))
+    for marks in [pytest.mark.nightly if (number + len(bad)) % 2 else ()]
+]
+
+
+@pytest.mark.parametrize(("rule", "bad", "attack"), TABLE)
+def test_an_attack_ends_no_run_and_blames_no_honest_client(
+    federation: Federations, rule: str, bad: tuple[int, ...], attack: Attack
+) -> None:
+    """In the first of two rounds; the model is bit for bit that of `twin`."""
+    strategy, model, lines, sent = attacked(federation, rule, bad, {1: attack}, 2)
+    assert sent >= len(bad)
+    assert same(model, twin(federation, rule, bad, attack))
+    is_skipped = attack.outcome in (SKIPPED, UNKNOWN)
+    assert any("round 1 is skipped, the model stays as it is" in line for line in lines) == is_skipped
+    assert strategy.memory.skipped == [1] * is_skipped
+    named = named_in(lines)
+    assert named <= set(bad)
+    if attack.outcome in (ABSENT, COUNTED, SKIPPED):
+        assert named == set(bad) == {node - 1 for node in strategy.memory.faulty}
+        assert strategy.memory.unexplained == 0
+    else:
+        assert not strategy.memory.faulty
+    if attack.outcome == UNKNOWN:
+        assert not named
+        assert any("the masks hide which client is at fault" in line for line in lines)
+
+
+ZEROS = Attack("zeros", MASKED, arrays_as(zeros), UNKNOWN)
+
+
+@pytest.mark.parametrize("rule", ["FedAvg", "FedTAN"])
+def test_after_three_skipped_rounds_the_run_ends_and_names_no_client(federation: Federations, rule: str) -> None:
+    attack = replace(ZEROS, stage=EXCHANGE) if rule == "FedTAN" else ZEROS
+    says = "rounds 2, 3, 4 were skipped; the last one: .*the masks hide which client is at fault"
+    with pytest.raises(RunFailed, match=says) as error:
+        attacked(federation, rule, (2,), dict.fromkeys((2, 3, 4), attack), 5)
+    assert not named_in([str(error.value)])
+
+
+def test_a_good_round_between_skipped_ones_lets_the_run_continue(federation: Federations) -> None:
+    strategy, *_ = attacked(federation, "FedAvg", (2,), dict.fromkeys((1, 2, 4, 5), ZEROS), 5)
+    assert strategy.memory.skipped == [1, 2, 4, 5]
+
+
+def test_rounds_with_a_client_that_is_named_do_not_end_the_run(federation: Federations) -> None:
+    shares = Attack("random shares", SHARES, arrays_as(random), SKIPPED)
+    strategy, *_ = attacked(federation, "FedAvg", (2,), {1: ZEROS, 2: ZEROS, 3: shares, 4: ZEROS}, 4)
+    assert strategy.memory.skipped == [1, 2, 3]  # in round 4 the client takes no part
+    assert list(strategy.memory.faulty) == [3]
+
+
+def test_a_frozen_array_that_a_reply_changes_skips_the_round(federation: Federations) -> None:
+    """A change in range: the rule inside would refuse the mean, and with it the reply of each client."""
+    little = Attack("frozen", MASKED, arrays_as(added(2**20), only("arrays", "running_mean")), UNKNOWN)
+    strategy, _, lines, sent = attacked(federation, "FixBN", (2,), {2: little}, 3)
+    assert strategy.memory.skipped == [2]
+    assert sent == 1
+    assert not named_in(lines)
+
+
+def test_a_running_variance_of_zero_is_no_negative_one(federation: Federations) -> None:
+    """The sums of changes are rounded, so that variances which become zero may be below it."""
+
+    def constant() -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32, momentum=1.0), nn.Linear(32, 3))
+        model[1].running_var.uniform_(0, 0.01)  # type: ignore[index,union-attr,operator]
+        return model
+
+    fed = double(federation, (5, 6, 7), model=constant)
+    for each in fed.data:
+        each.batches = [(torch.ones_like(images), labels) for images, labels in each.batches]
+    after = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 2)
+    assert distance(after, last_model(fed, FedAvg(**NO_EVALUATION), 2)) < 5e-8
+    assert (after["1.running_var"] >= 0).all()
+
+
+@pytest.mark.parametrize("clients", [2, 3, 4, 5, 6])
+def test_disputes_name_no_client_that_follows_the_protocol(clients: int) -> None:
+    """All sets of fewer than half of the clients, and disputes with one of them drawn at random."""
+    draw = np.random.default_rng(clients)
+    found = 0
+    for count in range(1, -(-clients // 2)):
+        for bad in itertools.combinations(range(clients), count):
+            pairs = [frozenset({i, j}) for i in bad for j in range(clients)]
+            for chance in (0.3, 0.7, 1.0):
+                disputes = {pair for pair in pairs if draw.random() < chance}
+                named = certainly_faulty(disputes, clients)
+                assert set(named) <= set(bad)
+                found += len(named)
+    assert (found > 0) == (clients > 2)
+
+
+def test_history_and_summary_have_skipped_rounds_and_clients_left_out(tmp_path: Path) -> None:
+    experiment = load_experiment(
+        "rounds: 2\nclients: 5\ndata: {name: digits, partition: {kind: iid}}\nmodel: {name: mlp}\n"
+        "strategy: {name: Secure, base: {name: FedAvg}}\ntrain: {steps: 1}\nengine: {workers: 0, device: cpu}"
+    )
+    (prepared,) = prepare(experiment)
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(prepared.run.model_dump(mode="json"))
+    app = Hostile(client_app(Clients(experiment)), (2,), {1: Attack("shares", SHARES, arrays_as(random), SKIPPED)})
+    with LocalGrid(app, 5) as grid:
+        run_one(prepared, grid, folder, Progress([2], quiet=True), 0)
+    first, second = folder.history()
+    assert (first["skipped"], first["clients"], second["clients"]) == (1, 0, 4)
+    assert "skipped" not in second
+    summary = folder.summary()
+    assert summary is not None
+    assert summary.notes["secure_skipped"] == [1]
+    assert summary.notes["secure_left_out"] == [3]
+    again = make_rule(prepared.run)
+    again.begin(2, prepared.rule.round.arrays)  # type: ignore[attr-defined]
+    again.restore(prepared.rule.state())
+    assert again.memory == prepared.rule.memory
 
 
 # --- a client reveals no more than the protocol needs ------------------------

@@ -12,18 +12,28 @@ from hypothesis import strategies as st
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.masking import (
     KEY_BYTES,
+    OWN,
+    PAIR,
+    SHARE_BYTES,
     FixedPoint,
+    Kind,
+    NotOpened,
     Secrets,
     add_masks,
     form_of,
     from_bytes,
     from_vector,
     join,
-    mask_key,
+    key_of,
     pair_key,
+    private_key,
+    public_key,
+    seal,
+    sealing_key,
     split,
     stream_key,
     to_vector,
+    unseal,
 )
 
 FIXED = FixedPoint(clients=4, update_range=1024, statistics_range=65536, max_examples=2**20)
@@ -34,7 +44,7 @@ def clients(count: int, parts: int = 2) -> tuple[list[Secrets], list[list[bytes]
     """Their secrets, and for each part their public mask keys."""
     them = [Secrets(bytes([number]) * KEY_BYTES) for number in range(count)]
     public = [each.public_keys(parts) for each in them]
-    return them, [[keys[KEY_BYTES * (1 + part) : KEY_BYTES * (2 + part)] for keys in public] for part in range(parts)]
+    return them, [[keys[key_of(part, PAIR)] for keys in public] for part in range(parts)]
 
 
 def masks_of(them: list[Secrets], keys: list[bytes], part: int, mine: int) -> list[tuple[bytes, int]]:
@@ -49,7 +59,7 @@ def test_the_masks_of_all_clients_cancel_but_for_their_own() -> None:
         add_masks(vector, masks_of(them, keys[1], 1, i))
     total = sum(values[1:], values[0].copy())
     assert (total != expected).mean() > 0.999
-    add_masks(total, [(stream_key(each.self_secret(1)), -1) for each in them])
+    add_masks(total, [(stream_key(each.secret(1, OWN)), -1) for each in them])
     assert (total == expected).all()
 
 
@@ -59,8 +69,8 @@ def test_masks_of_a_client_that_dropped_out_follow_from_its_secret() -> None:
     for i, vector in enumerate(values):
         add_masks(vector, masks_of(them, keys[0], 0, i))
     total = values[0] + values[1] + values[3]
-    add_masks(total, [(stream_key(them[i].self_secret(0)), -1) for i in (0, 1, 3)])
-    lost = mask_key(them[2].pair_secret(0))
+    add_masks(total, [(stream_key(them[i].secret(0, OWN)), -1) for i in (0, 1, 3)])
+    lost = private_key(them[2].secret(0, PAIR))
     add_masks(total, [(pair_key(lost, keys[0][i]), -1 if i < 2 else 1) for i in (0, 1, 3)])
     assert total.tolist() == [4] * 10
 
@@ -81,8 +91,8 @@ def test_no_two_masks_of_a_session_have_a_common_value() -> None:
 
 @pytest.mark.parametrize(("threshold", "count"), [(2, 3), (3, 5), (6, 10)])
 def test_any_threshold_of_shares_gives_the_secret_and_fewer_do_not(threshold: int, count: int) -> None:
-    secret = Secrets(bytes(KEY_BYTES)).self_secret(0)
-    shares = [from_bytes(each[:KEY_BYTES]) for each in Secrets(bytes(KEY_BYTES)).shares(0, threshold, count)]
+    secret = Secrets(bytes(KEY_BYTES)).secret(0, OWN)
+    shares = [from_bytes(each) for each in Secrets(bytes(KEY_BYTES)).shares(0, OWN, threshold, count)]
     numbered = list(enumerate(shares, start=1))
     for some in itertools.islice(itertools.combinations(numbered, threshold), 20):
         assert join(dict(some)) == secret
@@ -102,14 +112,25 @@ def test_shares_by_hand() -> None:
         assert split([secret, (a - second) % PRIME, second], 2) == [12, 21]
 
 
-def test_a_share_is_readable_by_its_receiver_only() -> None:
+def test_a_share_is_readable_by_its_sender_and_receiver_only() -> None:
     them, _ = clients(3)
     channel = [each.public_keys(1)[:KEY_BYTES] for each in them]
-    sealed = them[0].seal(b"share", channel[1], b"part 0")
-    assert them[1].unseal(sealed, channel[0], b"part 0") == b"share"
+    share = bytes(range(SHARE_BYTES))
+    sealed = seal(sealing_key(them[0].channel(channel[1]), b"part 0"), share)
+    assert unseal(sealing_key(them[1].channel(channel[0]), b"part 0"), sealed) == share
     for reader, about in ((them[2], b"part 0"), (them[1], b"part 1")):
-        with pytest.raises(MessageError, match="not what its sender encrypted"):
-            reader.unseal(sealed, channel[0], about)
+        assert unseal(sealing_key(reader.channel(channel[0]), about), sealed) is None
+    changed = bytes([sealed[0] ^ 1]) + sealed[1:]
+    assert unseal(sealing_key(them[1].channel(channel[0]), b"part 0"), changed) is None
+
+
+def test_each_secret_has_its_public_key() -> None:
+    (client,), parts = clients(1)[0], 3
+    keys = client.public_keys(parts)
+    assert len(keys) == KEY_BYTES * (1 + 2 * parts)
+    places = [(part, which) for part in range(parts) for which in (OWN, PAIR)]
+    assert all(keys[key_of(*place)] == public_key(client.secret(*place)) for place in places)
+    assert len({keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}) == 1 + 2 * parts
 
 
 @given(
@@ -119,15 +140,39 @@ def test_the_sum_is_exact_to_half_a_step_for_each_client(values: list[float], we
     encoded = [
         FIXED.encode("w", np.array([x]), p, "update").sum(dtype=np.uint64) for x, p in zip(values, weights, strict=True)
     ]
-    total = FIXED.decode(np.array([sum(map(int, encoded)) % 2**64], np.uint64), "update")
+    total = np.array([sum(map(int, encoded)) % 2**64], np.uint64)
+    mean, weight = FIXED.mean("w", total, "update", sum(weights)), sum(weights) or 1
     expected = sum(x * p for x, p in zip(values, weights, strict=True))
-    assert abs(total[0] - expected) <= 4 * 0.5 * 2.0 ** -FIXED.bits("update") + 1e-15 * abs(expected)
+    assert abs(mean[0] - expected / weight) <= (4 * 0.5 * 2.0 ** -FIXED.bits("update") + 1e-15 * abs(expected)) / weight
 
 
 def test_the_largest_values_of_all_clients_fit() -> None:
     for kind, largest in (("update", 1024.0), ("statistics", 65536.0)):
         each = FIXED.encode("w", np.array([-largest]), 2**20, kind)  # type: ignore[arg-type]
-        assert FIXED.decode(each * np.uint64(4), kind)[0] == -largest * 2**22  # type: ignore[arg-type]
+        assert FIXED.mean("w", each * np.uint64(4), kind, 2**22)[0] == -largest  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("update", 1024.0), ("statistics", 65536.0), ("count", 2.0**31)])
+def test_a_sum_that_no_honest_clients_have_is_not_opened(kind: Kind, largest: float) -> None:
+    """The sum of the largest values of weights 3 and 4, and 64 steps more, which rounding does not explain."""
+    total = sum(int(FIXED.encode("w", np.array([largest]), p, kind)[0]) for p in (3, 4))
+    for sign in (1, -1):
+        assert FIXED.mean("w", np.array([sign * total]).view(np.uint64), kind, 7)[0] == sign * largest
+        with pytest.raises(NotOpened, match="the sum of 'w' has the size"):
+            FIXED.mean("w", np.array([sign * (total + 64)]).view(np.uint64), kind, 7)
+    assert FIXED.mean("w", np.zeros(0, np.uint64), kind, 0).size == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "least", "fits"), [(7, 0, True), (-1, 0, False), (2, 1, False), (3, 1, True), (3 * 2**31 + 1, 0, False)]
+)
+def test_a_count_is_that_of_some_clients(number: int, least: int, fits: bool) -> None:
+    total = np.array(number % 2**64, np.uint64)
+    if fits:
+        assert FIXED.count("n", total, 3, least) == number
+    else:
+        with pytest.raises(NotOpened, match=f"the sum of 'n' is {number}"):
+            FIXED.count("n", total, 3, least)
 
 
 @pytest.mark.parametrize(
