@@ -154,7 +154,7 @@ def test_all_sites_are_numbered_or_none(sites: list[Path], tmp_path: Path) -> No
 
 def test_a_node_without_partition_or_data_is_named(tmp_path: Path) -> None:
     context = Context(1, 7, {}, RecordDict(), {"experiment": json.dumps(EXPERIMENT)})
-    with pytest.raises(SettingsError, match=r'partition-id=None .*"data-path='):
+    with pytest.raises(SettingsError, match=r'has no partition-id, .*"data-path='):
         make_client(context, {})
 
 
