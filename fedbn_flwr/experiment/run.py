@@ -24,7 +24,7 @@ from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.engines.grid import UserConfig
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.logs import is_json, write_json
-from fedbn_flwr.engines.network import poll_often
+from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.spawned import leave_if_unguarded
 from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
@@ -94,6 +94,9 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
             begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
+        if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
+            held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
+            progress.message(f"{prepared.name}: {held}")
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(run, prepared.rule, partition_of(run.data, run.clients, run.seed, str(prepared.device)))
             folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))

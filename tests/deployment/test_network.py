@@ -450,6 +450,22 @@ def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment
     assert summary["rounds"] == 1
     assert summary["loss"] > 0
     assert any(key.endswith("running_mean") for key in load_file(run / "model.safetensors"))
+    newest = json.loads(deployment.flwr("ls", "remote", "--format", "json"))["runs"][0]["run-id"]
+    nodes = json.loads(deployment.flwr("supernode", "list", "remote", "--format", "json"))["nodes"]
+    said = re.findall(r"client (\d) is node (\d+)", deployment.log(str(newest)))
+    assert [client for client, _ in said] == ["0", "1", "2"]
+    assert {node for _, node in said} == {str(node["node-id"]) for node in nodes}
+
+
+@pytest.mark.deployment
+def test_the_log_has_the_reason_of_a_site_as_it_is(deployment: Deployment) -> None:
+    """There is no such folder at the sites; the server needs none."""
+    data = {"name": "/data", "classes": 10, "channels": 1, "size": 8, "normalise": "unit"}
+    run_id = deployment.submit({"experiment": json.dumps(EXPERIMENT | {"data": data, "evaluate": {"server": False}})})
+    assert deployment.wait_for_end(run_id) == "finished:failed"
+    log = deployment.log(run_id)
+    for client in range(3):
+        assert re.search(rf"- node \d+: client {client} could not report its partition: DataError: .*'/data'", log), log
 
 
 @pytest.mark.deployment
