@@ -38,7 +38,7 @@ repeat() {
         /^[^ ]/ || /^  [^ ]/ { inside = 0 }
         /^  (supernode|superexec-clientapp)-[0-9]+:/ { inside = 1; mine = /-0:/ }
         inside { if (mine) block = block $0 "\n"; next }
-        /^ +(- )?(data|state|site|exchange)-[0-9]+(-ca|-key)?(:.*)?$/ {
+        /^ +(- )?(state|site|exchange)-[0-9]+(-ca|-key)?(:.*)?$/ {
             if (/^ +(- )?[a-z]+-0/) for (i = 0; i < sites; i++) print site($0, i)
             next
         }
@@ -86,4 +86,11 @@ touch .env
 } >.env.new
 cat .env.new >.env # keeps its mode and owner
 rm .env.new
+left=
+for key in "$keys"/nodes/node-*.pub; do
+    number=${key##*/node-}
+    [ "${number%.pub}" -lt "$sites" ] || left="$left ${number%.pub}"
+done
+[ -z "$left" ] ||
+    echo "nodes with the keys of other sites stay registered:$left (docs/deployment.md, \"To remove a site\")"
 echo "$sites sites: docker compose up --build --detach --remove-orphans"

@@ -26,7 +26,7 @@ import ray
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import RunFailed, UserError
 
-from .ray_settings import set_ray_defaults
+from .ray_settings import START, set_ray_defaults
 from .temporary import temporary_folder
 
 _PACKAGE = __name__.partition(".")[0]
@@ -75,7 +75,12 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
                 f"no Ray cluster answers at engine.address={address!r} ({_in_a_line(error)}); start one with "
                 "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
             ) from None
-        except RuntimeError as error:
+        except Exception as error:  # as plain Exception, if Ray's processes have not started in time
+            if own:
+                raise RunFailed(
+                    f"Ray did not start on this machine: {_in_a_line(error)} If its processes start slowly, because "
+                    f"other programs use the machine, set a longer engine.node_timeout ({os.environ[START]} s)"
+                ) from None
             raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {_in_a_line(error)}") from None
         if before is not None:
             signal.signal(signal.SIGTERM, before)  # Ray has replaced it by a handler that prints a trace

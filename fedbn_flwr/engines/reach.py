@@ -5,14 +5,17 @@ Every check returns a `Check` and raises nothing; each wait has a bound.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import http.client
 import os
 import socket
 import ssl
 import stat
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +23,10 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
 _SOON = 30  # days in which a certificate should be renewed
+_BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
 _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 
 
@@ -126,27 +131,43 @@ def check_server(address: str, authority: Path | None, timeout: float, *, insecu
         ]
     renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
     return [
-        _health(address, host, int(port), context, timeout),
+        *_health(address, host, int(port), context, timeout),
         _validity("server certificate", certificate, f"for {', '.join(_names(certificate))}", renew),
     ]
 
 
-def _health(address: str, host: str, port: int, context: ssl.SSLContext, timeout: float) -> Check:
+def _health(address: str, host: str, port: int, context: ssl.SSLContext, timeout: float) -> list[Check]:
     connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     try:
+        connection.connect()
+        asked = time.time()
         connection.request("GET", "/health")
-        status = connection.getresponse().status
+        answer = connection.getresponse()
     except (OSError, http.client.HTTPException) as error:
-        return Check(
-            "server", "warning", f"{address} has TLS, but answers no HTTP request ({error})",
-            "check that this is the SuperLink's port (8000), not that of the exchange service",
-        )  # fmt: skip
+        return [
+            Check(
+                "server", "warning", f"{address} has TLS, but answers no HTTP request ({error})",
+                "check that this is the SuperLink's port (8000), not that of the exchange service",
+            )
+        ]  # fmt: skip
     finally:
         connection.close()
-    if status == 200:
-        return Check("server", "ok", f"{address}: a SuperLink, with TLS")
     # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
-    return Check("server", "ok", f"{address}: TLS, and an HTTP server (status {status} for /health)")
+    what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
+    checks = [Check("server", "ok", f"{address}: {what}")]
+    with contextlib.suppress(TypeError, ValueError):  # without a date
+        checks.append(_clock(asked - parsedate_to_datetime(answer.headers["Date"]).timestamp()))
+    return checks
+
+
+def _clock(ahead: float) -> Check:
+    """Whether a SuperLink accepts the times that the node signs; `ahead` is up to 2 s too large, as dates are late."""
+    found = f"this machine's clock is about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
+    if -_BEHIND < ahead < SYSTEM_TIME_TOLERANCE:
+        return Check("clock", "ok", found)
+    rejected = ahead - 2 >= SYSTEM_TIME_TOLERANCE or ahead <= -_BEHIND
+    limits = f"a SuperLink rejects a node {SYSTEM_TIME_TOLERANCE} s ahead or {_BEHIND} s behind"
+    return Check("clock", "failed" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
 
 
 def _tls_problem(error: ssl.SSLError, host: str, port: int, timeout: float, authority: Path | None) -> tuple[str, str]:

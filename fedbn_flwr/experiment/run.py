@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,8 @@ from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.engines.grid import UserConfig
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.logs import is_json, write_json
-from fedbn_flwr.engines.network import poll_often
+from fedbn_flwr.engines.network import PollingGrid, poll_often
+from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.spawned import leave_if_unguarded
 from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError, UserError, needs
@@ -92,6 +94,9 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
             begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
+        if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
+            held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
+            progress.message(f"{prepared.name}: {held}")
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(run, prepared.rule, str(prepared.device), [run.seed])
             folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
@@ -248,19 +253,19 @@ def run_experiment(
         def run_at(place: int, listener: Progress | Reporter) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
-            with folder.locked():
+            given = item.run.model_dump(mode="json")
+            commit = None if item.dataset is None else item.dataset.commit
+            more: dict[str, Any] = {"data_commit": commit} if commit else {}
+            if jobs > 1:
+                item = _without_workers(item)
+            with make_grid(item.run) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 if resume and folder.is_finished():  # by another process, since this one began
                     return
                 # Another process may have begun this run while this one was loading data.
-                folder.check(item.run.model_dump(mode="json"), resume=resume)
-                commit = None if item.dataset is None else item.dataset.commit
-                more: dict[str, Any] = {"data_commit": commit} if commit else {}
-                first = folder.begin(item.run.model_dump(mode="json"), {**more, "runs_at_the_same_time": jobs})
-                if jobs > 1:
-                    item = _without_workers(item)
+                folder.check(given, resume=resume)
+                first = folder.begin(given, {**more, "runs_at_the_same_time": jobs})
                 try:
-                    with make_grid(item.run) as grid:
-                        run_one(item, grid, folder, listener, first)
+                    run_one(item, grid, folder, listener, first)
                 except StorageError as error:
                     raise StorageError(f"{error}; correct this, then continue with --resume") from None
 
@@ -348,6 +353,7 @@ def carry_out(
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
+    set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
     with needs("run", "engine.name='ray'"):
         from .cluster import ray_grids
     with ray_grids(experiment) as make_grid:

@@ -55,7 +55,7 @@ def check_versions() -> Check:
         if needed.name in ("flwr", "torch", "torchvision"):
             found.append(f"{needed.name} {version}")
     if problems:
-        return Check("versions", "failed", "; ".join(problems), "pip install --upgrade fedbn-flwr")
+        return Check("versions", "failed", "; ".join(problems), "pip install fedbn-flwr")
     return Check("versions", "ok", ", ".join(sorted(found)))
 
 
@@ -132,6 +132,8 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
         named = [f"{name}: {count}" for name, count in zip(dataset.class_names, counts, strict=True)]
         more = f", ... ({len(named)} classes)" if len(named) > _SHOWN_CLASSES else ""
         parts.append(f"classes: {', '.join(named[:_SHOWN_CLASSES])}{more}")
+        if absent := counts.count(0):
+            parts.append(f"no training images of {absent} of the {len(counts)} classes")
     if (domains := dataset.domains) is not None:
         here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
         parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -289,9 +290,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+# The text of Flower for an exception of a ClientApp, here for one that names the client.
+_RAISED = re.compile(r"<class 'fedbn_flwr\.[\w.]{1,100}'>:<'(.*)'>", re.DOTALL)
+
+
 def one_line(text: str) -> str:
     """The text in one line without control characters, since it may be a client's."""
-    line = " ".join(text.split())
+    line = " ".join(_RAISED.sub(r"\1", text).split())
     printable = line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
     data = printable.encode()
     return printable if len(data) <= _TEXT_LIMIT else data[:_TEXT_LIMIT].decode(errors="ignore") + "..."

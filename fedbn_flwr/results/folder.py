@@ -52,7 +52,7 @@ from .summary import Summary
 from .text import file_name, shorten
 
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
-_PACKAGES = ("flwr", "flwr-datasets", "torch", "torchvision", "ray", "numpy")
+_PACKAGES = ("flwr", "torch", "torchvision", "ray", "numpy")
 
 
 def default_out(name: str) -> Path:

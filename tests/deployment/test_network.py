@@ -127,13 +127,13 @@ def test_an_app_reaches_only_its_own_node_and_the_server(sites: int, five_sites:
             members.setdefault(network, set()).add(name)
     assert set(content["networks"]) == set(members)
     assert sum(name.startswith("superexec-clientapp") for name in services) == sites
-    mounted: list[str] = []
     for i in range(sites):
         app = f"superexec-clientapp-{i}"
         reachable = set().union(*(members[network] for network in services[app]["networks"])) - {app}
         assert reachable == {f"supernode-{i}", "superexec-serverapp"}
-        assert services[app]["volumes"] == [f"data-{i}:/data:ro", f"state-{i}:/state"], "no keys, only its data"
-        mounted += [f"data-{i}", f"state-{i}"]
+        data, state = services[app]["volumes"]  # no keys, only its data
+        assert (data["source"], data["target"], data["read_only"]) == ("./deploy/no-data", "/data", True)
+        assert state == f"state-{i}:/state"
         own = services[f"supernode-{i}"]["secrets"]
         assert {secret["target"]: content["secrets"][secret["source"]]["file"] for secret in own} == {
             "/keys/ca.crt": f"{KEYS}/site-{i}/ca.crt",
@@ -145,7 +145,8 @@ def test_an_app_reaches_only_its_own_node_and_the_server(sites: int, five_sites:
         )
         (config,) = (word for word in services[f"supernode-{i}"]["command"] if word.startswith("--node-config="))
         assert config.split("=", 1)[1].split() == [f"partition-id={i}", f"num-partitions={sites}", "state='/state'"]
-    assert set(content["volumes"]) == {"superlink-state", "runs", "data", "prometheus", "grafana", *mounted}
+    states = {f"state-{i}" for i in range(sites)}
+    assert set(content["volumes"]) == {"superlink-state", "runs", "prometheus", "grafana"} | states
     settings = {
         key: value for key, value in services["superexec-serverapp"]["environment"].items() if "EXCHANGE" in key
     }
@@ -264,6 +265,20 @@ def test_the_authority_s_key_is_needed_for_new_keys_only(tmp_path: Path) -> None
     made = sites("3")
     assert made.returncode == 0, made.stderr
     assert "new keys: site-2\n" in made.stdout
+    assert "stay registered" not in made.stdout
+    fewer = sites("1")
+    assert fewer.returncode == 0, fewer.stderr
+    assert "the keys of other sites stay registered: 1 2 (docs/deployment.md" in fewer.stdout
+
+
+def test_a_folder_that_does_not_exist_is_no_data(five_sites: Path) -> None:
+    """Docker would create it, owned by root; and a relative path would be the name of a volume."""
+    folders = {"DATA": "/no/server", **{f"DATA_{i}": f"no-site-{i}" for i in range(5)}}
+    services = read_compose(folders, five_sites / "docker-compose.sites.yml")["services"]
+    apps = [service for name, service in services.items() if name.startswith("superexec-")]
+    mounted = [volume for service in apps for volume in service["volumes"] if "/data" in str(volume)]
+    assert [volume["source"] for volume in mounted] == list(folders.values())
+    assert all(volume["type"] == "bind" and volume["bind"] == {"create_host_path": False} for volume in mounted)
 
 
 def test_a_card_is_asked_for_by_every_client_and_the_image_has_cuda() -> None:
@@ -435,6 +450,22 @@ def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment
     assert summary["rounds"] == 1
     assert summary["loss"] > 0
     assert any(key.endswith("running_mean") for key in load_file(run / "model.safetensors"))
+    newest = json.loads(deployment.flwr("ls", "remote", "--format", "json"))["runs"][0]["run-id"]
+    nodes = json.loads(deployment.flwr("supernode", "list", "remote", "--format", "json"))["nodes"]
+    said = re.findall(r"client (\d) is node (\d+)", deployment.log(str(newest)))
+    assert [client for client, _ in said] == ["0", "1", "2"]
+    assert {node for _, node in said} == {str(node["node-id"]) for node in nodes}
+
+
+@pytest.mark.deployment
+def test_the_log_has_the_reason_of_a_site_as_it_is(deployment: Deployment) -> None:
+    """There is no such folder at the sites; the server needs none."""
+    data = {"name": "/data", "classes": 10, "channels": 1, "size": 8, "normalise": "unit"}
+    run_id = deployment.submit({"experiment": json.dumps(EXPERIMENT | {"data": data, "evaluate": {"server": False}})})
+    assert deployment.wait_for_end(run_id) == "finished:failed"
+    log = deployment.log(run_id)
+    for client in range(3):
+        assert re.search(rf"- node \d+: client {client} could not report its partition: DataError: .*'/data'", log), log
 
 
 @pytest.mark.deployment

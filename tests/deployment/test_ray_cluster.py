@@ -277,3 +277,40 @@ def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine
     with socket.socket() as attempt:
         host, _, port = address.rpartition(":")
         assert attempt.connect_ex((host, int(port))) == 0, "the cluster outlives the run"
+
+
+# --- a loaded machine ---
+
+# The command line, with a raylet that begins to start after sys.argv[1] seconds. Ray itself must not be imported here.
+SLOW = """
+import subprocess, sys
+
+class Slow(subprocess.Popen):
+    def __init__(self, words, **more):
+        if isinstance(words, list) and str(words[0]).endswith("raylet/raylet"):
+            words = ["sh", "-c", f'sleep {sys.argv[1]}; exec "$@"', "sh", *words]
+        super().__init__(words, **more)
+
+subprocess.Popen = Slow
+from fedbn_flwr.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("seconds", "limit", "starts"), [(40, 120, True), (60, 5, False)])
+def test_ray_may_start_slowly(seconds: int, limit: int, starts: bool, tmp_path: Path) -> None:
+    """Ray waits for 30 seconds, unless its environment has another limit."""
+    out = tmp_path / "out"
+    words = ["run", "quick", "rounds=1", "strategy.freeze_round=1", "--engine", "ray", f"engine.node_timeout={limit}"]
+    kept = {key: value for key, value in environment(**RAY).items() if key != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW, str(seconds), *words, "--out", str(out)],
+        cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == (0 if starts else 1), done.stdout + done.stderr
+    assert out.exists() == starts
+    if not starts:
+        assert "Traceback" not in done.stderr
+        assert "fedbn: error: Ray did not start on this machine: The current node timed out" in done.stderr
+        assert "set a longer engine.node_timeout (5 s)" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,30 @@ def test_a_reused_strategy_counts_from_zero(federation: Federations) -> None:
     fed, strategy = federation((4, 4)), FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=0.5)
     assert freezes(fed, strategy, 2) == ["", "statistics"]
     assert freezes(fed, strategy, 4) == ["", "", "statistics", "statistics"]
+
+
+@pytest.mark.parametrize(
+    ("freeze_round", "lost", "warned"),
+    [(2, {2}, True), (2, {1}, False), (2, {3}, False), (4, {4}, False), ("auto", {2, 3}, True)],
+)
+def test_a_client_that_is_absent_when_the_statistics_freeze_is_named(
+    freeze_round: Any, lost: set[int], warned: bool, federation: Federations, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Client 1 fails in the rounds `lost` of four."""
+    caplog.set_level(logging.WARNING, logger="flwr")
+    fed = federation((4, 4, 4))
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        if context.node_config["partition-id"] == 1 and config["server-round"] in lost:
+            raise ValueError("no images today")
+        return fed.make_client(context)
+
+    strategy = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=freeze_round, window=2, threshold=1e9)
+    models_of(fed, strategy, 4, client_app(make))
+    found = [record.getMessage() for record in caplog.records if "FixBN: the statistics" in record.getMessage()]
+    number = strategy.notes()["freeze_round"]
+    said = f"FixBN: the statistics of round {number}, which are frozen from now on, are without clients 1"
+    assert found == ([said] if warned else [])
 
 
 def test_evaluation_is_not_asked_to_freeze(federation: Federations) -> None:

@@ -323,4 +323,5 @@ def test_a_cluster_that_does_not_answer_ends_the_command(tmp_path: Path, capsys:
         assert cli.main(["run", "demo", "only=[FixBN, FedTAN]", "--out", str(tmp_path), *words]) == 2
     error = capsys.readouterr().err
     assert error.count("no Ray cluster answers at engine.address='127.0.0.1:9'") == 1
+    assert not list(tmp_path.iterdir()), "a run that cannot begin leaves no folder"
     assert "ray start --head" in error

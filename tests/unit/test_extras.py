@@ -9,9 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fedbn_flwr.engines import grid
-from tests.support.command import PATIENCE, environment
+from tests.support.command import PATIENCE, ROOT, environment
 
 # Makes `import NAME` fail as if the package were not installed, then runs the command.
 PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli import main; sys.exit(main(sys.argv[2:]))"
@@ -26,7 +27,6 @@ def fedbn_without(package: str, *words: str, cwd: Path) -> subprocess.CompletedP
     ("package", "arguments", "extra"),
     [
         ("datasets", ("run", "quick", "data.name={folder}"), "data"),
-        ("flwr_datasets", ("partition", "quick", "data.partition={{kind: dirichlet, alpha: 0.5}}"), "hub"),
         ("matplotlib", ("partition", "quick", "data.partition={{kind: iid}}", "--out", "{folder}/plot.png"), "report"),
     ],
 )
@@ -36,6 +36,47 @@ def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str,
     assert done.returncode == 2, done.stdout + done.stderr
     reason = f"needs the package '{package}[a-z.]*', which is not installed: pip install 'fedbn-flwr\\[{extra}\\]'"
     assert re.fullmatch(f"fedbn: error: [^(]+ {reason}\n", done.stderr), done.stderr
+
+
+# As PROGRAM, for every package that `fedbn-flwr[EXTRAS]` does not install.
+ONLY_EXTRAS = """
+import sys
+from importlib import metadata
+from packaging.requirements import Requirement
+
+installed, wanted = set(), [Requirement("fedbn-flwr" + sys.argv[1])]
+while wanted:
+    requirement = wanted.pop()
+    for extra in {"", *requirement.extras}:
+        if (requirement.name.lower().replace("_", "-"), extra) in installed:
+            continue
+        installed.add((requirement.name.lower().replace("_", "-"), extra))
+        found = map(Requirement, metadata.requires(requirement.name) or ())
+        wanted += [each for each in found if each.marker is None or each.marker.evaluate({"extra": extra})]
+names = {name for name, _ in installed}
+for package, owners in metadata.packages_distributions().items():
+    if not any(owner.lower().replace("_", "-") in names for owner in owners):
+        sys.modules[package] = None
+assert not {"ray", "flwr_datasets", "wandb"} - {name for name, module in sys.modules.items() if module is None}
+from fedbn_flwr.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def extras_of_images() -> dict[str, str]:
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    (base,) = re.findall(r"--torch-backend .*\n +((?:--extra \w+ )+)-r /tmp/build/pyproject.toml\n", dockerfile)
+    added = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]["superexec-serverapp"]
+    words = {"site": base, "server": f"{base} {added['build']['args']['EXTRAS']}"}
+    return {image: f"[{','.join(re.findall(r'--extra (.+?) ', text + ' '))}]" for image, text in words.items()}
+
+
+@pytest.mark.parametrize("image", ["site", "server"])
+def test_the_default_experiment_runs_with_the_packages_of_an_image(image: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ONLY_EXTRAS, extras_of_images()[image], "run", "quick", "--out", "out"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "out/FixBN/history.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None:

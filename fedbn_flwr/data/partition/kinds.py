@@ -1,15 +1,12 @@
 """The kinds of partition: one function each, which assigns rows to clients by labels or groups.
 
 To add a kind, write its function. Its keyword-only arguments, with types and defaults, are the settings of the kind;
-the first line of its docstring describes the images of one client. Flower's partitioners draw where possible; they
-receive only labels and row numbers, never images. indices.py checks every partition.
+the first line of its docstring describes the images of one client. A kind that Flower has too makes the same draws as
+Flower's partitioner, so both give the same partition for a seed. indices.py checks every partition.
 """
 # Without `from __future__ import annotations`: pydantic needs the types in the signatures, not their names.
 
-import contextlib
 import inspect
-import io
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from fedbn_flwr.errors import DataError, needs
+from fedbn_flwr.errors import DataError
 
 if TYPE_CHECKING:
     from fedbn_flwr.data.dataset import Groups
@@ -95,29 +92,7 @@ def describe_partitions() -> dict[str, str]:
 
 # --- the kinds ---------------------------------------------------------------
 
-
-def by_flower(name: str, labels: Labels, clients: int, seed: int, **options: Any) -> Parts:
-    """The rows of each client from a partitioner of Flower, applied to a data set of labels and row numbers."""
-    # Imported on use: flwr_datasets imports seaborn and SciPy's statistics, which takes 2 s.
-    with needs("hub", f"a partition by Flower's {name}"):
-        import datasets
-        from flwr_datasets import partitioner as partitioners
-
-    class Columns(datasets.Dataset):  # type: ignore[misc]  # the package has no types
-        """Returns whole columns; the partitioners would read them row by row, 0.15 ms each."""
-
-        def __getitem__(self, key: Any) -> Any:
-            return self[:][key] if isinstance(key, str) else super().__getitem__(key)
-
-    make = getattr(partitioners, name)
-    partitioner = make(num_partitions=clients, partition_by="label", seed=seed, **options)
-    rows = {"label": labels, "row": np.arange(len(labels))}
-    partitioner.dataset = Columns.from_dict(rows).with_format("numpy")
-    # indices.py checks what its warnings report (classes that no client has); some partitioners show progress bars.
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        # All rows, then the column: the other order reads single rows, 0.2 ms each.
-        return [np.asarray(partitioner.load_partition(i)[:]["row"], dtype=np.int64) for i in range(clients)]
+_DRAWS = 11  # Flower's limit, for the same partition or none
 
 
 @kind()
@@ -145,14 +120,18 @@ def dirichlet(
     labels = rows.labels
     if by == "client":
         return _dirichlet_by_client(labels, clients, seed, alpha)
-    options = {"alpha": alpha, "min_partition_size": min_size, "self_balancing": False}
-    try:
-        return by_flower("DirichletPartitioner", labels, clients, seed, **options)
-    except ValueError as error:  # after several unsuccessful draws
-        raise DataError(
-            f"data.partition (dirichlet, alpha={alpha}): no draw gives each of {clients} clients at least "
-            f"min_size={min_size} images; use a larger alpha, fewer clients or another seed ({error})"
-        ) from None
+    rng = np.random.default_rng(seed)
+    of_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    for _ in range(_DRAWS):
+        ends = [np.cumsum(rng.dirichlet(np.full(clients, alpha)))[:-1] * len(images) for images in of_class]
+        pieces = [np.split(images, end.astype(int)) for images, end in zip(of_class, ends, strict=True)]
+        parts = [np.concatenate(of_client) for of_client in zip(*pieces, strict=True)]
+        if min(map(len, parts)) >= min_size:
+            return parts
+    raise DataError(
+        f"data.partition (dirichlet, alpha={alpha}): none of {_DRAWS} draws gives each of {clients} clients at least "
+        f"min_size={min_size} images; use a larger alpha, fewer clients or another seed"
+    )
 
 
 def _dirichlet_by_client(labels: Labels, clients: int, seed: int, alpha: float) -> Parts:
@@ -191,30 +170,42 @@ def classes(
     `consecutive`: client i starts at class i * classes / clients and wraps around (FedTAN's setting);
     `first-deterministic` and `random` as in Flower's `PathologicalPartitioner`.
     """
-    labels, count = rows.labels, rows.classes
-    if classes_per_client > count:
-        raise DataError(f"data.partition.classes_per_client={classes_per_client}, but the data has {count} classes")
-    if assignment != "consecutive":
-        options = {"num_classes_per_partition": classes_per_client, "class_assignment_mode": assignment}
-        try:
-            return by_flower("PathologicalPartitioner", labels, clients, seed, **options)
-        except ValueError as error:
-            raise DataError(f"data.partition (classes, {assignment}): {error}") from None
-    # Flower has no such mode: its "deterministic" mode uses only six of ten classes for five clients with two each.
-    holders: list[list[int]] = [[] for _ in range(count)]
-    for client in range(clients):
-        first = client * count // clients
-        for k in range(classes_per_client):
-            holders[(first + k) % count].append(client)
-    order = np.random.default_rng(seed).permutation(len(labels))
+    labels, drawn = rows.labels, assignment != "consecutive"
+    known = np.unique(labels) if drawn else np.arange(rows.classes)
+    if classes_per_client > len(known):
+        raise DataError(
+            f"data.partition.classes_per_client={classes_per_client}, but the data has {len(known)} classes"
+        )
+    rng = np.random.default_rng(seed)
+    if assignment == "random":
+        held = [rng.choice(known, size=classes_per_client, replace=False) for _ in range(clients)]
+    elif drawn:
+        held = [_first_and_drawn(known, client, classes_per_client, rng) for client in range(clients)]
+    else:  # not Flower's "deterministic", which has only six of ten classes for five clients of two each
+        firsts = [client * len(known) // clients for client in range(clients)]
+        held = [(first + np.arange(classes_per_client)) % len(known) for first in firsts]
+    order = np.arange(len(labels)) if drawn else rng.permutation(len(labels))
     shuffled = labels[order]
     pieces: list[Parts] = [[] for _ in range(clients)]
-    for label, clients_of_label in enumerate(holders):
+    for label in known:
         of_label = order[shuffled == label]
-        if clients_of_label:
-            for client, piece in zip(clients_of_label, np.array_split(of_label, len(clients_of_label)), strict=True):
-                pieces[client].append(piece)
+        holders = [client for client, own in enumerate(held) if label in own]
+        if drawn and len(of_label) < len(holders):
+            raise DataError(
+                f"data.partition (classes, {assignment}): {len(holders)} clients have drawn class {label}, which has "
+                f"{len(of_label)} images; use fewer clients or classes per client, or another seed"
+            )
+        for client, piece in zip(holders, np.array_split(of_label, max(1, len(holders))), strict=False):
+            pieces[client].append(piece)
     return [np.concatenate(piece) for piece in pieces]
+
+
+def _first_and_drawn(known: Labels, client: int, count: int, rng: np.random.Generator) -> Labels:
+    own = known[[client % len(known)]]
+    while len(own) < count:
+        one = rng.choice(known, size=1)
+        own = own if one in own else np.append(own, one)
+    return own
 
 
 @kind(by_class=True)
@@ -232,8 +223,13 @@ def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) 
             f"data.partition (shards): {len(labels)} images cannot be cut into {wanted} shards ({clients} clients with "
             f"shards_per_client={shards_per_client}) of one size, even if the last is smaller; use fewer shards"
         )
-    # Not num_shards_per_partition: with it Flower drops the remainder.
-    return by_flower("ShardPartitioner", labels, clients, seed, shard_size=size, keep_incomplete_shard=True)
+    pieces = _shards_of(labels, size)
+    dealt = np.random.default_rng(seed).permutation(wanted).reshape(clients, shards_per_client)
+    return [np.concatenate([pieces[shard] for shard in some]) for some in dealt]
+
+
+def _shards_of(labels: Labels, size: int) -> Parts:
+    return np.split(np.argsort(labels, kind="stable"), range(size, len(labels), size))
 
 
 @kind(by_class=True)
@@ -251,8 +247,7 @@ def unbalanced_shards(
     The numbers are drawn uniformly between the bounds and scaled to the number of shards.
     """
     labels = rows.labels
-    order = np.argsort(labels, kind="stable")
-    pieces = np.split(order, range(shard_size, len(order), shard_size))
+    pieces = _shards_of(labels, shard_size)
     if not clients * min_shards <= len(pieces) <= clients * max_shards:
         raise DataError(
             f"data.partition (unbalanced_shards): shard_size={shard_size} makes {len(pieces)} shards of {len(labels)} "

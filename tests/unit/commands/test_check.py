@@ -10,6 +10,7 @@ import socket
 import ssl
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,11 @@ def valid_until(days: float, file: Path, keys: Path) -> Path:
 
 
 class Healthy(http.server.BaseHTTPRequestHandler):
+    late = 0.0  # seconds that the server's clock is behind this machine's
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(time.time() - self.late)
+
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
@@ -107,6 +113,25 @@ def test_a_site_that_is_ready_passes(keys: Path, capsys: pytest.CaptureFixture[s
     assert "flwr 1.41" in found["versions"]["found"]
     assert "8x8 pixels, grey; classes: 0: " in found["data"]["found"]
     assert "cnn takes these images" in found["experiment"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("late", "status"),
+    [(0, "ok"), (8, "failed"), (400, "failed"), (5.9, "warning"), (-8, "ok"), (-290, "ok"), (-307, "failed")],
+)
+def test_the_clocks_of_site_and_server(
+    late: float, status: str, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A SuperLink accepts nodes whose clock is less than 5 s ahead of its own, or less than 305 s behind."""
+    monkeypatch.setattr(Healthy, "late", late)
+    with served(keys) as address:
+        code, found = check(capsys, "--root-certificates", keys / "ca.crt", "--superlink", address)
+    assert found["clock"]["status"] == status
+    assert code == (status == "failed")
+    assert ("ahead of the server's" if late >= 0 else "behind the server's") in found["clock"]["found"]
+    if status != "ok":
+        assert "rejects a node 5 s ahead or 305 s behind" in found["clock"]["found"]
+        assert "NTP" in found["clock"]["cure"]
 
 
 def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +229,10 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     assert "at least 12x12 pixels; these have 12x10" in found["data"]["found"]
     code, found = check(capsys, *config, *site, "data.classes=2")
     assert code == 0
+    assert "no training images" not in found["data"]["found"]
+    code, found = check(capsys, *config, *site, "data.classes=null", "data.class_names=[cat, dog, owl]")
+    assert code == 0
+    assert "owl: 0; no training images of 1 of the 3 classes" in found["data"]["found"]
     shutil.copytree(tmp_path / "images", tmp_path / "broken")
     (tmp_path / "broken" / "train" / "cat" / "0.png").write_bytes(b"no image")
     code, found = check(capsys, "--node-config", f"data-path='{tmp_path / 'broken'}'")
@@ -217,7 +246,10 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     assert "'data-path'" in found["node config"]["found"]
     code, found = check(capsys, "--node-config", "partition-id=0 num-partitions=5", "quick")
     assert code == 1
-    assert "clients=3" in found["data"]["found"]
+    assert "has partition-id=0 and num-partitions=5, but the experiment has clients=3;" in found["data"]["found"]
+    code, found = check(capsys, "quick")
+    assert code == 1
+    assert "this node has no partition-id, but the experiment has clients=3; set" in found["data"]["found"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from fedbn_flwr.experiment.find import (
     run_names,
     split_changes,
 )
+from tests.support.command import ROOT
 from tests.support.experiments import fault, read
 
 # --- finding ---
@@ -62,6 +65,18 @@ def test_an_experiment_takes_the_settings_of_the_one_it_extends(tmp_path: Path) 
     assert from_run_config(experiment.run_config) == experiment, "nodes on other machines have no such file"
     (run,) = load_experiment("{extends: quick, rounds: 7}").runs
     assert (run.rounds, run.clients, run.strategy["name"]) == (7, 3, "FixBN")
+
+
+def test_the_experiment_of_the_page_on_deployment_is_read() -> None:
+    """It is the text that a user of a remote SuperLink sends in a TOML file."""
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    (config,) = (text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "experiment = " in text)
+    settings = tomllib.loads(config)
+    assert (
+        settings.keys() <= tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"].keys()
+    )
+    (run,) = from_run_config(settings).runs
+    assert (run.rounds, run.clients, run.data.name, run.strategy["name"]) == (20, 3, "/data", "FixBN")
 
 
 def test_what_extends_nothing_readable_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
+from fedbn_flwr.client.app import ClientFailed
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
@@ -245,3 +246,10 @@ def test_a_node_that_returns_under_another_id_has_its_partition() -> None:
 def test_texts_of_clients_are_one_short_line() -> None:
     assert one_line("a\n\tb \x1b[2J\0c") == "a b ?[2J?c"
     assert len(one_line("x" * 10**5)) < 2100
+
+
+def test_an_error_of_a_client_is_not_wrapped_by_flower() -> None:
+    error = ClientFailed("client 1 could not train: KeyError: 'x'")
+    wrapped = str(type(error)) + ":<'" + str(error) + "'>"  # as in flwr/supernode/runtime/run_clientapp.py
+    assert one_line(f"left out node 7: {wrapped}") == f"left out node 7: {error}"
+    assert one_line("<class 'ValueError'>:<'bad'>") == "<class 'ValueError'>:<'bad'>", "which may be another client's"
