@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,9 @@ def deeplabv3plus_resnet50(num_classes: int, in_channels: int = 3) -> nn.Module:
 
 
 def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
+    modules: dict[str, Any] = sys.modules
+    # timm would import it: seconds, and two temporary folders that stay if this process is killed.
+    modules.setdefault("wandb", None)
     try:
         import segmentation_models_pytorch as smp
     except ImportError as error:
@@ -27,6 +31,9 @@ def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
             f"model.name='deeplabv3plus_{encoder}' needs segmentation-models-pytorch ({error}); "
             "pip install 'fedbn-flwr[segmentation]'"
         ) from None
+    finally:
+        if modules["wandb"] is None:
+            del modules["wandb"]
     # No pretrained weights, because they would be downloaded.
     model: Any = smp.DeepLabV3Plus(
         encoder_name=encoder, encoder_weights=None, in_channels=in_channels, classes=num_classes

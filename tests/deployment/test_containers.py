@@ -5,12 +5,15 @@ The images must exist (`docker compose build`). Every container runs as in produ
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command import ROOT
 from tests.support.containers import Containers, docker, skip_without_an_engine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
@@ -101,6 +104,35 @@ def test_three_sites_lose_a_site_and_a_server_and_continue(containers: Container
     assert [line["round"] for line in containers.history("fedbn")] == [1, 2, 3, 4, 5, 6]
     check_owners(containers, 3)
     check_isolation(containers, 3)
+
+
+def test_the_documented_commands_carry_out_the_default_experiment(containers: Containers) -> None:
+    """Those of docs/deployment.md for one machine, word for word, but with images that exist already."""
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    first, _, second, *_ = (text for language, text in blocks if not language)
+    setup, commands = ([line.partition("  #")[0].strip() for line in text.splitlines()] for text in (first, second))
+    assert setup == ["deploy/keys.sh", "docker compose up --build --detach"]
+    containers.script("deploy/keys.sh")
+    containers.up()
+    containers.wait_for_nodes(3)
+    printed = containers.user(commands[0])  # flwr run
+    (run_id,) = re.findall(r"Successfully started run (\d+)", printed)
+    containers.wait_for_end(run_id)
+    for command in commands[1:]:
+        printed += containers.user(command.replace("RUN_ID", run_id))
+    assert "communication rounds" in printed, "the table of the log"
+    (history,) = (containers.checkout / "runs").rglob("history.jsonl")
+    assert [json.loads(line)["clients"] for line in history.read_text().splitlines()] == [3] * 5
+
+
+def test_a_data_folder_that_does_not_exist_is_named(containers: Containers) -> None:
+    containers.script("deploy/keys.sh")
+    (containers.checkout / ".env").write_text("DATA_1=no-images\n")
+    missing = containers.checkout / "no-images"
+    with pytest.raises(AssertionError, match=str(missing)):
+        containers.up()
+    assert not missing.exists()
 
 
 def test_five_sites_train(containers: Containers) -> None:

@@ -88,6 +88,20 @@ class Containers:
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return json.loads(done.stdout)
 
+    def user(self, command: str) -> str:
+        """What a command prints in the user's shell, in the checkout."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        done = subprocess.run(
+            ["sh", "-c", command],
+            cwd=self.checkout,
+            env=environment(FLWR_HOME=str(self.home), PATH=path),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
     def wait_for(self, what: str, ready: Callable[[], Any]) -> None:
         try:
             wait_for(what, lambda: bool(ready()), PATIENCE, every=2)
