@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError
+from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command, add_experiment, loading, overrides_of
+from .common import Commands, add_command, add_experiment, continued_by, loading, overrides_of
 
 
 def add(commands: Commands) -> None:
@@ -40,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
         from fedbn_flwr.experiment.find import load_experiment
         from fedbn_flwr.experiment.run import carry_out
         from fedbn_flwr.results.folder import default_out
-        from fedbn_flwr.results.state import stopped_runs
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
@@ -59,12 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
     keep_freed_memory()
-    try:
+    jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
+    with continued_by(out, "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"):
         carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
-    except (KeyboardInterrupt, RunFailed, StorageError) as error:
-        if stopped := stopped_runs(out):
-            jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
-            words = ["fedbn", "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"]
-            error.add_note(f"{stopped}; continue with: {shlex.join(words)}")
-        raise
     return 0
