@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 
 # Each command adds its parser to these.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -61,6 +62,22 @@ def loading() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
+
+
+@contextmanager
+def continued_by(out: Path | None, *words: str) -> Iterator[None]:
+    """If the runs in `out` are stopped or fail: a report on their rounds, and the command that continues them."""
+    try:
+        yield
+    except (KeyboardInterrupt, RunFailed, StorageError) as error:
+        from fedbn_flwr.results.state import stopped_runs
+        from fedbn_flwr.results.write import write_report
+
+        if out is not None and (stopped := stopped_runs(out)):
+            error.add_note(f"{stopped}; continue with: {shlex.join(['fedbn', *words])}")
+            with suppress(FedbnError):
+                write_report([out], out)
+        raise
 
 
 def check_seconds(option: str, seconds: float) -> None:

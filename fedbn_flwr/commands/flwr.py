@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedbn_flwr.errors import RunFailed, SettingsError, did_you_mean
 
-from .common import Commands, add_command
+from .common import Commands, add_command, continued_by
 
 
 def add(commands: Commands) -> None:
@@ -37,7 +37,7 @@ def flwr(arguments: argparse.Namespace) -> int:
 
     request = FlwrRun.parse(arguments.arguments)
     run_config, federation = request.run_config, request.federation_config
-    out = None
+    out, more = None, ""
     if request.project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.find import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
@@ -57,6 +57,7 @@ def flwr(arguments: argparse.Namespace) -> int:
         out = Path(run_config.get("out") or default_out(experiment.name)).expanduser().resolve()
         prepare(experiment, own_data=True)
         open_folders(experiment, out, resume=bool(run_config.get("resume")))
+        more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)
     from fedbn_flwr.results.folder import errors_since, mark_interrupted, stopped_by_hand
@@ -64,7 +65,7 @@ def flwr(arguments: argparse.Namespace) -> int:
     began = time.time()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the run's processes are ended, too
-    with stopped_by_hand(out):
+    with continued_by(out, "flwr", *arguments.arguments, *["--run-config", more] * bool(more)), stopped_by_hand(out):
         try:
             return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)
         except RunFailed as error:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError
+from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, about, add_command, add_experiment, loading, overrides_of, size_text
+from .common import Commands, about, add_command, add_experiment, continued_by, loading, overrides_of, size_text
 
 if TYPE_CHECKING:
     from fedbn_flwr.experiment.explain import Plan
@@ -47,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         from fedbn_flwr.experiment.find import load_experiment
         from fedbn_flwr.experiment.run import carry_out
         from fedbn_flwr.results.folder import default_out
-        from fedbn_flwr.results.state import stopped_runs
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
@@ -72,14 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(_plan_in_words(plan(experiment, out, resume=arguments.resume, jobs=arguments.jobs), out))
         return 0
     keep_freed_memory()
-    try:
+    jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
+    with continued_by(out, "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"):
         carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
-    except (KeyboardInterrupt, RunFailed, StorageError) as error:
-        if stopped := stopped_runs(out):
-            jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
-            words = ["fedbn", "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"]
-            error.add_note(f"{stopped}; continue with: {shlex.join(words)}")
-        raise
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.spawned import leave_if_unguarded
 from fedbn_flwr.engines.watched import WatchedGrid
-from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
@@ -244,7 +244,7 @@ def run_experiment(
     images = [images_of(run) for run in experiment.runs]
     show: Callable[..., Progress] = functools.partial(Board, titles) if jobs > 1 else Progress
     progress = show(rounds, images, plain=plain, quiet=quiet)
-    with progress, _reported(out):
+    with progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
@@ -297,17 +297,6 @@ def run_experiment(
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
     return Outcome(out, table, page, picture, failures)
-
-
-@contextmanager
-def _reported(out: Path) -> Iterator[None]:
-    """A report also on the rounds of runs that are stopped or fail."""
-    try:
-        yield
-    except (KeyboardInterrupt, RunFailed):
-        with suppress(FedbnError):  # there may be none
-            write_report([out], out)
-        raise
 
 
 def _without_workers(item: Prepared) -> Prepared:

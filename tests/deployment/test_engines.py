@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -142,6 +143,11 @@ def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app:
     assert left == []
     summary = json.loads((tmp_path / "out" / "FixBN" / "summary.json").read_text())
     assert (summary["status"], summary.get("error")) == ("interrupted", None)
+    words = ["fedbn", "flwr", "run", str(app), "--run-config", run_config, "--run-config", "resume=true"]
+    assert f"FixBN stopped after round {summary['rounds']} of 10000; continue with: {shlex.join(words)}\n" in (
+        output.read_text()
+    )
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 def size(file: Path) -> int:
