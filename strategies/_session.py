@@ -122,16 +122,16 @@ class Session:
         self.threshold = settings.needed(len(nodes))
         if len(nodes) < self.threshold:
             raise RunFailed(f"{self._what}: {len(nodes)} clients train, and a sum must have at least {self.threshold}")
-        form: tuple[int, ...] = (KEY_BYTES * (1 + 2 * parts),)
-        keys = self._agree("keys", nodes, {protocol.SECURE_PARTS: parts}, {}, "keys", form)
-        self.roster = sorted(keys)  # positions follow the node ids
-        self._keys = keys
-        of_all = {"nodes": np.array(self.roster, np.uint64), "keys": np.stack([keys[node] for node in self.roster])}
+        more: dict[str, Any] = {protocol.SECURE_PARTS: parts}
+        self._keys = self._agree("keys", nodes, more, {}, "keys", (KEY_BYTES * (1 + 2 * parts),))
+        self.roster = sorted(self._keys)  # positions follow the node ids
+        keys = np.stack([self._keys[node] for node in self.roster])
+        of_all = {"nodes": np.array(self.roster, np.uint64), "keys": keys}
         self.fixed = FixedPoint(
             len(self.roster), settings.update_range, settings.statistics_range, settings.max_examples
         )
-        form = (len(self.roster), parts, 2, SEALED_BYTES)
         more = {protocol.SECURE_THRESHOLD: self.threshold}
+        form = (len(self.roster), parts, 2, SEALED_BYTES)
         self._shares = self._agree("shares", self.roster, more, dict.fromkeys(self.roster, of_all), "shares", form)
         self.nodes = sorted(self._shares)
 
@@ -197,9 +197,8 @@ class Session:
         """The own secret of each survivor and the mask key's of each client that dropped out, from their shares."""
         about = {"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}
         wanted = [(node, OWN) for node in survivors] + [(node, PAIR) for node in dropped]
-        form = (len(wanted), KEY_BYTES)
-        arrays = dict.fromkeys(survivors, about)
-        given, _ = self._ask("unmask", survivors, {protocol.SECURE_PART: part}, arrays, "keys", form)
+        more, form = {protocol.SECURE_PART: part}, (len(wanted), KEY_BYTES)
+        given, _ = self._ask("unmask", survivors, more, dict.fromkeys(survivors, about), "keys", form)
         # Positions of shares begin with 1: the value at 0 is the secret.
         shares: dict[int, dict[int, int]] = {node: {} for node, _ in wanted}
         disputes = set()
@@ -235,19 +234,14 @@ class Session:
         return found
 
     def _blame(self, node: int, reason: str) -> None:
-        if node in self._faulty:
-            return
-        self._faulty[node] = f"left out since {self._what}: {reason}"
-        log(
-            WARNING,
-            "%s, secure aggregation: %s takes no part in the rounds that follow: %s",
-            self._what, self._names[node], reason,
-        )  # fmt: skip
+        if node not in self._faulty:
+            self._faulty[node] = f"left out since {self._what}: {reason}"
+            why = f"{self._names[node]} takes no part in the rounds that follow: {reason}"
+            log(WARNING, "%s, secure aggregation: %s", self._what, why)
 
     def _public(self, node: int, part: int, which: int) -> bytes:
         """The public key of a client's secret."""
-        key: bytes = self._keys[node][key_of(part, which)].tobytes()
-        return key
+        return bytes(self._keys[node][key_of(part, which)])
 
     def _agree(self, stage: str, nodes: Sequence[int], *details: Any) -> dict[int, Any]:
         """`_ask`, before the session begins: nodes that do not answer take no part in it."""
