@@ -41,16 +41,18 @@ def explain(arguments: argparse.Namespace) -> None:
     import logging
 
     with loading():
+        from fedbn_flwr.experiment.check import Faults
         from fedbn_flwr.experiment.explain import explain
         from fedbn_flwr.experiment.find import load_experiment
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    explanation = explain(load_experiment(arguments.experiment, overrides_of(arguments)), trial=not arguments.no_trial)
+    experiment, faults = load_experiment(arguments.experiment, overrides_of(arguments)), Faults()
+    explanation = explain(experiment, trial=not arguments.no_trial, faults=faults)
     if arguments.json:
         print(json.dumps(_as_json(explanation), indent=2))
     else:
         print("\n\n".join(_pages(explanation, every=arguments.all)))
-    explanation.faults.refuse()
+    faults.refuse()
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:
