@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
             "client, the arrays that travel and their bytes, and the time and memory it needs. For the last three, two "
             "clients train a few steps of a few rounds on this machine."
         ),
-        epilog="Example: fedbn explain demo clients=10 strategy='{name: FedTAN}' only=FixBN",
+        epilog="Example: fedbn explain demo clients=10 strategy=FedTAN only=FixBN",
     )
     add_experiment(parser, "rounds=10")
     parser.add_argument("--all", action="store_true", help="settings with default values too")
