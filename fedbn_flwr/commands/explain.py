@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
             "client, the arrays that travel and their bytes, and the time and memory it needs. For the last three, two "
             "clients train a few steps of a few rounds on this machine."
         ),
-        epilog="Example: fedbn explain demo clients=10 strategy='{name: FedTAN}' only=FixBN",
+        epilog="Example: fedbn explain demo clients=10 strategy=FedTAN only=FixBN",
     )
     add_experiment(parser, "rounds=10")
     parser.add_argument("--all", action="store_true", help="settings with default values too")
@@ -41,16 +41,18 @@ def explain(arguments: argparse.Namespace) -> None:
     import logging
 
     with loading():
+        from fedbn_flwr.experiment.check import Faults
         from fedbn_flwr.experiment.explain import explain
         from fedbn_flwr.experiment.find import load_experiment
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    explanation = explain(load_experiment(arguments.experiment, overrides_of(arguments)), trial=not arguments.no_trial)
+    experiment, faults = load_experiment(arguments.experiment, overrides_of(arguments)), Faults()
+    explanation = explain(experiment, trial=not arguments.no_trial, faults=faults)
     if arguments.json:
         print(json.dumps(_as_json(explanation), indent=2))
     else:
         print("\n\n".join(_pages(explanation, every=arguments.all)))
-    explanation.faults.refuse()
+    faults.refuse()
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:

@@ -62,17 +62,18 @@ class Explanation:
     experiment: Experiment
     partitions: tuple[PartitionCounts, ...]  # empty if the server has no data
     runs: tuple[ExplainedRun, ...]  # those without a fault; those of further seeds are not repeated
-    faults: Faults
 
 
-def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
-    """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients."""
-    faults = Faults()
+def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None = None) -> Explanation:
+    """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients.
+
+    What is wrong with some of the runs is raised, or added to `faults`; the explanation is then of the others.
+    """
     first: dict[str, Prepared] = {}
     for prepared in prepare(experiment, faults=faults):
-        if not faults.has(prepared.run.label):
+        if faults is None or not faults.has(prepared.run.label):
             first.setdefault(prepared.run.label, prepared)
-    if not first:
+    if not first and faults is not None:
         faults.refuse()
     sound = experiment.model_copy(update={"runs": tuple(run for run in experiment.runs if run.label in first)})
     seeds = {label: tuple(run.seed for run in experiment.runs if run.label == label) for label in first}
@@ -93,7 +94,7 @@ def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
             )
         )
     counts = count_partitions(sound) if has_data else []
-    return Explanation(experiment, tuple(counts), tuple(explained), faults)
+    return Explanation(experiment, tuple(counts), tuple(explained))
 
 
 @dataclass(frozen=True)
@@ -111,15 +112,14 @@ def plan(experiment: Experiment, out: Path, *, resume: bool, jobs: int | None) -
     done = [resume and folder.is_finished() for folder in folders]
     left = Counter(run.label for run, is_done in zip(experiment.runs, done, strict=True) if not is_done)
     jobs = jobs_of(experiment.runs, left.total(), jobs)
-    explanation = explain(experiment)
-    explanation.faults.refuse()
+    runs = explain(experiment).runs
     seconds, disk = 0.0, 0
-    for run in explanation.runs:
+    for run in runs:
         if (estimate := run.estimate) is not None:
             # Runs side by side have no workers.
             seconds += left[run.label] * estimate.run * (estimate.workers / jobs if jobs > 1 else 1)
             disk += left[run.label] * estimate.disk
-    return Plan(tuple((run, left[run.label]) for run in explanation.runs), seconds, disk)
+    return Plan(tuple((run, left[run.label]) for run in runs), seconds, disk)
 
 
 def _parts_of(prepared: Prepared) -> dict[str, Part]:
