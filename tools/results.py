@@ -18,6 +18,7 @@ from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.published import FREE, FREE_KEYS, condition
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder import flat_settings
+from fedbn_flwr.results.paired import paired
 from fedbn_flwr.strategies import describe
 
 ROOT = Path(__file__).parents[1]
@@ -245,6 +246,33 @@ def mnist(file: str) -> Callable[[], Table]:
     if file.startswith("noniid"):
         columns |= {"communication rounds": trips, "MiB": mib(1)}
     return lambda: table("run", by_label(f"mnist/{file}.json"), columns)
+
+
+def pairs(file: str, *rows: tuple[str, str]) -> Callable[[], Table]:
+    """Differences of the accuracies of two runs over the seeds that both have."""
+
+    def whole() -> Table:
+        found = {
+            label: {run.settings["seed"]: 100 * run.summary["accuracy"] for run in runs if run.finished}
+            for label, runs in by_label(file).items()
+        }
+        lines: list[Row] = []
+        for one, other in rows:
+            test = paired(found[one], found[other])
+            interval = f"{test.low:.1f} to {test.high:.1f}"
+            lines.append((f"{one}, {other}", str(test.pairs), f"{test.difference:.1f}", interval, f"{test.p:.1g}"))
+        return ("pair", "seeds", "mean difference, points", "95 % interval", "p (paired t)"), lines
+
+    return whole
+
+
+MNIST_PAIRS = (
+    ("FixBN", "FedAvg+BN"),
+    ("FedTAN", "FedAvg+GN"),
+    ("FixBN", "FedTAN"),
+    ("FedTAN-II M=100", "FedTAN"),
+    ("FedTAN-II M=10", "FedTAN"),
+)
 
 
 def clients() -> Table:
@@ -519,6 +547,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "papers": papers,
     "results demo": demo,
     **{f"results mnist {file}": mnist(file) for file in ("noniid-lr0.5", "noniid-lr0.1", "iid-lr0.5")},
+    "results mnist pairs": pairs("mnist/noniid-lr0.5.json", *MNIST_PAIRS),
     "results clients": clients,
     "results domains": domains,
     "results domains batches": domains_batches,

@@ -249,6 +249,20 @@ def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[st
     assert (parameters, statistics) == (setup["MNIST"]["parameters"], setup["MNIST"]["statistics"])
 
 
+def test_the_figures_of_fedwon_fit_the_test_sets_of_fedbn() -> None:
+    """As means of three runs, printed with one decimal; docs/results/fedwon.md quotes the counts."""
+
+    def fit(sizes: tuple[int, ...]) -> int:
+        table = PAPERS["FedWon"]["Office-Caltech-10, AlexNet"].values()
+        return sum(
+            any(abs(100 * right / (3 * size) - figure) <= 0.0501 for right in range(3 * size + 1))
+            for row in table
+            for figure, size in zip(row, sizes, strict=False)
+        )
+
+    assert (fit((192, 225, 32, 59)), fit((180, 220, 27, 56))) == (31, 9)
+
+
 def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
     experiments: Mapping[str, tuple[Settings, ...]],
 ) -> None:
