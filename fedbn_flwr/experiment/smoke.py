@@ -92,6 +92,8 @@ def _images(run: Settings, clients: int, partition: dict[str, Any]) -> tuple[int
         case "unbalanced_shards":
             partition["shard_size"] = 2
             count = clients * (partition["min_shards"] + partition["max_shards"])
+        case "domain":
+            partition["images"] = None
         case "dirichlet":  # few images in very unequal shares would leave clients without any
             partition["alpha"] = max(partition["alpha"], 0.5)
             partition["min_size"] = min(partition["min_size"], 2)

@@ -16,7 +16,7 @@ from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.results.files import write_text
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.report import find_runs
+from fedbn_flwr.results.rows import find_runs
 from fedbn_flwr.results.state import read_state
 from fedbn_flwr.storage import Store, write_store
 from tests.support.sessions import session
