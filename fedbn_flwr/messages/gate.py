@@ -36,7 +36,6 @@ _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics a
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no opposite
 _TEXT_LIMIT = 2000  # bytes of a reason
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
-_OWN = frozenset({protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.TRAIN_LOSS, protocol.PARTITION})
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
 _SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
 
@@ -77,18 +76,6 @@ def _passed(reply: Message) -> Message:
     except Exception:  # the texts of NumPy's and Flower's errors are about their own interfaces
         return refused(reply, "its content cannot be read")
     return reply if content is reply.content else with_content(reply, content)
-
-
-def is_settled(content: RecordDict) -> bool:
-    """Whether a reply that has passed would also pass together with any others.
-
-    It has no metrics but those of this project's clients, whose form is not a matter of the majority.
-    """
-    return all(
-        key in _OWN and _beyond(key, value, record) is None
-        for record in metrics_in(content).values()
-        for key, value in record.items()
-    )
 
 
 def _check_metrics(metrics: MetricRecord) -> None:
