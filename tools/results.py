@@ -245,6 +245,7 @@ def mnist(file: str) -> Callable[[], Table]:
     }
     if file.startswith("noniid"):
         columns |= {"communication rounds": trips, "MiB": mib(1)}
+
     def whole() -> Table:
         runs = by_label(f"mnist/{file}.json").items()
         return table("run", {label.partition(", data.")[0]: of_label for label, of_label in runs}, columns)
