@@ -392,6 +392,13 @@ def costs() -> Table:
     return ("run", *columns), rows
 
 
+def fedwon_rates() -> Table:
+    columns: dict[str, Column] = {"held-out images, %": share("best_validation_accuracy")}
+    columns |= {name: share(f"clients_own_accuracy_{key}") for name, key in DIGITS.items()}
+    return table("run", by_label("fedwon/digits/rates.json"), {**columns, "average": share("clients_own_accuracy")})
+
+
+DIGITS = {"MNIST": "mnist", "USPS": "usps", "MNIST-M": "mnist_m"}
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 
 
@@ -561,6 +568,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedtan": fedtan,
     "results costs": costs,
     "results fedwon": fedwon(32),
+    "results fedwon rates": fedwon_rates,
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,
     "results fixbn seeds": fixbn_seeds("BN", "FixBN"),
