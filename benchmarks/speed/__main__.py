@@ -53,6 +53,8 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.names) - BENCHMARKS.keys():
         parser.error(f"there is no benchmark {sorted(unknown)}; expected some of {', '.join(BENCHMARKS)}")
+    if min(given.repeats, given.steps, given.workers) < 1:
+        parser.error("--repeats, --steps and --workers are numbers of 1 or more")
     options = Options(given.repeats, given.steps, choose_device(given.device), given.workers)
     run(sorted(given.names, key=[*BENCHMARKS].index), options, as_json=given.json)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
@@ -199,7 +199,7 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     values = [tensor.detach() for tensor in tensors.values()]
     if len({sent_dtype(value.dtype) for value in values}) != 1:
         return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
-    block = as_array(_flatten_dense_tensors(values))
+    block = as_array(torch.cat([value.reshape(-1) for value in values]))  # a copy, of a single tensor too
     return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple(tuple(each.shape) for each in values)), block)
 
 

@@ -47,6 +47,14 @@ def test_what_is_loaded_is_there_and_comes_back(keys: tuple[str, ...]) -> None:
         np.testing.assert_array_equal(taken[key], value)  # a copy
 
 
+def test_the_values_of_a_single_tensor_are_a_copy() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    taken = ModelTensors(model).taken(["weight"])
+    before = taken["weight"].copy()
+    nn.init.constant_(model.weight, 9)
+    np.testing.assert_array_equal(taken["weight"], before)
+
+
 def test_moved_tensors_are_no_longer_current() -> None:
     model = net()
     parts = ModelTensors(model)
