@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from flwr.serverapp.strategy import QFedAvg, Strategy
 
 from fedbn_flwr.errors import SettingsError
@@ -11,7 +9,7 @@ from fedbn_flwr.norms.roles import Role
 
 from ._flower import FLOWER
 from ._rule import Rule, Traits, is_ours, use_of_single_replies
-from ._wrapper import Foreign, Wrapper
+from ._wrapper import Wrapper, strategies_in
 from .fixbn import FixBN
 from .meanstatistics import server_optimiser
 
@@ -61,12 +59,3 @@ def check_inside(strategy: Strategy, traits: Traits, statistics: str, mode: str)
             f"{optimiser} would change statistics by steps of its optimiser; wrap it: "
             f"Private(MeanStatistics({optimiser}(...)), ...)"
         )
-
-
-def strategies_in(strategy: Strategy) -> Iterator[Strategy]:
-    """The strategy and those inside it."""
-    inside: object = strategy
-    while isinstance(inside, Strategy):
-        if not isinstance(inside, Foreign):
-            yield inside
-        inside = getattr(inside, "strategy", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from logging import WARNING
 from typing import Any
@@ -66,6 +66,15 @@ class _Around(Rule):
         self.strategy.summary()
 
 
+def strategies_in(strategy: Strategy) -> Iterator[Strategy]:
+    """The strategy and those inside it."""
+    inside: object = strategy
+    while isinstance(inside, Strategy):
+        if not isinstance(inside, Foreign):
+            yield inside
+        inside = getattr(inside, "strategy", None)
+
+
 class Wrapper(_Around):
     """A rule around another strategy, which it extends.
 
@@ -97,6 +106,17 @@ class Wrapper(_Around):
         self.round: Round | None = None
         self._failed: list[Message] = []  # replies of this round that the wrapped strategy receives as errors
         self._metrics: MetricRecord | None = None
+
+    @property
+    def innermost(self) -> Strategy:
+        """The strategy that chooses the clients."""
+        return list(strategies_in(self.strategy))[-1]
+
+    @property
+    def known_partitions(self) -> Mapping[int, int]:
+        """The partitions that nodes have reported to a strategy of ours, by node id."""
+        known: Mapping[int, int] = getattr(self.innermost.__dict__.get("memory"), "partitions", {})
+        return known
 
     # --- the hooks, delegated to the wrapped rule ---
 

@@ -188,15 +188,11 @@ class FixBN(Wrapper):
             steady = [self._is_steady(reply) for reply in replies]  # a list, since each call updates the state
             if steady and all(steady):
                 self.memory.last_free = round.number
-        base: Any = self.strategy
-        while isinstance(inside := getattr(base, "strategy", None), Strategy):
-            base = inside
         if round.number != self.memory.last_free or round.number == self.num_rounds:
             return
-        if getattr(base, "fraction_train", 1.0) != 1:
+        if getattr(self.innermost, "fraction_train", 1.0) != 1:
             return
-        known = getattr(base.__dict__.get("memory"), "partitions", {}).values()
-        if absent := sorted({*known} - {reply.partition for reply in replies}):
+        if absent := sorted({*self.known_partitions.values()} - {reply.partition for reply in replies}):
             log(
                 WARNING,
                 "FixBN: the statistics of round %d, which are frozen from now on, are without clients %s",

@@ -44,7 +44,7 @@ from fedbn_flwr.messages.privacy import Change, Parts, clipped, epsilon_of, gaus
 from fedbn_flwr.messages.screening import with_arrays
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._private import check_inside, strategies_in
+from ._private import check_inside
 from ._rule import Round
 from ._wrapper import Wrapper, as_rule
 
@@ -282,7 +282,7 @@ class Private(Wrapper):
     def _shown(self, reply: Reply, mean: ArrayRecord) -> Reply:
         """The reply as the wrapped strategy sees it: the private mean, and the weight 1."""
         message = with_arrays(reply.message, lambda _: mean)
-        key = str(getattr(list(strategies_in(self.strategy))[-1], "weighted_by_key", protocol.NUM_EXAMPLES))
+        key = str(getattr(self.innermost, "weighted_by_key", protocol.NUM_EXAMPLES))
         for name, metrics in metrics_in(message.content).items():
             shown = {**metrics} if self.metrics and self.mode != "local" else {}
             message.content[name] = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, key: 1})
@@ -312,8 +312,7 @@ class Private(Wrapper):
     def _charge(self, asked: _Asked) -> None:
         """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
         memory = self.memory
-        known = {**getattr(list(strategies_in(self.strategy))[-1].__dict__.get("memory"), "partitions", {})}
-        known |= memory.partitions
+        known = {**self.known_partitions, **memory.partitions}
         if known.keys() >= {*asked.nodes}:
             memory.known += asked.cost
             for partition in {known[node] for node in asked.nodes}:
