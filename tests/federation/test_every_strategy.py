@@ -18,8 +18,8 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import STRATEGIES, build_strategy
-from tests.conftest import Batches
 from tests.support.federations import same
+from tests.support.fixtures import Batches
 
 # The settings that a rule requires, and the normaliser that it is for.
 SPECS: dict[str, dict[str, Any]] = {

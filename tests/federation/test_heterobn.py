@@ -21,7 +21,7 @@ from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.static import StaticBatchNorm
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, Round
-from tests.conftest import small_net
+from tests.support.fixtures import small_net
 
 Federations = Callable[..., Any]
 STATISTICS = {"1.running_mean", "1.running_var"}

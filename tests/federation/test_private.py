@@ -44,9 +44,9 @@ from fedbn_flwr.strategies import (
     Standalone,
     build_strategy,
 )
-from tests.conftest import small_net
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import last_model, models_of, same
+from tests.support.fixtures import small_net
 from tests.support.plugin import RecordingGrid
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 

@@ -32,10 +32,10 @@ from fedbn_flwr.strategies import (
     Round,
     Scaffold,
 )
-from tests.conftest import small_net
 from tests.support.command import ROOT, python_blocks
 from tests.support.experiments import read
 from tests.support.federations import last_model, models_of, same
+from tests.support.fixtures import small_net
 from tests.support.models import two_norms
 from tests.support.records import between
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII

@@ -16,8 +16,8 @@ from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold
-from tests.conftest import Batches, Federation
 from tests.support.federations import Arrays, models_of, same
+from tests.support.fixtures import Batches, Federation
 from tests.support.records import BAD_RECORDS, between
 
 Federations = Callable[..., Any]

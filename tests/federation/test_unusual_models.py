@@ -36,7 +36,7 @@ from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.trained import global_model
 from fedbn_flwr.strategies import build_strategy
-from tests.conftest import Batches
+from tests.support.fixtures import Batches
 from tests.support.sessions import Stopping, outcome
 
 RULES: dict[str, dict[str, Any]] = {

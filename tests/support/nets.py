@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import convert_norm
-from tests.conftest import small_net
+from tests.support.fixtures import small_net
 
 
 def close(found: Tensor, expected: Tensor) -> None:

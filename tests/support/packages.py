@@ -1,4 +1,4 @@
-"""Our wheel, and a clean environment that has it installed; imported by conftest.py."""
+"""Our wheel, and a clean environment that has it installed; used by fixtures.py."""
 
 from __future__ import annotations
 

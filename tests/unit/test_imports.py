@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The folders of the project, from top to bottom: a module may import its own folder and those below it.
 FOLDERS = (
     "apps",
+    "fedbn_flwr.extensions.",  # each extension; `fedbn_flwr.extensions` itself, which finds them, is at the bottom
     "fedbn_flwr.cli",
     "fedbn_flwr.commands",
     "fedbn_flwr.experiment",
@@ -30,6 +31,7 @@ FOLDERS = (
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",
     "fedbn_flwr.cores",
+    "fedbn_flwr.extensions",
     "fedbn_flwr.errors",
 )
 
@@ -41,7 +43,12 @@ def module_name(file: Path) -> str:
 
 # `fedbn_flwr/strategies.py` is the public name of `strategies/`, and `fedbn_flwr/__init__.py` imports on first use.
 PUBLIC = {"fedbn_flwr", "fedbn_flwr.strategies"}
-FILES = {module_name(file): file for top in ("fedbn_flwr", "strategies", "apps") for file in (ROOT / top).rglob("*.py")}
+FILES = {
+    module_name(file): file
+    for top in ("fedbn_flwr", "strategies", "apps")
+    for file in (ROOT / top).rglob("*.py")
+    if "tests" not in file.parts
+}
 PACKAGES = {name for name, file in FILES.items() if file.name == "__init__.py"}
 
 
@@ -73,7 +80,7 @@ def imports(name: str) -> set[str]:
 
 def folder(name: str) -> int:
     for number, prefix in enumerate(FOLDERS):
-        if name == prefix or name.startswith(f"{prefix}."):
+        if name == prefix or name.startswith(prefix.rstrip(".") + "."):
             return number
     raise LookupError(f"{name} is in no folder of FOLDERS")
 
@@ -93,7 +100,16 @@ def test_imports_run_downwards(name: str) -> None:
 
 def test_the_list_is_the_list_of_folders() -> None:
     tops = {name if not name.startswith("fedbn_flwr.") else ".".join(name.split(".")[:2]) for name in FILES}
-    assert {top.split(".")[0] if not top.startswith("fedbn_flwr") else top for top in tops} - PUBLIC == set(FOLDERS)
+    folders = {folder.rstrip(".") for folder in FOLDERS}
+    assert {top.split(".")[0] if not top.startswith("fedbn_flwr") else top for top in tops} - PUBLIC == folders
+
+
+def test_no_extension_imports_another() -> None:
+    for name in FILES:
+        if name.startswith("fedbn_flwr.extensions."):
+            own = ".".join(name.split(".")[:3])
+            others = {target for target in imports(name) if target.startswith("fedbn_flwr.extensions.")}
+            assert all(target == own or target.startswith(f"{own}.") for target in others), (name, others)
 
 
 def test_the_package_imports_nothing_at_once() -> None:
