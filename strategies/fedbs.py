@@ -28,7 +28,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import Reply
 
-from ._rule import Round, Traits
+from ._rule import Round
 from .fedavg import FedAvg, FedAvgOptions
 
 
@@ -47,7 +47,7 @@ class FedBS(FedAvg):
         mu of FedProx, after the switch.
     """
 
-    traits = Traits(individual="weights the clients by the loss of each")
+    individual = "weights the clients by the loss of each"
 
     @dataclass
     class Memory(FedAvg.Memory):

@@ -9,7 +9,7 @@ additional communication.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
 from ._wrapper import Wrapper
-from .meanstatistics import server_optimiser
 
 
 class FixBN(Wrapper):
@@ -64,6 +63,7 @@ class FixBN(Wrapper):
         changes: dict[str, list[float]] = field(default_factory=dict)  # with "auto": their changes in W rounds
 
     memory: Memory
+    individual = ""
     argument = "freeze_round"  # the name of the argument T*, for errors
 
     def __init__(
@@ -75,6 +75,14 @@ class FixBN(Wrapper):
         window: int = 10,
         threshold: float = 1e-4,
     ) -> None:
+        self.lacks = {"free statistics": "freezes the statistics"} if "statistics" in freeze else {}
+        if freeze_round == "auto":
+            self.lacks |= dict.fromkeys(("known", "no statistics"), "compares the statistics of each client (auto)")
+        if "statistics" in freeze:
+            self.needs = {
+                "statistics": "FixBN would freeze what is no statistic of the data; wrap it: "
+                "FixBN(MeanStatistics({inside}(...)), ...)"
+            }
         super().__init__(strategy)
         is_number = isinstance(freeze_round, int | float) and not isinstance(freeze_round, bool)
         if freeze_round != "auto" and not (is_number and freeze_round >= 0):
@@ -94,15 +102,6 @@ class FixBN(Wrapper):
             raise SettingsError(f"window is {window}; expected at least 2 rounds, since a variance needs two values")
         if not threshold > 0:
             raise SettingsError(f"threshold is {threshold}; expected a number above zero")
-        if "statistics" in names and (name := server_optimiser(strategy)) is not None:
-            raise SettingsError(
-                f"FixBN freezes batch norm's statistics, which {name} changes by steps of its optimiser, so that they "
-                f"are no statistics of the data; wrap it: FixBN(MeanStatistics({name}(...)), ...)"
-            )
-        if freeze_round == "auto":
-            self.traits = replace(
-                self.traits, individual="with freeze_round 'auto' compares the statistics of each client"
-            )
         self.freeze_round = freeze_round
         self.freeze = frozenset(Role(name) for name in names)
         self.window = window
@@ -190,9 +189,9 @@ class FixBN(Wrapper):
                 self.memory.last_free = round.number
         if round.number != self.memory.last_free or round.number == self.num_rounds:
             return
-        if getattr(self.innermost, "fraction_train", 1.0) != 1:
+        if getattr(self.leaf, "fraction_train", 1.0) != 1:
             return
-        if absent := sorted({*self.known_partitions.values()} - {reply.partition for reply in replies}):
+        if absent := sorted({*self.leaf.memory.partitions.values()} - {reply.partition for reply in replies}):
             log(
                 WARNING,
                 "FixBN: the statistics of round %d, which are frozen from now on, are without clients %s",

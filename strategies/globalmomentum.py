@@ -17,7 +17,6 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.rules.globalmomentum import MOMENTUM, MOMENTUM_RECORD
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
 
@@ -36,6 +35,11 @@ class GlobalMomentum(Wrapper):
         momentum: Arrays = field(default_factory=dict)  # empty before the first round
 
     memory: Memory
+    individual = ""
+    needs = {
+        "weights": "GlobalMomentum averages with the weights of its base; wrap one of fedbn_flwr.strategies, for "
+        "instance GlobalMomentum(FedAvg())"
+    }
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
@@ -43,15 +47,9 @@ class GlobalMomentum(Wrapper):
         of_base = self.traits.traffic
         traffic = f"{of_base}; {momentum}" if of_base else momentum
         self.traits = replace(self.traits, traffic=traffic, averages_momentum=True)
-        if self.shares is None:
-            raise SettingsError(
-                f"GlobalMomentum averages with the weights of its base, and {type(strategy).__name__} does not report "
-                "them; wrap one of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
-            )
-
-        if self.robust is not None:
+        if self.leaf.robust is not None:
             reason = "GlobalMomentum averages the clients' momentum too, which one client could set to any value"
-            self.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
+            self.leaf.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {MOMENTUM: True}

@@ -22,7 +22,7 @@ from fedbn_flwr.messages.gate import Reply, number_problem, read_reply
 from fedbn_flwr.messages.screening import fault_problems
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round, Traits
+from ._rule import Round
 from .fedavg import FedAvg, FedAvgOptions
 
 
@@ -53,7 +53,7 @@ class HeteroBN(FedAvg):
         self.statistics = statistics
         self.query_timeout = query_timeout
         if statistics == "query":
-            self.traits = Traits(individual="queries the statistics of each client's data")
+            self.individual = "queries the statistics of each client's data"
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

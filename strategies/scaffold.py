@@ -32,6 +32,7 @@ class Scaffold(FedAvg):
     The arguments are FedAvg's.
     """
 
+    individual = ""
     traits = Traits(
         client_memory="their control variates",
         equal=frozenset({CONTROL_RECORD}),

@@ -39,7 +39,7 @@ from fedbn_flwr.messages.gate import MOST_EXAMPLES, arrays_of, read_reply, with_
 from fedbn_flwr.messages.masking import TOTALS, FixedPoint, NotOpened, kind_of_array, kind_of_exchange, kind_of_metric
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round, Rule, use_of_single_replies
+from ._rule import Round
 from ._session import SecureSettings, Session, Sums
 from ._wrapper import Wrapper
 
@@ -78,6 +78,16 @@ class Secure(Wrapper):
         unexplained: int = 0  # how many of the last rounds were skipped without a client that could be named
 
     memory: Memory
+    individual = ""
+    lacks = {"inside": "hides the replies of single clients"}
+    needs = {
+        "inside": "{outer} hides the single replies; use one of them",
+        **dict.fromkeys(
+            ("mean", "known"),
+            "with Secure the server learns only the mean of all replies; use it without Secure, or another strategy "
+            "inside Secure, for instance FedAvg",
+        ),
+    }
 
     def __init__(
         self,
@@ -89,13 +99,7 @@ class Secure(Wrapper):
         max_examples: int = 2**20,
         timeout: float = 600,
     ) -> None:
-        if isinstance(strategy, Rule) and strategy.traits.private:
-            raise SettingsError(
-                f"Secure and {type(strategy).__name__} do not combine: {type(strategy).__name__} limits what single "
-                "replies reveal, which Secure hides; use one of them"
-            )
         super().__init__(strategy)
-        self.shares = None  # unknown: the server knows the sum of the weights only
         if not 0.5 <= threshold < 1:
             raise SettingsError(f"threshold is {threshold!r}; expected a share of the clients from 0.5 to below 1")
         ranges = {"update_range": update_range, "statistics_range": statistics_range, "max_examples": max_examples}
@@ -113,14 +117,6 @@ class Secure(Wrapper):
         of_base = self.traits.traffic
         masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
         self.traits = replace(self.traits, traffic=f"{of_base}; {masked}" if of_base else masked, masked=True)
-        self._chain = _chain(strategy)
-        self._innermost = self._chain[-1]
-        for inside in reversed(self._chain):
-            if (why := _needs_more(inside)) is not None:
-                raise SettingsError(
-                    f"{type(inside).__name__} {why}, and with Secure the server learns only the mean of all replies; "
-                    "use it without Secure, or another strategy inside Secure, for instance FedAvg"
-                )
         self._masked: _MaskedRound | None = None
         self._known_faulty = 0  # at the beginning of the round
 
@@ -128,11 +124,11 @@ class Secure(Wrapper):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        direct = getattr(self._innermost, "direct", False)
+        direct = getattr(self.leaf, "direct", False)
         if isinstance(direct, ExchangeConfig) or (direct and ExchangeConfig.from_environment() is not None):
             raise SettingsError(
                 "this ServerApp has an exchange service, whose streams Secure does not mask; set strategy.direct of "
-                f"{type(self._innermost).__name__} to false"
+                f"{type(self.leaf).__name__} to false"
             )
 
     def notes(self) -> dict[str, Any]:
@@ -148,14 +144,14 @@ class Secure(Wrapper):
     def instructions(self, round: Round) -> dict[str, Any]:
         settings = self.settings
         ranges = [float(settings.update_range), float(settings.statistics_range), float(settings.max_examples)]
-        asked: dict[str, Any] = {protocol.SECURE_RANGES: ranges, protocol.SECURE_WEIGHT: self._weight}
+        asked: dict[str, Any] = {protocol.SECURE_RANGES: ranges, protocol.SECURE_WEIGHT: self.weighted_by_key}
         return asked | ({protocol.SECURE_EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._known_faulty = len(self.memory.faulty)
-        self._masked = _MaskedRound(grid, self._weight, self.traits.equal, self.settings, self.memory.faulty)
+        self._masked = _MaskedRound(grid, self.weighted_by_key, self.traits.equal, self.settings, self.memory.faulty)
         try:
             messages = super().configure_train(server_round, arrays, config, self._masked)
             return self._masked.train_messages(list(messages))
@@ -166,29 +162,33 @@ class Secure(Wrapper):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        masked, round, self._masked, self.used = self._masked, self.round, None, ()
-        is_skipped = server_round in self.memory.skipped  # in an exchange of FedTAN
-        if masked is None or round is None or (masked.session is None and not is_skipped):
-            return self.rule.aggregate_train(server_round, replies)
+        skipped = None if self.round is None else self.round.arrays, MetricRecord({"skipped": 1})
+        if server_round in self.memory.skipped:  # in an exchange of FedTAN
+            self.leaf.used = ()
+            return skipped
         try:
-            if not is_skipped:
-                means, errors = masked.means(replies, unpack(round.arrays))
-                self._check(round, means[0])
-                self.memory.unexplained = 0
-                result = self.rule.aggregate_train(server_round, [*means, *errors])
-                self.used = self.rule.used
-                return result
+            return super().aggregate_train(server_round, replies)
         except NotOpened as error:
+            self.leaf.used = ()
             self._skip(server_round, error)
-        return round.arrays, MetricRecord({"skipped": 1})
+        return skipped
+
+    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
+        """From every client in the sum the mean reply."""
+        masked, self._masked = self._masked, None
+        if masked is None or masked.session is None:
+            return replies
+        means, errors = masked.means(replies, unpack(round.arrays))
+        self._check(round, means[0])
+        self.memory.unexplained = 0
+        return [*means, *errors]
 
     def _check(self, round: Round, mean: Message) -> None:
         """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""
-        arrays = read_reply(mean).arrays
-        problem = fault(arrays, unpack(round.arrays), arrays)
-        for rule in self._chain:
-            if problem is None and isinstance(rule, Rule):
-                problem = rule.problem(round, read_reply(mean, records=list(rule.records(round))))
+        reply = read_reply(mean, records=[name for rule in self.chain() for name in rule.records(round)])
+        problem = fault(reply.arrays, unpack(round.arrays), reply.arrays)
+        for rule in self.chain():
+            problem = problem or rule.problem(round, reply)
         if problem is not None:
             raise NotOpened(f"the mean of the replies: {problem}")
 
@@ -205,10 +205,6 @@ class Secure(Wrapper):
                 f"rounds {rounds} were skipped; the last one: {error}{why}. To find it, train some rounds without "
                 "Secure, or with some of the clients"
             )
-
-    @property
-    def _weight(self) -> str:
-        return str(getattr(self._innermost, "weighted_by_key", protocol.NUM_EXAMPLES))
 
 
 class _MaskedRound(GridAround):
@@ -356,22 +352,3 @@ def _with_config(message: Message, more: Mapping[str, Any]) -> Message:
     """The message, with further config keys."""
     name, config = next(iter(configs_in(message.content).items()))
     return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
-
-
-def _chain(strategy: Strategy) -> list[Strategy]:
-    """The strategy, the one that it wraps, and so on."""
-    chain = [strategy]
-    while isinstance(inside := getattr(chain[-1], "strategy", None), Strategy):
-        chain.append(inside)
-    return chain
-
-
-def _needs_more(strategy: Strategy) -> str | None:
-    """What a strategy does with the replies of single clients, or None if their mean is enough."""
-    if getattr(strategy, "robust", None) is not None:
-        return "compares the replies of single clients (robust, max_share, clip_norm, clip_factor, plausible)"
-    if isinstance(strategy, Rule):
-        return use_of_single_replies(strategy)
-    if type(strategy).aggregate_train in [mean.aggregate_train for mean in _MEANS]:
-        return None
-    return "is not known to compute with nothing but the mean of the replies"

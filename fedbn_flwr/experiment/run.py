@@ -31,7 +31,7 @@ from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.gate import number_of
+from fedbn_flwr.messages.gate import gate, number_of
 from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import is_taken
@@ -147,7 +147,7 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     messages = list(rule.configure_train(number, state.arrays, config, state.grid))
     for listener in listeners:
         listener.on_messages(state)
-    replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
+    replies = gate(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
     arrays, metrics = rule.aggregate_train(number, replies)
     if arrays is not None:
         state.arrays = arrays
