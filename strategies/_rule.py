@@ -62,6 +62,7 @@ class Traits:
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
+    freezes: frozenset[Role] = frozenset()  # the roles that clients are asked to freeze, from some round on
     min_batch: int = 0  # images that a batch must have for its statistics to be exchanged; 0: none are exchanged
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -61,14 +61,6 @@ class Wrapper(Rule):
     @property
     def weighted_by_key(self) -> str:
         return self.leaf.weighted_by_key
-
-    @property
-    def shares(self) -> Mapping[int, float]:
-        return self.leaf.shares
-
-    @property
-    def used(self) -> Collection[int]:
-        return self.leaf.used
 
     # --- the hooks, those of the wrapped rule ---
 

@@ -9,7 +9,7 @@ additional communication.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any, Literal
 
@@ -104,6 +104,7 @@ class FixBN(Wrapper):
             raise SettingsError(f"threshold is {threshold}; expected a number above zero")
         self.freeze_round = freeze_round
         self.freeze = frozenset(Role(name) for name in names)
+        self.traits = replace(self.traits, freezes=self.traits.freezes | self.freeze)
         self.window = window
         self.threshold = threshold
         self._asks = True  # before the first round, whether clients honour the freeze

@@ -152,7 +152,7 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     if arrays is not None:
         state.arrays = arrays
     state.model, state.round = state.arrays, number
-    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.used]
+    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.leaf.used]
     trained = [number_of(reply) for reply in used]
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}

@@ -13,7 +13,7 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from . import protocol
 from .aggregate import Arrays, fault
-from .arrays import metrics_in
+from .arrays import metrics_in, record_of
 from .gate import Reply, arrays_of, one_line, with_content
 
 
@@ -98,6 +98,11 @@ def evaluation_key(replies: Iterable[Message], key: str) -> str:
     """
     records = [record for reply in replies if reply.has_content() for record in metrics_in(reply.content).values()]
     return key if any(key in record for record in records) else protocol.NUM_EXAMPLES
+
+
+def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
+    """The arrays without statistics and counters of batch norm."""
+    return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])
 
 
 def common_metrics(records: Sequence[MetricRecord]) -> list[MetricRecord]:

@@ -20,6 +20,7 @@ from torch import nn
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.client.training import Gradient, LocalOptimizer
 from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Key as Key
@@ -99,16 +100,18 @@ _BY_KEY: dict[str, type[ClientRule]] = {}
 
 @functools.cache
 def rules_by_key() -> Mapping[str, type[ClientRule]]:
-    """All client rules by their keys: those of this package, and every other subclass that is imported."""
+    """All client rules by their keys: this package's, those of extensions, and every other subclass imported."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
+    for key in declared("client_keys"):
+        part("client_keys", key)
     return _BY_KEY
 
 
 # Keys that no rule declares.
-ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS | protocol.SECURE_KEYS
+ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS
 
 
-def known_keys() -> dict[str, Key]:
-    """Every config key that a BNClient supports."""
-    return ALWAYS_KNOWN | {key: rule.keys[key] for key, rule in rules_by_key().items()}
+def known_keys() -> set[str]:
+    """Every config key that a BNClient in `client_app` supports."""
+    return {*ALWAYS_KNOWN, *rules_by_key(), *declared("client_mods")}

@@ -100,7 +100,7 @@ class Evaluate(Listener):
         if not replies:
             return {}
         metrics = self.rule.aggregate_evaluate(state.round, replies)
-        used = self.rule.used
+        used = self.rule.leaf.used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_images")
         for client, measured in values.items():
             state.clients.setdefault(client, {}).update(measured)

@@ -32,7 +32,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules import private as keys
 from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.client.rules.fixbn import FREEZE, frozen_roles
 from fedbn_flwr.errors import SettingsError, did_you_mean
@@ -40,12 +39,12 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
-from fedbn_flwr.messages.privacy import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
 from fedbn_flwr.messages.screening import with_arrays
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import Round, Wrapper
 
-from ._rule import Round
-from ._wrapper import Wrapper
+from . import client as keys
+from .noise import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
 
 # By `statistics`: the properties that the strategy inside must have (`fedbn_flwr.strategies._compose`).
 _MEAN = {"mean": "{outer} does not account for this"}
@@ -152,6 +151,8 @@ class Private(Wrapper):
         self.clip = float(clip)
         self.noise = float(noise)
         self.statistics = statistics
+        if statistics == "freeze":
+            self.traits = replace(self.traits, freezes=self.traits.freezes | {Role.STATISTICS})
         self.statistics_clip = float(statistics_clip)
         self.statistics_noise = float(statistics_noise)
         self.mode = mode
@@ -239,7 +240,8 @@ class Private(Wrapper):
 
     def notes(self) -> dict[str, Any]:
         """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
-        return {**super().notes(), "privacy": self._report()}
+        report = self._report()
+        return {**super().notes(), "privacy": {**report, "in_words": in_words(report)}}
 
     # --- messages ---
 
