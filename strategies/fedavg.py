@@ -25,7 +25,6 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import capabilities, wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
@@ -167,7 +166,7 @@ class FedAvg(Rule, FlowerFedAvg):
             self.robust.check_clients(len(nodes))
         instructions = dict(self.instructions(round))
         if self.traits.returned and (returned := returned_roles(self.traits, roles(arrays).values())):
-            instructions[RETURN] = protocol.join(returned)
+            instructions[protocol.RETURN] = protocol.join(returned)
         records = {name: pack(values) for name, values in self.records(round).items() if values}
         return self._messages(round, records, instructions, nodes, MessageType.TRAIN)
 
