@@ -62,8 +62,8 @@ class Traits:
 
 
 def is_ours(part: type | Callable[..., Any]) -> bool:
-    """Whether a class or function is of this package, and not the user's."""
-    return part.__module__.startswith(f"{__package__}.")
+    """Whether a class or function is of this project, and not the user's."""
+    return part.__module__.startswith((f"{__package__}.", "fedbn_flwr."))
 
 
 def use_of_single_replies(rule: Rule) -> str | None:

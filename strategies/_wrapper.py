@@ -40,6 +40,7 @@ from fedbn_flwr.messages.screening import (
     with_metric,
     with_records,
 )
+from fedbn_flwr.norms.roles import Role
 
 from ._records import CannotSave, inside, load, nested, save
 from ._rule import Round, Rule
@@ -83,6 +84,7 @@ class Wrapper(_Around):
     """
 
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
+    freeze: frozenset[Role] = frozenset()  # the roles that clients are asked to freeze, from some round on
 
     def __init__(self, strategy: Strategy) -> None:
         given: object = strategy

@@ -21,6 +21,7 @@ from torch import nn
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.norms.roles import Role
@@ -324,8 +325,8 @@ class BNClient(NumPyClient):
         return [value.copy() for value in taken.values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Any]:
-        if protocol.SECURE in config:  # Flower's ClientApp would send the arrays without masks
-            raise MessageError(f"{protocol.SECURE!r} needs a ClientApp made by fedbn_flwr.client_app")
+        if key := next((key for key in declared("client_mods") if key in config), None):
+            raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # which has the mod
         update = self.train_round(self._named(parameters), config)
         metrics = dict(update.metrics)
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
@@ -407,4 +408,4 @@ def rules_for(config: Config) -> set[type[ClientRule]]:
 
 def is_known(key: str) -> bool:
     """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
-    return not key.startswith(protocol.PREFIX) or key in ALWAYS_KNOWN or key in BY_KEY
+    return not key.startswith(protocol.PREFIX) or key in ALWAYS_KNOWN or key in BY_KEY or key in declared("client_mods")

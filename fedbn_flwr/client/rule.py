@@ -101,12 +101,11 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     protocol.COHORT: "fedbn_flwr.client.rules.fedtan:FedTAN",
     protocol.COHORT_MIN_BATCH: "fedbn_flwr.client.rules.fedtan:FedTAN",
     protocol.REPORT_BATCH: "fedbn_flwr.client.rules.fedtan:FedTAN",
-    "fedbn.private-clip": "fedbn_flwr.client.rules.private:Private",
     **extensions.declared("client_keys"),
 }
 
 # Keys that no rule declares.
-ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS | protocol.SECURE_KEYS
+ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS
 
 
 def rule_of(key: str) -> type[ClientRule]:
@@ -119,4 +118,7 @@ def rule_of(key: str) -> type[ClientRule]:
 def known_keys() -> dict[str, Key]:
     """Every config key that a BNClient supports; this imports all strategies."""
     importlib.import_module("fedbn_flwr.strategies")
-    return ALWAYS_KNOWN | {key: rule_of(key).keys[key] for key in [*BY_KEY]}
+    for key in [*BY_KEY]:
+        rule_of(key)
+    of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}
+    return ALWAYS_KNOWN | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods

@@ -16,8 +16,7 @@ from fedbn_flwr.client.rules.fixbn import FREEZE
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.strategies import FixBN, Private, Rule, Wrapper
+from fedbn_flwr.strategies import Rule, Wrapper
 
 from .data import load_data, partition_of, resolve
 from .find import run_names
@@ -68,10 +67,7 @@ def _frozen(rule: Rule) -> list[str]:
     """The roles that the rounds of a run may freeze, as a message names them."""
     found = []
     while isinstance(rule, Wrapper):
-        if isinstance(rule, FixBN):
-            found.append(protocol.join(rule.freeze))
-        if isinstance(rule, Private) and rule.statistics == "freeze":
-            found.append(protocol.join({Role.STATISTICS}))
+        found += [protocol.join(rule.freeze)] if rule.freeze else []
         rule = rule.rule
     return found
 

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flwr.app import RecordDict
+
 from fedbn_flwr.errors import MessageError, did_you_mean
 from fedbn_flwr.norms.roles import Role
 
@@ -67,34 +69,13 @@ DIRECT_CA = "fedbn.direct-ca"
 DIRECT_INSECURE = "fedbn.direct-insecure"
 DIRECT_TIMEOUT = "fedbn.direct-timeout"
 
-# The keys of secure aggregation, which fedbn_flwr.client.secure answers.
-SECURE = "fedbn.secure"
-SECURE_STAGE = "fedbn.secure-stage"
-SECURE_PARTS = "fedbn.secure-parts"
-SECURE_THRESHOLD = "fedbn.secure-threshold"
-SECURE_PART = "fedbn.secure-part"
-SECURE_PEERS = "fedbn.secure-peers"
-SECURE_RANGES = "fedbn.secure-ranges"
-SECURE_WEIGHT = "fedbn.secure-weight"
-SECURE_EQUAL = "fedbn.secure-equal"
-SECURE_KEYS = {
-    SECURE: Key("32 hexadecimal digits", "send everything under the masks of this session of secure aggregation"),
-    SECURE_STAGE: Key("`keys`, `shares` or `unmask`", "(with `query.secure`) send public keys, or shares of secrets"),
-    SECURE_PARTS: Key("int", "(stage `keys`) how many replies of the session are masked"),
-    SECURE_THRESHOLD: Key("int", "(stage `shares`) how many clients can reveal a secret together"),
-    SECURE_PART: Key("int", "which of these replies this is: 0 that to the train message, k exchange k of FedTAN"),
-    SECURE_PEERS: Key("bytes", "the node ids of the clients whose masks must cancel, 8 bytes each"),
-    SECURE_RANGES: Key("three floats", "the largest change of a parameter, value of a statistic, and weight"),
-    SECURE_WEIGHT: Key("name of a metric", "the metric by which values are weighted"),
-    SECURE_EQUAL: Key("names, comma separated", "records in which all clients count equally"),
-}
-SECRET = "fedbn.secret"  # the record in a client's state with the secrets of a session; it is never written to disk  # noqa: S105 (the name of a key)
-
 # Images that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
 # smaller batches reveal.
 MIN_BATCH = 32
 
 ROUND = "server-round"
+
+VOLATILE = "fedbn.volatile/"  # records in a client's state with names that begin so are never written to disk
 
 # Metrics of replies.
 PARTITION = "partition-id"
@@ -115,7 +96,6 @@ METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 # with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
-SECURE_QUERY = "query.secure"  # the stages of secure aggregation that SECURE_STAGE names
 KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours
 KEYS_TASK = "report the config keys that it honours"  # in the error of a client that cannot be made
 PERSONAL_QUERY = "query.personal"  # reply: the arrays that stay on the client, if it was made with share_personal
@@ -133,6 +113,11 @@ def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
                 f"{did_you_mean(key, known)}. Install the same version of fedbn-flwr on server and clients, and import "
                 "your own client rules in the ClientApp"
             )
+
+
+def volatile(state: RecordDict) -> RecordDict:
+    """The records of a client's state that are never written to disk."""
+    return RecordDict({name: record for name, record in state.items() if name.startswith(VOLATILE)})
 
 
 def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The server's half of a session of secure aggregation; fedbn_flwr/messages/masking.py has the arithmetic.
+"""The server's half of a session of secure aggregation; masking.py has the arithmetic.
 
 A client is named as faulty only if that is certain while more than half of the clients follow the protocol. Where a
 share does not open, its sender or its receiver is at fault: a client is if at least half of all clients contradict it,
@@ -27,7 +27,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import gate, one_line, partition_of, refused
-from fedbn_flwr.messages.masking import (
+
+from . import protocol as secure
+from .masking import (
     KEY_BYTES,
     OWN,
     PAIR,
@@ -110,7 +112,7 @@ class Session:
         self.token = secrets.token_hex(16)  # not a function of the seed: a resumed round has another session
         self.parts = parts
         self._grid = grid
-        self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], protocol.SECURE: self.token}
+        self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], secure.SESSION: self.token}
         self._settings = settings
         self._what = f"round {config[protocol.ROUND]}"
         self._faulty = faulty
@@ -122,7 +124,7 @@ class Session:
         self.threshold = settings.needed(len(nodes))
         if len(nodes) < self.threshold:
             raise RunFailed(f"{self._what}: {len(nodes)} clients train, and a sum must have at least {self.threshold}")
-        more: dict[str, Any] = {protocol.SECURE_PARTS: parts}
+        more: dict[str, Any] = {secure.PARTS: parts}
         self._keys = self._agree("keys", nodes, more, {}, "keys", (KEY_BYTES * (1 + 2 * parts),))
         self.roster = sorted(self._keys)  # positions follow the node ids
         keys = np.stack([self._keys[node] for node in self.roster])
@@ -130,7 +132,7 @@ class Session:
         self.fixed = FixedPoint(
             len(self.roster), settings.update_range, settings.statistics_range, settings.max_examples
         )
-        more = {protocol.SECURE_THRESHOLD: self.threshold}
+        more = {secure.THRESHOLD: self.threshold}
         form = (len(self.roster), parts, 2, SEALED_BYTES)
         self._shares = self._agree("shares", self.roster, more, dict.fromkeys(self.roster, of_all), "shares", form)
         self.nodes = sorted(self._shares)
@@ -141,7 +143,7 @@ class Session:
         if len(nodes) < self.threshold:
             raise RunFailed(f"{self._what}: {len(nodes)} clients are left for a sum of at least {self.threshold}")
         peers = np.array(self._peers[part], "<u8").tobytes()
-        return {protocol.SECURE: self.token, protocol.SECURE_PART: part, protocol.SECURE_PEERS: peers}
+        return {secure.SESSION: self.token, secure.PART: part, secure.PEERS: peers}
 
     def open(self, part: int, replies: Iterable[Message], needs: set[str], model: Arrays | None) -> Sums:
         """The sums over the usable replies, after the survivors have revealed what removes the masks.
@@ -197,7 +199,7 @@ class Session:
         """The own secret of each survivor and the mask key's of each client that dropped out, from their shares."""
         about = {"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}
         wanted = [(node, OWN) for node in survivors] + [(node, PAIR) for node in dropped]
-        more, form = {protocol.SECURE_PART: part}, (len(wanted), KEY_BYTES)
+        more, form = {secure.PART: part}, (len(wanted), KEY_BYTES)
         given, _ = self._ask("unmask", survivors, more, dict.fromkeys(survivors, about), "keys", form)
         # Positions of shares begin with 1: the value at 0 is the secret.
         shares: dict[int, dict[int, int]] = {node: {} for node, _ in wanted}
@@ -259,13 +261,13 @@ class Session:
         shape: tuple[int, ...],
     ) -> tuple[dict[int, Any], list[Message]]:
         """The array `key` of this shape in each node's answer, and errors; RunFailed below the threshold."""
-        config = ConfigRecord({**self._config, protocol.SECURE_STAGE: stage, **more})
+        config = ConfigRecord({**self._config, secure.STAGE: stage, **more})
         messages = []
         for node in nodes:
             content = RecordDict({"config": config})
             if node in arrays:
                 content["secure"] = pack(arrays[node])
-            messages.append(Message(content, node, protocol.SECURE_QUERY))
+            messages.append(Message(content, node, secure.QUERY))
         replies = {
             reply.metadata.src_node_id: reply
             for reply in gate(self._grid.send_and_receive(messages, timeout=self._settings.timeout))
@@ -319,7 +321,7 @@ class Session:
 
 def _error(node: int, reason: str) -> Message:
     """An error as if it were the node's."""
-    asked = Message(RecordDict(), node, protocol.SECURE_QUERY)
+    asked = Message(RecordDict(), node, secure.QUERY)
     return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked)
 
 

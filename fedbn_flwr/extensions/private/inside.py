@@ -6,12 +6,17 @@ from flwr.serverapp.strategy import QFedAvg, Strategy
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import Role
-
-from ._flower import FLOWER
-from ._rule import Rule, Traits, is_ours, use_of_single_replies
-from ._wrapper import Wrapper, strategies_in
-from .fixbn import FixBN
-from .meanstatistics import server_optimiser
+from fedbn_flwr.strategies import (
+    FLOWER,
+    FixBN,
+    Rule,
+    Traits,
+    Wrapper,
+    is_ours,
+    server_optimiser,
+    strategies_in,
+    use_of_single_replies,
+)
 
 _ROBUST = tuple(of.strategy for of in FLOWER.values() if of.robust)
 

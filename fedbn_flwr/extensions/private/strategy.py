@@ -32,20 +32,19 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules import private as keys
 from fedbn_flwr.client.rules.fixbn import FREEZE, frozen_roles
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
 from fedbn_flwr.messages.arrays import configs_in, metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, gate, partition_of
-from fedbn_flwr.messages.privacy import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
 from fedbn_flwr.messages.screening import with_arrays
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import Round, Wrapper, as_rule
 
-from ._private import check_inside
-from ._rule import Round
-from ._wrapper import Wrapper, as_rule
+from . import client as keys
+from .inside import check_inside
+from .noise import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
 
 _LEAST_NOISE = 0.01  # epsilon is above 5000 with less
 
@@ -142,6 +141,7 @@ class Private(Wrapper):
         self.clip = float(clip)
         self.noise = float(noise)
         self.statistics = statistics
+        self.freeze = frozenset({Role.STATISTICS} if statistics == "freeze" else ())
         self.statistics_clip = float(statistics_clip)
         self.statistics_noise = float(statistics_noise)
         self.mode = mode
@@ -214,7 +214,8 @@ class Private(Wrapper):
 
     def notes(self) -> dict[str, Any]:
         """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
-        return {**super().notes(), "privacy": self._report()}
+        report = self._report()
+        return {**super().notes(), "privacy": {**report, "in_words": in_words(report)}}
 
     # --- messages ---
 

@@ -34,8 +34,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import MessageError, RunFailed
-
-from . import protocol
+from fedbn_flwr.messages import protocol
 
 Fixed = NDArray[np.uint64]  # integers modulo 2^64
 Kind = Literal["update", "statistics", "count"]

@@ -1,4 +1,4 @@
-"""A client's half of secure aggregation (strategies/secure.py); fedbn_flwr/messages/masking.py has the arithmetic.
+"""A client's half of secure aggregation (strategy.py); masking.py has the arithmetic.
 
 The stages of a session, each one message of the server: `keys` (the client draws its secrets and sends public keys),
 `shares` (it sends shares of its secrets, encrypted for the other clients), training and FedTAN's exchanges (their
@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
+from fedbn_flwr.client.layerwise import model_of_round
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import KIND
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.masking import (
+from fedbn_flwr.messages.gate import with_content
+
+from . import protocol as secure
+from .masking import (
     KEY_BYTES,
     OWN,
     PAIR,
@@ -54,7 +58,7 @@ def answer(content: RecordDict, context: Context) -> RecordDict:
     """The client's answer to a stage of the session."""
     config = next(iter(configs_in(content).values()), ConfigRecord())
     arrays = {key: value for record in arrays_in(content).values() for key, value in unpack(record).items()}
-    stage = config.get(protocol.SECURE_STAGE)
+    stage = config.get(secure.STAGE)
     if stage == "keys":
         given = _begin(config, context)
     elif stage == "shares":
@@ -62,8 +66,29 @@ def answer(content: RecordDict, context: Context) -> RecordDict:
     elif stage == "unmask":
         given = _unmask(config, arrays, context)
     else:
-        raise MessageError(f"{protocol.SECURE_STAGE} is {stage!r}; expected keys, shares or unmask")
+        raise MessageError(f"{secure.STAGE} is {stage!r}; expected keys, shares or unmask")
     return RecordDict({"secure": pack(given)})
+
+
+class Masks:
+    """A mod of messages whose replies must be masked."""
+
+    keys = secure.ALL
+
+    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        name, config = next(iter(configs_in(message.content).items()))
+        if protocol.DIRECT in config:
+            raise MessageError(
+                "exchanges over streams are not masked; expected exchanges by messages (strategy.direct)"
+            )
+        before = model_of_round(message.content, config, context)
+        # Without the keys that are honoured here: other clients refuse them, and so would send nothing without masks.
+        rest = ConfigRecord({key: value for key, value in config.items() if key not in self.keys})
+        reply = call_next(with_content(message, RecordDict({**message.content, name: rest})), context)
+        return Message(masked(reply.content, before, config, context), reply_to=message)
+
+
+masks = Masks()
 
 
 def masked(content: RecordDict, received: Arrays, config: Mapping[str, Any], context: Context) -> RecordDict:
@@ -73,7 +98,7 @@ def masked(content: RecordDict, received: Arrays, config: Mapping[str, Any], con
     number and kind of exchanges stay readable.
     """
     session = _Session.of(config, context)
-    part, peers = int(config[protocol.SECURE_PART]), _nodes(config[protocol.SECURE_PEERS])
+    part, peers = int(config[secure.PART]), _nodes(config[secure.PEERS])
     if not 0 <= part < session.parts or f"masked {part}" in session.record:
         raise MessageError(f"the server asks for part {part} of a session again, or has not agreed on its keys")
     if not {session.node} <= {*peers} <= {*session.nodes} or len({*peers}) < max(2, session.threshold):
@@ -81,13 +106,13 @@ def masked(content: RecordDict, received: Arrays, config: Mapping[str, Any], con
             f"the server asks for masks of {len({*peers})} clients; expected this one and {session.threshold - 1} or "
             "more of those that agreed on keys"
         )
-    fixed = FixedPoint(len(session.nodes), *_three(config[protocol.SECURE_RANGES]))
+    fixed = FixedPoint(len(session.nodes), *_three(config[secure.RANGES]))
     metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
-    weight_key = str(config[protocol.SECURE_WEIGHT])
+    weight_key = str(config[secure.WEIGHT])
     weight = metrics.get(weight_key)
     if not isinstance(weight, int | float) or weight != int(weight):
         raise MessageError(f"{weight_key!r} is {weight!r}; expected a whole number, by which values are weighted")
-    equal = set(str(config.get(protocol.SECURE_EQUAL, "")).split(","))
+    equal = set(str(config.get(secure.EQUAL, "")).split(","))
     records: dict[str, dict[str, Fixed]] = {TOTALS: {}}
     exchange = next((str(record[KIND]) for record in configs_in(content).values() if KIND in record), None)
     for name, record in arrays_in(content).items():
@@ -113,7 +138,7 @@ def masked(content: RecordDict, received: Arrays, config: Mapping[str, Any], con
         elif isinstance(value, int | float):
             kind = kind_of_metric(key, weight_key)
             records[TOTALS][key] = fixed.encode(key, np.asarray(value), 1.0 if kind == "count" else weight, kind)
-    session.record[f"masked {part}"] = config[protocol.SECURE_PEERS]
+    session.record[f"masked {part}"] = config[secure.PEERS]
     hidden = session.mask(records, part, peers)
     return RecordDict(
         {
@@ -145,8 +170,8 @@ class _Session:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], context: Context) -> _Session:
-        record = context.state.get(protocol.SECRET)
-        if not isinstance(record, ConfigRecord) or record.get("session") != config.get(protocol.SECURE):
+        record = context.state.get(secure.SECRET)
+        if not isinstance(record, ConfigRecord) or record.get("session") != config.get(secure.SESSION):
             raise MessageError(
                 "this client has no secrets of the session of secure aggregation that the server names; has the node "
                 "been restarted in this round?"
@@ -196,12 +221,12 @@ class _Session:
 
 
 def _begin(config: ConfigRecord, context: Context) -> Arrays:
-    parts = int(str(config[protocol.SECURE_PARTS]))
+    parts = int(str(config[secure.PARTS]))
     if not 1 <= parts <= _MOST_PARTS:
-        raise MessageError(f"{protocol.SECURE_PARTS} is {parts}; expected 1 to {_MOST_PARTS}")
+        raise MessageError(f"{secure.PARTS} is {parts}; expected 1 to {_MOST_PARTS}")
     root = secrets.token_bytes(KEY_BYTES)  # not a function of the seed: it must be secret
-    session = {"session": config[protocol.SECURE], "root": root, "parts": parts}
-    context.state[protocol.SECRET] = ConfigRecord(session)
+    session = {"session": config[secure.SESSION], "root": root, "parts": parts}
+    context.state[secure.SECRET] = ConfigRecord(session)
     return {"keys": _array(Secrets(root).public_keys(parts))}
 
 
@@ -209,7 +234,7 @@ def _share(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
     session = _Session.of(config, context)
     if "nodes" in session.record:
         raise MessageError("the server asks for the shares of this session again")
-    nodes, threshold = [int(node) for node in arrays["nodes"]], int(str(config[protocol.SECURE_THRESHOLD]))
+    nodes, threshold = [int(node) for node in arrays["nodes"]], int(str(config[secure.THRESHOLD]))
     keys = arrays["keys"].astype(np.uint8).tobytes()
     each = KEY_BYTES * (1 + 2 * session.parts)
     of_each = [keys[i : i + each] for i in range(0, len(keys), each)]
@@ -231,7 +256,7 @@ def _share(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
 
 
 def _unmask(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
-    session, part = _Session.of(config, context), int(str(config[protocol.SECURE_PART]))
+    session, part = _Session.of(config, context), int(str(config[secure.PART]))
     survivors, dropped = ([int(node) for node in arrays[name]] for name in ("survivors", "dropped"))
     masked_for = session.record.get(f"masked {part}")
     if masked_for is None or f"unmasked {part}" in session.record:
@@ -252,7 +277,7 @@ def _unmask(config: ConfigRecord, arrays: Arrays, context: Context) -> Arrays:
         for place in map(nodes.index, some):
             keys += sealing_key(session.channel(place), session.about(part, which, place, mine))
     if part == 0:
-        del context.state[protocol.SECRET]
+        del context.state[secure.SECRET]
     return {"keys": _array(keys).reshape(-1, KEY_BYTES)}
 
 

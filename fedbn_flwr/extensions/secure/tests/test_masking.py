@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.messages.masking import (
+from fedbn_flwr.extensions.secure.masking import (
     KEY_BYTES,
     OWN,
     PAIR,

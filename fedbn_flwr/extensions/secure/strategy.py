@@ -36,12 +36,12 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import MOST_EXAMPLES, arrays_of, read_reply, with_content
-from fedbn_flwr.messages.masking import TOTALS, FixedPoint, NotOpened, kind_of_array, kind_of_exchange, kind_of_metric
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import Round, Rule, Wrapper, use_of_single_replies
 
-from ._rule import Round, Rule, use_of_single_replies
-from ._session import SecureSettings, Session, Sums
-from ._wrapper import Wrapper
+from . import protocol as secure
+from .masking import TOTALS, FixedPoint, NotOpened, kind_of_array, kind_of_exchange, kind_of_metric
+from .session import SecureSettings, Session, Sums
 
 _MOST_SKIPPED = 3  # rounds in a row without a client that could be named
 
@@ -148,8 +148,8 @@ class Secure(Wrapper):
     def instructions(self, round: Round) -> dict[str, Any]:
         settings = self.settings
         ranges = [float(settings.update_range), float(settings.statistics_range), float(settings.max_examples)]
-        asked: dict[str, Any] = {protocol.SECURE_RANGES: ranges, protocol.SECURE_WEIGHT: self._weight}
-        return asked | ({protocol.SECURE_EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
+        asked: dict[str, Any] = {secure.RANGES: ranges, secure.WEIGHT: self._weight}
+        return asked | ({secure.EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

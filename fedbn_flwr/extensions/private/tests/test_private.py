@@ -24,8 +24,8 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.extensions.private.noise import epsilon_of, parts_of
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.privacy import epsilon_of, parts_of
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import (
     FedAvg,
