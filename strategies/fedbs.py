@@ -23,13 +23,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from fedbn_flwr.client.rules.fedprox import PROXIMAL_MU
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import Reply
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
+from .fedprox import PROXIMAL_MU
 
 
 class FedBS(FedAvg):

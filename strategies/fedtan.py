@@ -24,7 +24,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client.rules.fixbn import frozen_roles
 from fedbn_flwr.engines.base import Capabilities, capabilities
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution
@@ -38,7 +37,7 @@ from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
-from .fixbn import FixBN
+from .fixbn import FixBN, frozen_roles
 
 
 class FedTAN(FedAvg):

@@ -93,11 +93,11 @@ class ClientRule:
 # The client rules by their keys: those of all modules that are imported, and before that where the rules of our
 # strategies and of extensions are, since a client need not import the other ones.
 BY_KEY: dict[str, type[ClientRule] | str] = {
-    "proximal-mu": "fedbn_flwr.client.rules.fedprox:FedProx",
-    "fedbn.freeze": "fedbn_flwr.client.rules.fixbn:FixBN",
-    "fedbn.clip": "fedbn_flwr.client.rules.fedwon:FedWon",
-    "fedbn.momentum": "fedbn_flwr.client.rules.globalmomentum:GlobalMomentum",
-    "fedbn.control": "fedbn_flwr.client.rules.scaffold:Scaffold",
+    "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
+    "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
+    "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
+    "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
+    "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
     protocol.COHORT: "fedbn_flwr.client.rules.fedtan:FedTAN",
     protocol.COHORT_MIN_BATCH: "fedbn_flwr.client.rules.fedtan:FedTAN",
     protocol.REPORT_BATCH: "fedbn_flwr.client.rules.fedtan:FedTAN",
@@ -117,7 +117,7 @@ def rule_of(key: str) -> type[ClientRule]:
 
 def known_keys() -> dict[str, Key]:
     """Every config key that a BNClient supports; this imports all strategies."""
-    importlib.import_module("fedbn_flwr.strategies")
+    importlib.import_module("fedbn_flwr.strategies._names")
     for key in [*BY_KEY]:
         rule_of(key)
     of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}

@@ -32,7 +32,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules.fixbn import FREEZE, frozen_roles
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
@@ -41,6 +40,7 @@ from fedbn_flwr.messages.gate import Reply, arrays_of, gate, partition_of
 from fedbn_flwr.messages.screening import with_arrays
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import Round, Wrapper, as_rule
+from fedbn_flwr.strategies.fixbn import FREEZE, frozen_roles  # type: ignore[import-untyped]
 
 from . import client as keys
 from .inside import check_inside
