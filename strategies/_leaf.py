@@ -14,8 +14,8 @@ from flwr.serverapp import Grid
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.bounds import Bounds
 from fedbn_flwr.messages.gate import Reply, gate, one_line, partition_of, refused
-from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.messages.screening import reason_of
 from fedbn_flwr.norms.roles import Role
 
@@ -35,7 +35,7 @@ class Leaf(Rule):
     individual = ""
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     arrayrecord_key: str = "arrays"
-    robust: Robust | None = None  # bounds on the influence of one client, if they are on
+    bounds: Bounds | None = None  # on the influence of one client
     min_train_nodes: int = 1  # usable replies that a round needs
     hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
     asked: int = 0  # the number of clients that received the model in this round

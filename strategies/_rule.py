@@ -66,6 +66,7 @@ class Traits:
     min_batch: int = 0  # images that a batch must have for its statistics to be exchanged; 0: none are exchanged
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
+    averages: str | None = None  # what it averages besides the model, in words: bounds on updates do not bound it
     masked: bool = False  # the server learns only the mean of the replies; no rule may be around it
     private: bool = False  # its results have noise that hides single clients; no rule may be around it
 
@@ -128,9 +129,6 @@ class Rule(Strategy):
 
     def check(self, num_rounds: int) -> None:
         """Raise SettingsError if the settings do not suit this number of rounds. No data are loaded yet."""
-
-    def check_clients(self, clients: int) -> None:
-        """Raise SettingsError if a run with this number of clients has too few for the settings."""
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
@@ -281,6 +279,19 @@ class Rule(Strategy):
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
         return GatedGrid(grid)
+
+
+def refuse_bounds(rule: Rule) -> None:
+    """Raise SettingsError if the rule has bounds that do not bound all that it averages."""
+    bounds, averages = rule.leaf.bounds, rule.traits.averages
+    if bounds is None:
+        return
+    refused = bounds.of_updates() if averages else {}
+    reason = f"{rule.name} averages {averages} too, which one client could set to any value"
+    if not rule.traits.has_global_model:
+        refused, reason = bounds.notes(), f"{rule.name} has no model of all clients, on which one could have influence"
+    for key, value in refused.items():
+        raise SettingsError(f"bounds.{key} is {value!r}, but {reason}")
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.

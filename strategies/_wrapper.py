@@ -67,9 +67,6 @@ class Wrapper(Rule):
     def check(self, num_rounds: int) -> None:
         self.rule.check(num_rounds)
 
-    def check_clients(self, clients: int) -> None:
-        self.rule.check_clients(clients)
-
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         self.rule.begin(num_rounds, arrays)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, Never, TypedDict, TypeVar
+from typing import Any, Never, TypedDict
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -24,21 +24,19 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
+from fedbn_flwr.messages.bounds import Bounds, as_bounds
 from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, partition_of
-from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
 from fedbn_flwr.messages.screening import common_metrics, evaluation_key
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._leaf import Leaf
-from ._rule import Round, returned_roles, unknown_argument
+from ._rule import Round, refuse_bounds, returned_roles, unknown_argument
 
-Content = TypeVar("Content")
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
@@ -57,20 +55,13 @@ class FedAvgOptions(TypedDict, total=False):
     evaluate_metrics_aggr_fn: MeanOfMetrics | None
     seed: int
     node_timeout: float
-    robust: RobustRule | None
-    robust_statistics: StatisticsRule | None
-    malicious: int | float
-    max_share: float
-    clip_norm: float | None
-    clip_factor: float | None
-    plausible: float | None
+    bounds: Bounds | Mapping[str, Any] | None
 
 
 class FedAvg(Leaf, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
-    It has the arguments of Flower's FedAvg and those below. From `robust` on they bound the influence of one client,
-    and are off by default (docs/robustness.md).
+    It has the arguments of Flower's FedAvg and those below.
 
     Parameters
     ----------
@@ -78,26 +69,8 @@ class FedAvg(Leaf, FlowerFedAvg):
         The seed for the choice of clients, if not all take part.
     node_timeout : float (default: 600)
         Seconds to wait for enough nodes to connect.
-    robust : "median" | "trimmed" | "krum" or None (default: None)
-        Replaces the mean of weights, gamma and beta: "median" and "trimmed" are the median and the trimmed mean of each
-        value over the clients, "krum" is the mean of the models that are nearest to their neighbours. Each client
-        counts once, whatever number of examples it reports.
-    robust_statistics : "mean" | "median" | "trimmed" or None (default: None)
-        Replaces the mean of batch norm's statistics and counters, and the means of FedTAN's exchanges. By default the
-        median with robust: median and krum, the trimmed mean with robust: trimmed, and otherwise the mean.
-    malicious : int | float (default: 0.2)
-        The assumed number of faulty or malicious clients in a round, or their share, which is rounded up. "trimmed"
-        leaves out this many values at each end, "krum" this many models.
-    max_share : float (default: 1.0)
-        The largest share of one client in the weights of the mean.
-    clip_norm : float or None (default: None)
-        The largest L2 norm of a client's update of weights, gamma and beta; a longer one is shortened to it.
-    clip_factor : float or None (default: None)
-        The same, relative to the median norm of the round's updates.
-    plausible : float or None (default: None)
-        Leaves out clients whose statistics are further from the cohort's median than this factor times the norm of the
-        median, or times the clients' median distance from it if that is larger. It applies to the tensors of FedTAN's
-        exchanges too.
+    bounds : Bounds | dict | None (default: None)
+        Bounds on the influence of one client, for instance `{"max_share": 0.2}` (docs/robustness.md).
     """
 
     individual = ""
@@ -117,13 +90,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         *,
         seed: int = 0,
         node_timeout: float = 600,
-        robust: RobustRule | None = None,
-        robust_statistics: StatisticsRule | None = None,
-        malicious: int | float = 0.2,
-        max_share: float = 1.0,
-        clip_norm: float | None = None,
-        clip_factor: float | None = None,
-        plausible: float | None = None,
+        bounds: Bounds | Mapping[str, Any] | None = None,
         **options: Never,
     ) -> None:
         if options:
@@ -136,18 +103,12 @@ class FedAvg(Leaf, FlowerFedAvg):
         )  # fmt: skip
         self.seed = seed
         self.node_timeout = node_timeout
-        bounds = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
-        if bounds != (None, None, 0.2, 1.0, None, None, None):
-            self.robust = Robust(*bounds)
-            self.individual = (
-                "compares the replies of single clients (robust, max_share, clip_norm, clip_factor, plausible)"
-            )
+        self.bounds = as_bounds(bounds)
+        if self.bounds is not None:
+            self.individual = "compares the replies of single clients (bounds)"
+        refuse_bounds(self)
 
     # --- sending ---
-
-    def check_clients(self, clients: int) -> None:
-        if self.robust is not None:
-            self.robust.check_clients(self._count(clients, self.fraction_train, self.min_train_nodes))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -157,11 +118,9 @@ class FedAvg(Leaf, FlowerFedAvg):
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
-        if self.robust is not None and server_round == 1:
-            self.robust.check_clients(len(nodes))
         instructions = dict(self.instructions(round))
         if self.traits.returned and (returned := returned_roles(self.traits, roles(arrays).values())):
-            instructions[RETURN] = protocol.join(returned)
+            instructions[protocol.RETURN] = protocol.join(returned)
         records = {name: pack(values) for name, values in self.records(round).items() if values}
         return self._messages(round, records, instructions, nodes, MessageType.TRAIN)
 
@@ -238,22 +197,20 @@ class FedAvg(Leaf, FlowerFedAvg):
     # --- receiving ---
 
     def unusable(self, round: Round, reply: Reply) -> str | None:
-        arrays = unpack(round.arrays)
-        return number_problem(reply.metrics, self.weighted_by_key) or fault(
-            reply.arrays, arrays, self.expected(round.arrays)
-        )
+        weight = number_problem(reply.metrics, self.weighted_by_key)
+        return weight or fault(reply.arrays, unpack(round.arrays), self.expected(round.arrays))
 
     def compare(self, round: Round, found: Mapping[int, Reply]) -> Mapping[int, str]:
-        """Statistics must be near those of the other clients."""
-        if self.robust is None or not found:
+        """Statistics must be within the bounds."""
+        if self.bounds is None or not found:
             return {}
-        nodes, arrays = list(found), [reply.arrays for reply in found.values()]
-        of = roles(round.arrays)
-        keys = [key for key in arrays[0] if of[key] is Role.STATISTICS]
-        return {nodes[i]: reason for i, reason in self.robust.implausible(arrays, keys).items()}
+        replies = list(found.values())
+        of = roles(replies[0].arrays)
+        outliers = self.bounds.outliers([split_by_role(each.arrays, of, {Role.STATISTICS})[0] for each in replies])
+        return {replies[i].node: reason for i, reason in outliers.items()}
 
     def bounded(self, weights: list[float]) -> list[float]:
-        return weights if self.robust is None else self.robust.weights(weights)
+        return weights if self.bounds is None else self.bounds.weights(weights)
 
     def metrics(self, round: Round, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
@@ -273,14 +230,14 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
-        if self.robust is None:
-            return weighted_mean((reply.arrays for reply in replies), weights)
-        arrays = [reply.arrays for reply in replies]
-        return self.robust.combine(arrays, weights, unpack(round.arrays), f"round {round.number}")
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        if self.bounds is not None:
+            arrays = self.bounds.updated(arrays, unpack(round.arrays), f"round {round.number}")
+        return weighted_mean(arrays, weights)
 
     def notes(self) -> dict[str, Any]:
-        """The options that bound the influence of one client, if they are on."""
-        return {} if self.robust is None else self.robust.notes()
+        """The bounds on the influence of one client, if there are any."""
+        return {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
 
 
 def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:

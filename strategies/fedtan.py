@@ -24,7 +24,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client.rules.fixbn import frozen_roles
 from fedbn_flwr.engines.base import Capabilities, capabilities
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution
@@ -38,7 +37,7 @@ from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
-from .fixbn import FixBN
+from .fixbn import FixBN, frozen_roles
 
 
 class FedTAN(FedAvg):
@@ -144,7 +143,7 @@ class FedTAN(FedAvg):
         def exchanges(carrier: Carrier) -> ExchangesDone:
             report = functools.partial(self._report, engine)
             what = f"round {server_round}"
-            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.robust)
+            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.bounds)
 
         about = RoundMessages(model, shared, self.configrecord_key)
         if (service := self._service()) is None:

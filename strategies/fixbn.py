@@ -8,7 +8,8 @@ additional communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any, Literal
@@ -20,17 +21,21 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE, frozen_roles
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, same_values
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import Reply, one_line
+from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
 from ._wrapper import Wrapper
+
+FREEZE = "fedbn.freeze"
+FREEZABLE = frozenset({Role.STATISTICS, Role.AFFINE})
 
 
 class FixBN(Wrapper):
@@ -228,6 +233,19 @@ class FixBN(Wrapper):
             del changes[: -self.window]
         self.memory.last[who] = vector
         return len(changes) == self.window and float(np.var(changes)) < self.threshold
+
+
+class FixBNClient(ClientRule):
+    """Freezes the statistics, or gamma and beta, at the received values."""
+
+    keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
+
+    def around(self) -> AbstractContextManager[None]:
+        return frozen_norm(self.local.model, frozen_roles(self.local.config))
+
+
+def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:
+    return protocol.roles_of(config, FREEZE, FREEZABLE)
 
 
 _TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers

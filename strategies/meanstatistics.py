@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import Reply
-from fedbn_flwr.messages.robust import median
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
@@ -60,9 +60,6 @@ class MeanStatistics(Wrapper):
                 f"MeanStatistics has nothing to combine around this {inside}, whose clients do not send batch norm's "
                 f"statistics; use {inside} without it"
             )
-        if self.leaf.robust is not None:
-            reason = f"MeanStatistics around it combines the statistics; use {type(strategy).__name__} without it"
-            self.leaf.robust.refuse(("robust", "robust_statistics"), reason)
         if statistics == "median":
             self.individual = "takes the median of the clients' statistics"
         self.statistics = statistics
@@ -82,3 +79,9 @@ class MeanStatistics(Wrapper):
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "norm_statistics": self.statistics}
+
+
+def median(replies: Sequence[Arrays]) -> Arrays:
+    """The coordinatewise median, in the dtypes of the input."""
+    rows = {key: np.stack([reply[key] for reply in replies]).astype(np.float64) for key in replies[0]}
+    return {key: cast(np.median(each, axis=0), replies[0][key].dtype) for key, each in rows.items()}

@@ -32,8 +32,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for module in MODULES:
         page = ROOT / "docs" / "strategies" / f"{module.stem}.md"
         content = page.read_text(encoding="utf-8") + f"\n## Reference\n\n{directive(f'strategies.{module.stem}')}"
-        if (ROOT / "fedbn_flwr" / "client" / "rules" / module.name).is_file():
-            content += f"\n## On the client\n\n{directive(f'fedbn_flwr.client.rules.{module.stem}')}"
         if (written := files.get_file_from_path(f"strategies/{module.stem}.md")) is not None:
             files.remove(written)
         files.append(File.generated(config, f"strategies/{module.stem}.md", content=content))

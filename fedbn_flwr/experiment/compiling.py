@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.rules.fixbn import FREEZE
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.strategies.fixbn import FREEZE  # type: ignore[import-untyped]
 
 from .data import load_data, partition_of, resolve
 from .find import run_names

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules import ClientRule, Key, Update
-from fedbn_flwr.client.rules.fixbn import frozen_roles
+from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
 
 from .noise import Change, clipped, gaussian, parts_of
 
