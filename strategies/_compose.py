@@ -25,7 +25,7 @@ def check_composition(outer: Rule) -> None:
     for rule in reversed(list(outer.chain())[1:]):
         lacks = {**rule.lacks, **({"mean": rule.individual} if rule.individual else {})}
         lacking = {need: found for need, found in lacking.items() if need not in rule.restores}
-        lacking |= {need: (rule.name, why) for need, why in lacks.items()}
+        lacking = {need: (rule.name, why) for need, why in lacks.items()} | lacking
     needs = {"inside": "{outer} cannot be around it; expected {inside}({outer}(...), ...)", **outer.needs}
     for need, reason in needs.items():
         if need in lacking:

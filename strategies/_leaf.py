@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import TypeVar
 
-from flwr.app import Message
+from flwr.app import Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import metrics_in
 from fedbn_flwr.messages.bounds import Bounds
 from fedbn_flwr.messages.gate import Reply, gate, one_line, partition_of, refused
-from fedbn_flwr.messages.screening import reason_of
+from fedbn_flwr.messages.screening import odd_metrics, reason_of
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Rule
@@ -86,7 +87,11 @@ class Leaf(Rule):
                 usable[node] = read(reply)
             except MessageError as error:
                 problems.append((node, str(error)))
-        problems += compare(usable).items()
+        metrics = {node: MetricRecord() for node in usable}
+        for reply in messages:
+            if (node := reply.metadata.src_node_id) in usable:
+                metrics[node] = next(iter(metrics_in(reply.content).values()), metrics[node])
+        problems += {**odd_metrics(metrics), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
         reasons = dict(problems)
         self.refused = [

@@ -41,14 +41,14 @@ class Wrapper(Rule):
             )
         self.strategy = strategy
         self.rule = as_rule(strategy)
+        self.traits = self.rule.traits
+        self.memory = self.Memory()
+        check_composition(self)
         if isinstance(strategy, Rule) and type(strategy).aggregate_train is not Rule.aggregate_train:
             raise SettingsError(
                 f"{given} has aggregate_train() of its own, which {name} around it would not call; override hooks such "
                 "as combine() or after_round() instead"
             )
-        self.traits = self.rule.traits
-        self.memory = self.Memory()
-        check_composition(self)
 
     def chain(self) -> Iterator[Rule]:
         yield self

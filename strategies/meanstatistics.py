@@ -65,8 +65,8 @@ class MeanStatistics(Wrapper):
         self.statistics = statistics
         self.leaf.hidden |= OF_NORMS
 
-    def problem(self, round: Round, reply: Reply) -> str | None:
-        return fault(reply.arrays, unpack(round.arrays))
+    def unusable(self, round: Round, reply: Reply) -> str | None:
+        return super().unusable(round, reply) or fault(reply.arrays, unpack(round.arrays))
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)

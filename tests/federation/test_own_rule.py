@@ -22,7 +22,7 @@ from fedbn_flwr.client.rule import BY_KEY
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Private, Secure, Traits
+from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Private, Secure
 from tests.support.command import PATIENCE, ROOT
 
 Federations = Callable[..., Any]
@@ -105,14 +105,14 @@ def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(aro
         around(FixBN(fed_nova(), freeze_round=1))
 
     class Harmless(FedAvg):
-        traits = Traits(individual="")
+        individual = ""
 
         def combine(self, round: Any, replies: Any, weights: Any) -> Any:
             return super().combine(round, replies, weights)
 
     around(Harmless())
     with pytest.raises(SettingsError, match=r"Own has combine\(\) of its own"):
-        around(type("Own", (Harmless,), {"traits": Traits()})())
+        around(type("Own", (Harmless,), {"combine": Harmless.combine})())
 
 
 def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
 # --- the modules of a round --------------------------------------------------
 
 
-def test_a_round_of_fedavg_executes_fourteen_modules(federation: Federations) -> None:
+def test_a_round_of_fedavg_executes_sixteen_modules(federation: Federations) -> None:
     """From configure_train through two clients on the local engine to aggregate_train, each client with its model."""
     fed = federation()
     tensors = [ModelTensors(copy.deepcopy(fed.model)) for _ in fed.data]
@@ -189,7 +189,7 @@ def test_a_round_of_fedavg_executes_fourteen_modules(federation: Federations) ->
 
 OURS = ("fedbn_flwr", "strategies")
 ROUND = {
-    "strategies.fedavg", "strategies._rule",
+    "strategies.fedavg", "strategies._rule", "strategies._leaf", "fedbn_flwr.messages.screening",
     "fedbn_flwr.engines.grid", "fedbn_flwr.engines.nodes", "fedbn_flwr.models.tensors",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training",
     "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",

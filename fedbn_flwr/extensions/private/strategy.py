@@ -46,7 +46,10 @@ from . import client as keys
 from .noise import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
 
 # By `statistics`: the properties that the strategy inside must have (`fedbn_flwr.strategies._compose`).
-_MEAN = {"mean": "{outer} does not account for this"}
+_MEAN = {
+    "inside": "{outer} must clip or check the change of each client; use one of the two",
+    "mean": "{outer} does not account for this",
+}
 _UNMEASURED = {"no statistics": "the server has none here; expected a round or a fraction of the rounds"}
 _NEEDS = {
     "noise": _MEAN | {"statistics": "{outer} noises them; wrap it: {outer}(MeanStatistics({inside}(...)), ...)"},
@@ -131,7 +134,7 @@ class Private(Wrapper):
         constants: Sequence[str] = (),
         metrics: bool = False,
     ) -> None:
-        self.needs = {"inside": "{outer} clips or checks the change of each; use one of the two", **_NEEDS[statistics]}
+        self.needs = _NEEDS.get(statistics, {})
         super().__init__(strategy)
         self._check_sent(mode)
         statistics_noise = noise if statistics_noise is None else statistics_noise

@@ -721,15 +721,18 @@ def test_states_on_disk_and_in_other_processes_give_the_same_model(
         (lambda: HeteroBN(statistics="query"), "HeteroBN queries the statistics of each client's data"),
         (
             lambda: FixBN(FedAvg(), freeze_round="auto"),
-            "FixBN with freeze_round 'auto' compares the statistics",
+            "FixBN compares the statistics of each client",
         ),
         (lambda: FixBN(FedBS(), freeze_round=1), "loss of each"),
         (lambda: FedAvg(bounds=Equal()), "FedAvg compares the replies of single clients"),
         (lambda: FixBN(FedAvg(bounds=Equal())), "FedAvg compares the replies of single clients"),
-        (lambda: MeanStatistics(Krum()), "Krum is not known to compute with nothing but the mean"),
+        (lambda: MeanStatistics(Krum()), "Krum compares the clients' models"),
         (lambda: MeanStatistics(FedAdam(), statistics="median"), "MeanStatistics takes the median of the clients'"),
-        (lambda: QFedAvg(0.1, train_loss_key="train-loss"), "QFedAvg is not known"),
-        (lambda: DifferentialPrivacyServerSideFixedClipping(FedAdam(), 1.0, 1.0, 3), "FixedClipping is not known"),
+        (lambda: QFedAvg(0.1, train_loss_key="train-loss"), "QFedAvg weights the clients by the loss"),
+        (
+            lambda: DifferentialPrivacyServerSideFixedClipping(FedAdam(), 1.0, 1.0, 3),
+            "FixedClipping clips the changes",
+        ),
     ],
 )
 def test_rules_that_need_single_replies_are_refused(make: Callable[[], Strategy], says: str) -> None:
@@ -738,7 +741,7 @@ def test_rules_that_need_single_replies_are_refused(make: Callable[[], Strategy]
 
 
 def test_it_must_be_the_outermost_rule() -> None:
-    with pytest.raises(SettingsError, match=r"FixBN cannot be around Secure; expected Secure\(FixBN\(...\), ...\)"):
+    with pytest.raises(SettingsError, match=r"FixBN cannot be around it; expected Secure\(FixBN\(...\), ...\)"):
         FixBN(Secure(FedAvg()))
 
 
