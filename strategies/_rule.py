@@ -21,8 +21,8 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.bounds import Bounds
 from fedbn_flwr.messages.gate import Reply
-from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._records import load, save
@@ -55,6 +55,7 @@ class Traits:
     min_batch: int = 0  # images that a batch must have for its statistics to be exchanged; 0: none are exchanged
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
+    averages: str | None = None  # what it averages besides the model, in words: bounds on updates do not bound it
     # What the rule does with replies of single clients, if their mean is not enough; "": nothing.
     individual: str | None = None
     masked: bool = False  # the server learns only the mean of the replies; no rule may be around it
@@ -99,7 +100,7 @@ class Rule(Strategy):
     # The weight of each reply in the last mean, by node id and in the order of the sum. None if the strategy does not
     # report it.
     shares: Mapping[int, float] | None = None
-    robust: Robust | None = None  # bounds on the influence of one client, if they are on
+    bounds: Bounds | None = None  # on the influence of one client
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
@@ -107,9 +108,6 @@ class Rule(Strategy):
 
     def check(self, num_rounds: int) -> None:
         """Raise SettingsError if the settings do not suit this number of rounds. No data are loaded yet."""
-
-    def check_clients(self, clients: int) -> None:
-        """Raise SettingsError if a run with this number of clients has too few for the settings."""
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
@@ -200,6 +198,19 @@ class Rule(Strategy):
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
         return GatedGrid(grid)
+
+
+def refuse_bounds(rule: Rule) -> None:
+    """Raise SettingsError if the rule has bounds that do not bound all that it averages."""
+    if rule.bounds is None:
+        return
+    name, averages = type(rule).__name__, rule.traits.averages
+    refused = rule.bounds.of_updates() if averages else {}
+    reason = f"{name} averages {averages} too, which one client could set to any value"
+    if not rule.traits.has_global_model:
+        refused, reason = rule.bounds.notes(), f"{name} has no model of all clients, on which one could have influence"
+    for key, value in refused.items():
+        raise SettingsError(f"bounds.{key} is {value!r}, but {reason}")
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.

@@ -102,7 +102,7 @@ class Wrapper(_Around):
             raise SettingsError(f"{outside} cannot be around {inside}; expected {inside}({outside}(...), ...)")
         self.traits = self.rule.traits
         self.shares = self.rule.shares
-        self.robust = self.rule.robust
+        self.bounds = self.rule.bounds
         self.weighted_by_key = self.rule.weighted_by_key
         self.memory = self.Memory()
         self.round: Round | None = None
@@ -124,9 +124,6 @@ class Wrapper(_Around):
 
     def check(self, num_rounds: int) -> None:
         self.rule.check(num_rounds)
-
-    def check_clients(self, clients: int) -> None:
-        self.rule.check_clients(clients)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

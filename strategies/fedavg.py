@@ -25,18 +25,17 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.engines.base import capabilities, wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
+from fedbn_flwr.messages.bounds import Bounds, as_bounds
 from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, one_line, partition_of, read_reply
-from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
 from fedbn_flwr.messages.screening import evaluation_key, reason_of, refuse_records
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Round, Rule, returned_roles, unknown_argument
+from ._rule import Round, Rule, refuse_bounds, returned_roles, unknown_argument
 
 Content = TypeVar("Content")
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
@@ -57,20 +56,13 @@ class FedAvgOptions(TypedDict, total=False):
     evaluate_metrics_aggr_fn: MeanOfMetrics | None
     seed: int
     node_timeout: float
-    robust: RobustRule | None
-    robust_statistics: StatisticsRule | None
-    malicious: int | float
-    max_share: float
-    clip_norm: float | None
-    clip_factor: float | None
-    plausible: float | None
+    bounds: Bounds | Mapping[str, Any] | None
 
 
 class FedAvg(Rule, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
-    It has the arguments of Flower's FedAvg and those below. From `robust` on they bound the influence of one client,
-    and are off by default (docs/robustness.md).
+    It has the arguments of Flower's FedAvg and those below.
 
     Parameters
     ----------
@@ -78,26 +70,8 @@ class FedAvg(Rule, FlowerFedAvg):
         The seed for the choice of clients, if not all take part.
     node_timeout : float (default: 600)
         Seconds to wait for enough nodes to connect.
-    robust : "median" | "trimmed" | "krum" or None (default: None)
-        Replaces the mean of weights, gamma and beta: "median" and "trimmed" are the median and the trimmed mean of each
-        value over the clients, "krum" is the mean of the models that are nearest to their neighbours. Each client
-        counts once, whatever number of examples it reports.
-    robust_statistics : "mean" | "median" | "trimmed" or None (default: None)
-        Replaces the mean of batch norm's statistics and counters, and the means of FedTAN's exchanges. By default the
-        median with robust: median and krum, the trimmed mean with robust: trimmed, and otherwise the mean.
-    malicious : int | float (default: 0.2)
-        The assumed number of faulty or malicious clients in a round, or their share, which is rounded up. "trimmed"
-        leaves out this many values at each end, "krum" this many models.
-    max_share : float (default: 1.0)
-        The largest share of one client in the weights of the mean.
-    clip_norm : float or None (default: None)
-        The largest L2 norm of a client's update of weights, gamma and beta; a longer one is shortened to it.
-    clip_factor : float or None (default: None)
-        The same, relative to the median norm of the round's updates.
-    plausible : float or None (default: None)
-        Leaves out clients whose statistics are further from the cohort's median than this factor times the norm of the
-        median, or times the clients' median distance from it if that is larger. It applies to the tensors of FedTAN's
-        exchanges too.
+    bounds : Bounds | dict | None (default: None)
+        Bounds on the influence of one client, for instance `{"max_share": 0.2}` (docs/robustness.md).
     """
 
     @dataclass
@@ -122,13 +96,7 @@ class FedAvg(Rule, FlowerFedAvg):
         *,
         seed: int = 0,
         node_timeout: float = 600,
-        robust: RobustRule | None = None,
-        robust_statistics: StatisticsRule | None = None,
-        malicious: int | float = 0.2,
-        max_share: float = 1.0,
-        clip_norm: float | None = None,
-        clip_factor: float | None = None,
-        plausible: float | None = None,
+        bounds: Bounds | Mapping[str, Any] | None = None,
         **options: Never,
     ) -> None:
         if options:
@@ -145,15 +113,10 @@ class FedAvg(Rule, FlowerFedAvg):
         self.round: Round | None = None  # the current one
         self.asked = 0  # number of clients that received the model in this round
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
-        bounds = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
-        if bounds != (None, None, 0.2, 1.0, None, None, None):
-            self.robust = Robust(*bounds)
+        self.bounds = as_bounds(bounds)
+        refuse_bounds(self)
 
     # --- sending ---
-
-    def check_clients(self, clients: int) -> None:
-        if self.robust is not None:
-            self.robust.check_clients(self._count(clients, self.fraction_train, self.min_train_nodes))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -163,11 +126,9 @@ class FedAvg(Rule, FlowerFedAvg):
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
-        if self.robust is not None and server_round == 1:
-            self.robust.check_clients(len(nodes))
         instructions = dict(self.instructions(round))
         if self.traits.returned and (returned := returned_roles(self.traits, roles(arrays).values())):
-            instructions[RETURN] = protocol.join(returned)
+            instructions[protocol.RETURN] = protocol.join(returned)
         records = {name: pack(values) for name, values in self.records(round).items() if values}
         return self._messages(round, records, instructions, nodes, MessageType.TRAIN)
 
@@ -270,15 +231,14 @@ class FedAvg(Rule, FlowerFedAvg):
         if names := list(self.records(round)):
             messages = refuse_records(gate(messages), names, unpack(round.arrays))
         usable = self.screen(f"round {server_round}", messages, self.asked, self.read)
-        if self.robust is not None:
-            usable = self._plausible(round, usable, self.robust)
+        usable = self.plausible(f"round {server_round}", usable)
         weights = self.weights(round, usable)
         if not sum(weights) > 0:
             raise RunFailed(
                 f"round {server_round}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero"
             )
-        if self.robust is not None:
-            weights = self.robust.weights(weights)
+        if self.bounds is not None:
+            weights = self.bounds.weights(weights)
         self.shares = {reply.node: weight for reply, weight in zip(usable, weights, strict=True)}
         self.used = [*self.shares]
         model = pack(self.combine(round, usable, weights))
@@ -317,25 +277,24 @@ class FedAvg(Rule, FlowerFedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
-        if self.robust is None:
-            return weighted_mean((reply.arrays for reply in replies), weights)
-        arrays = [reply.arrays for reply in replies]
-        return self.robust.combine(arrays, weights, unpack(round.arrays), f"round {round.number}")
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        if self.bounds is not None:
+            arrays = self.bounds.updated(arrays, unpack(round.arrays), f"round {round.number}")
+        return weighted_mean(arrays, weights)
 
     def notes(self) -> dict[str, Any]:
-        """The options that bound the influence of one client, if they are on."""
-        return {} if self.robust is None else self.robust.notes()
+        """The bounds on the influence of one client, if there are any."""
+        return {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
 
-    def _plausible(self, round: Round, replies: Sequence[Reply], robust: Robust) -> list[Reply]:
-        """The replies whose statistics are near those of the others."""
-        of = roles(round.arrays)
-        keys = [key for key in replies[0].arrays if of[key] is Role.STATISTICS]
-        found = robust.implausible([reply.arrays for reply in replies], keys)
-        if not found:
-            return list(replies)
+    def plausible(self, what: str, replies: list[Reply]) -> list[Reply]:
+        """The replies whose statistics are within the bounds."""
+        if self.bounds is None:
+            return replies
+        of = roles(replies[0].arrays)
+        found = self.bounds.outliers([split_by_role(each.arrays, of, {Role.STATISTICS})[0] for each in replies])
         refused = [(replies[i].node, reason) for i, reason in found.items()]
         answered = {reply.node: reply.partition for reply in replies}
-        nodes = self.admit(f"round {round.number}", answered, refused, len(replies))
+        nodes = self.admit(what, answered, refused, len(replies))
         return [reply for reply in replies if reply.node in nodes]
 
     def screen(

@@ -65,8 +65,6 @@ class FedBS(FedAvg):
         **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
-        if self.robust is not None:
-            self.robust.refuse(("robust",), "FedBS weights clients by their loss, and a robust rule counts each once")
         if not epsilon >= 0:
             raise SettingsError(f"epsilon is {epsilon!r}; expected zero or more")
         if not patience >= 1:

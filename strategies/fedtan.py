@@ -143,7 +143,7 @@ class FedTAN(FedAvg):
         def exchanges(carrier: Carrier) -> ExchangesDone:
             report = functools.partial(self._report, engine)
             what = f"round {server_round}"
-            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.robust)
+            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.bounds)
 
         about = RoundMessages(model, shared, self.configrecord_key)
         if (service := self._service()) is None:

@@ -21,7 +21,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
 
-from ._rule import Round
+from ._rule import Round, refuse_bounds
 from ._wrapper import Wrapper
 
 
@@ -42,16 +42,13 @@ class GlobalMomentum(Wrapper):
         momentum = "momentum, as large as the parameters: up in each round, down from round 2 on"
         of_base = self.traits.traffic
         traffic = f"{of_base}; {momentum}" if of_base else momentum
-        self.traits = replace(self.traits, traffic=traffic, averages_momentum=True)
+        self.traits = replace(self.traits, traffic=traffic, averages="momentum", averages_momentum=True)
         if self.shares is None:
             raise SettingsError(
                 f"GlobalMomentum averages with the weights of its base, and {type(strategy).__name__} does not report "
                 "them; wrap one of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
             )
-
-        if self.robust is not None:
-            reason = "GlobalMomentum averages the clients' momentum too, which one client could set to any value"
-            self.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
+        refuse_bounds(self)
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {MOMENTUM: True}

@@ -87,13 +87,14 @@ class HeteroBN(FedAvg):
         problems = fault_problems({reply.node: reply.arrays for reply in replies})
         left = self.admit(what, {reply.node: reply.partition for reply in replies}, [*problems.items()], len(replies))
         replies = [reply for reply in replies if reply.node in left]
-        weights = self.weights(round, replies)
-        if not sum(weights) > 0:
-            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
-        arrays = [reply.arrays for reply in replies]
-        forms = [{key: value.shape for key, value in each.items()} for each in arrays]
+        forms = [{key: value.shape for key, value in reply.arrays.items()} for reply in replies]
         if other := next((reply for reply, form in zip(replies, forms, strict=True) if form != forms[0]), None):
             both = f"nodes {replies[0].node} and {other.node}"
             raise RunFailed(f"{what}: {both} sent statistics of different layers; expected the same model on all nodes")
-        mean = weighted_mean(arrays, weights) if self.robust is None else self.robust.average(arrays, weights, what)
-        return record_of({**round.arrays, **pack(mean)})
+        replies = self.plausible(what, replies)
+        weights = self.weights(round, replies)
+        if not sum(weights) > 0:
+            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
+        weights = weights if self.bounds is None else self.bounds.weights(weights)
+        arrays = [reply.arrays for reply in replies]
+        return record_of({**round.arrays, **pack(weighted_mean(arrays, weights))})

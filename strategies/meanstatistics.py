@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, QFedAvg, Strategy
@@ -27,7 +28,6 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.gate import Reply, number_problem
-from fedbn_flwr.messages.robust import median
 from fedbn_flwr.messages.screening import with_arrays, without_norm_state
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
@@ -72,9 +72,6 @@ class MeanStatistics(Wrapper):
                 f"MeanStatistics has nothing to combine around this {inside}, whose clients do not send batch norm's "
                 f"statistics; use {inside} without it"
             )
-        if self.robust is not None:
-            reason = f"MeanStatistics around it combines the statistics; use {type(strategy).__name__} without it"
-            self.robust.refuse(("robust", "robust_statistics"), reason)
         if statistics == "median":
             self.traits = replace(self.traits, individual="takes the median of the clients' statistics")
         self.statistics = statistics
@@ -115,3 +112,9 @@ class MeanStatistics(Wrapper):
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "norm_statistics": self.statistics}
+
+
+def median(replies: Sequence[Arrays]) -> Arrays:
+    """The coordinatewise median, in the dtypes of the input."""
+    rows = {key: np.stack([reply[key] for reply in replies]).astype(np.float64) for key in replies[0]}
+    return {key: cast(np.median(each, axis=0), replies[0][key].dtype) for key, each in rows.items()}

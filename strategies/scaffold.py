@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 from fedbn_flwr.client.rules.scaffold import CONTROL, CONTROL_RECORD
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
 
 from ._rule import Round, Traits
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 
 
 class Scaffold(FedAvg):
@@ -34,6 +34,7 @@ class Scaffold(FedAvg):
 
     traits = Traits(
         client_memory="their control variates",
+        averages="control variates",
         equal=frozenset({CONTROL_RECORD}),
         traffic="control variates, as large as the parameters: up in each round, down from round 2 on",
     )
@@ -43,12 +44,6 @@ class Scaffold(FedAvg):
         control: dict[str, Array] = field(default_factory=dict)  # c; empty before the first round, which means zero
 
     memory: Memory
-
-    def __init__(self, **options: Unpack[FedAvgOptions]) -> None:
-        super().__init__(**options)
-        if self.robust is not None:
-            reason = "Scaffold averages control variates too, which one client could set to any value"
-            self.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {CONTROL: True}

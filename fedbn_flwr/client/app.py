@@ -34,7 +34,7 @@ from .layerwise import (
     train_over_stream,
 )
 from .node_state import NodeState, return_to_round, run_of, stored_state
-from .rules import Update, known_keys
+from .rule import Update, known_keys
 from .rules.fedtan import check_batch
 
 if TYPE_CHECKING:

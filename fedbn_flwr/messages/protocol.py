@@ -2,8 +2,8 @@
 
 These keys begin with `fedbn.`. A client refuses a message with such a key that it does not know, since ignoring the
 key would train the wrong model. Other unknown keys are ignored. A key is absent if the strategy does not need it. This
-module defines the keys of runs and exchanges; all other keys are declared by the client rules in
-`fedbn_flwr/client/rules`.
+module defines the keys of runs and exchanges; all other keys are declared by client rules
+(`fedbn_flwr.client.rule`).
 
 Replies contain `arrays` with the keys that were sent and `metrics` with `num-examples` and `train-loss`. A client's
 `partition-id`, if it has one, is in a ConfigRecord `client`; the server sorts replies by it and names clients by it.
@@ -35,12 +35,14 @@ READY = "fedbn.ready"
 TOKEN = "fedbn.run-token"  # noqa: S105 (the name of a key)
 KEPT_ROUND = "fedbn.kept-round"
 LR_FACTOR = "fedbn.lr-factor"
+RETURN = "fedbn.return"
 OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
     LR_FACTOR: Key("float", "multiply the learning rate of the round by it, since the strategy froze or switched"),
+    RETURN: Key("roles, comma separated", "send these roles back too, in addition to those received"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 

@@ -25,7 +25,7 @@ from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.client.rules import known_keys
+from fedbn_flwr.client.rule import known_keys
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack

@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.model_tensors import ModelTensors
-from fedbn_flwr.client.rules import rules_by_key
+from fedbn_flwr.client.rule import BY_KEY
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
@@ -41,7 +41,7 @@ def fed_nova() -> Iterator[Any]:
     for first_line in ("# client/rules/fednova.py", "# strategies/fednova.py"):
         exec(compile(code(first_line), first_line, "exec", dont_inherit=True), scope)
     yield scope["FedNova"]
-    rules_by_key().pop("fedbn.steps", None)  # type: ignore[attr-defined]
+    BY_KEY.pop("fedbn.steps", None)
 
 
 def test_the_walk_through_is_short() -> None:
@@ -91,7 +91,7 @@ def test_it_composes_and_is_saved(federation: Federations, fed_nova: Any) -> Non
 
 
 def test_a_client_without_the_client_rule_refuses_the_message(federation: Federations, fed_nova: Any) -> None:
-    rules_by_key().pop("fedbn.steps")  # type: ignore[attr-defined]
+    BY_KEY.pop("fedbn.steps")
     fed = federation()
     with pytest.raises(RunFailed, match=r"asks for 'fedbn\.steps'"):
         fed_nova().start(fed.grid(), fed.arrays(), num_rounds=1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from . import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule, Key
 
 PROXIMAL_MU = "proximal-mu"  # Flower's key
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from . import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule, Key
 
 CLIP = "fedbn.clip"
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.messages.protocol import roles_of
 from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.roles import Role
-
-from . import ClientRule, Key
 
 FREEZE = "fedbn.freeze"
 FREEZABLE = frozenset({Role.STATISTICS, Role.AFFINE})

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from fedbn_flwr.client.model_tensors import copied
+from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.client.training import SGD
 from fedbn_flwr.errors import MessageError
-
-from . import ClientRule, Key, Update
 
 MOMENTUM = "fedbn.momentum"
 MOMENTUM_RECORD = "momentum"

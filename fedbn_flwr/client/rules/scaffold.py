@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from fedbn_flwr.client.model_tensors import copied, tensor_like
+from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.messages.aggregate import Arrays
-
-from . import ClientRule, Key, Update
 
 CONTROL = "fedbn.control"
 CONTROL_RECORD = "control"  # the server sends c and receives c_i+ - c_i

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules import ClientRule, Key, Update
+from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.client.rules.fixbn import frozen_roles
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol

@@ -45,7 +45,7 @@ def check_inside(strategy: Strategy, traits: Traits, statistics: str, mode: str)
                 f"freeze_round of FixBN is 'auto', but with statistics {statistics!r} the server has none to "
                 "measure; expected a round or a fraction of the rounds"
             )
-        if isinstance(inside, _ROBUST) or (isinstance(inside, Rule) and inside.robust is not None):
+        if isinstance(inside, _ROBUST) or (isinstance(inside, Rule) and inside.bounds is not None):
             raise SettingsError(
                 f"{name} compares the clients' models, and Private shows it only their private mean; leave out "
                 "its bounds on the influence of one client, which the clip of Private bounds already"

@@ -32,7 +32,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules.fedbn import RETURN
 from fedbn_flwr.client.rules.fixbn import FREEZE, frozen_roles
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
@@ -230,7 +229,7 @@ class Private(Wrapper):
         content = messages[0].content  # the messages of a round are equal
         asked = next(iter(configs_in(content).values()), ConfigRecord())
         of, sent = roles(arrays), arrays_of(content)
-        returned = protocol.roles_of(asked, RETURN, frozenset(Role))
+        returned = protocol.roles_of(asked, protocol.RETURN, frozenset(Role))
         hidden = frozenset({Role.COUNTER}) | ({Role.STATISTICS} if self.statistics == "keep" else frozenset())
         expected = tuple(key for key in arrays if key in sent or of[key] in returned)
         received = tuple(key for key in expected if of[key] not in hidden)
@@ -363,8 +362,8 @@ def _asking_for(message: Message, returned: frozenset[Role]) -> Message:
     """The message, which asks clients to send only these roles in addition to the arrays received."""
     changed = with_arrays(message, lambda arrays: arrays)
     for name, config in configs_in(changed.content).items():
-        asks = {key: value for key, value in config.items() if key != RETURN}
-        changed.content[name] = ConfigRecord(asks | ({RETURN: protocol.join(returned)} if returned else {}))
+        asks = {key: value for key, value in config.items() if key != protocol.RETURN}
+        changed.content[name] = ConfigRecord(asks | ({protocol.RETURN: protocol.join(returned)} if returned else {}))
     return changed
 
 

@@ -368,8 +368,8 @@ def _chain(strategy: Strategy) -> list[Strategy]:
 
 def _needs_more(strategy: Strategy) -> str | None:
     """What a strategy does with the replies of single clients, or None if their mean is enough."""
-    if getattr(strategy, "robust", None) is not None:
-        return "compares the replies of single clients (robust, max_share, clip_norm, clip_factor, plausible)"
+    if getattr(strategy, "bounds", None) is not None:
+        return "compares the replies of single clients (bounds)"
     if isinstance(strategy, Rule):
         return use_of_single_replies(strategy)
     if type(strategy).aggregate_train in [mean.aggregate_train for mean in _MEANS]:

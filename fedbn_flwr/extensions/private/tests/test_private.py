@@ -44,6 +44,7 @@ from fedbn_flwr.strategies import (
     Standalone,
     build_strategy,
 )
+from tests.support.bounds import Equal
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import last_model, models_of, same
 from tests.support.fixtures import small_net
@@ -381,7 +382,7 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Private(flower.FedAdam()), r"Private\(MeanStatistics\(FedAdam"),
         (lambda: Private(build_strategy({"name": "Krum"})), "Krum compares the clients' models"),
         (lambda: Private(flower.FedMedian()), "FedMedian compares the clients' models"),
-        (lambda: Private(FedAvg(robust="median")), "FedAvg compares the clients' models"),
+        (lambda: Private(FedAvg(bounds=Equal())), "FedAvg compares the clients' models"),
         (lambda: Private(FedBN(), mode="local"), "expected global_norm 'initial'"),
         (
             lambda: Private(flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(), 1.0, 1.0, 2)),

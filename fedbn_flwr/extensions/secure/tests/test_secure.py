@@ -76,6 +76,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
+from tests.support.bounds import Equal
 from tests.support.command import ROOT
 from tests.support.experiments import read
 from tests.support.federations import Arrays, last_model, models_of, same
@@ -723,8 +724,8 @@ def test_states_on_disk_and_in_other_processes_give_the_same_model(
             "FixBN with freeze_round 'auto' compares the statistics",
         ),
         (lambda: FixBN(FedBS(), freeze_round=1), "loss of each"),
-        (lambda: FedAvg(robust="median"), "FedAvg compares the replies of single clients"),
-        (lambda: FixBN(FedAvg(clip_norm=1.0)), "FedAvg compares the replies of single clients"),
+        (lambda: FedAvg(bounds=Equal()), "FedAvg compares the replies of single clients"),
+        (lambda: FixBN(FedAvg(bounds=Equal())), "FedAvg compares the replies of single clients"),
         (lambda: MeanStatistics(Krum()), "Krum is not known to compute with nothing but the mean"),
         (lambda: MeanStatistics(FedAdam(), statistics="median"), "MeanStatistics takes the median of the clients'"),
         (lambda: QFedAvg(0.1, train_loss_key="train-loss"), "QFedAvg is not known"),
