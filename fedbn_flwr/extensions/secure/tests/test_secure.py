@@ -109,6 +109,8 @@ RULES: dict[str, Callable[[], Strategy]] = {
     "SiloBN": lambda: SiloBN(**NO_EVALUATION),
     "FedWon": lambda: FedWon(**NO_EVALUATION),
     "Scaffold": lambda: Scaffold(**NO_EVALUATION),
+    "Scaffold, a record of another name": lambda: Scaffold(arrayrecord_key="model", **NO_EVALUATION),
+    "weighted by the loss": lambda: FedAvg(weighted_by_key="train-loss", **NO_EVALUATION),
     "GlobalMomentum": lambda: GlobalMomentum(FedAvg(**NO_EVALUATION)),
     "FedAdam": lambda: MeanStatistics(FedAdam(eta=0.01, tau=0.1, **NO_EVALUATION)),
     "FixBN": lambda: FixBN(FedAvg(**NO_EVALUATION), freeze_round=1),
