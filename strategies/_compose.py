@@ -23,9 +23,8 @@ def check_composition(outer: Rule) -> None:
     name = type(outer).__name__
     lacking: dict[str, tuple[str, str]] = {}
     for rule in reversed(list(outer.chain())[1:]):
-        lacks = {**rule.lacks, **({"mean": rule.individual} if rule.individual else {})}
         lacking = {need: found for need, found in lacking.items() if need not in rule.restores}
-        lacking = {need: (rule.name, why) for need, why in lacks.items()} | lacking
+        lacking = {need: (rule.name, why) for need, why in rule.lacks.items()} | lacking
     needs = {"inside": "{outer} cannot be around it; expected {inside}({outer}(...), ...)", **outer.needs}
     for need, reason in needs.items():
         if need in lacking:

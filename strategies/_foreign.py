@@ -64,8 +64,6 @@ class Foreign(Leaf):
         for each in self.strategies():
             self.lacks |= {need: why for kinds, need, why in _LACK if isinstance(each, kinds)}
 
-    individual = ""
-
     @property
     def name(self) -> str:
         return type(self.strategy).__name__
@@ -151,7 +149,7 @@ class Foreign(Leaf):
             raise RunFailed(f"round {round.number}: {reason}; bound the replies, or use another strategy")
         return values
 
-    def metrics(self, round: Round, replies: Sequence[Reply]) -> MetricRecord | None:
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self._metrics
 
     # --- evaluation ---

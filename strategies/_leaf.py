@@ -33,7 +33,6 @@ class Leaf(Rule):
         partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
 
     memory: Memory
-    individual = ""
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     arrayrecord_key: str = "arrays"
     bounds: Bounds | None = None  # on the influence of one client
@@ -59,6 +58,10 @@ class Leaf(Rule):
     def bounded(self, weights: list[float]) -> list[float]:
         """The weights, none of which is larger than the rule allows."""
         return weights
+
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
+        """The metrics of training, of all clients together."""
+        raise NotImplementedError
 
     def compare(self, round: Round, found: Mapping[int, Reply]) -> Mapping[int, str]:
         """The reasons to refuse replies that show only beside those of the other clients, by node."""

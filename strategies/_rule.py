@@ -7,7 +7,7 @@ runs the round for all of them, and calls the hooks of each rule in this order:
 - `instructions` and `records` are sent to the clients, those of the outermost rule first.
 - `received` may change the replies before they are read, and `problem` refuses single ones.
 - `shown` may change the replies for the rules inside.
-- `weights`, `combine` and `metrics` make the new model; a rule calls those of the rule inside it by `super()`.
+- `weights` and `combine` make the new model; a rule calls those of the rule inside it by `super()`.
 - `after_round` updates the state, that of the innermost rule first.
 - `global_model` returns the model to evaluate, and `notes` what the summary reports.
 
@@ -53,8 +53,6 @@ class Round:
 class Traits:
     """The properties of a rule that do not change during a run."""
 
-    personal: bool = False  # each client trains its own model, which is evaluated on that client
-    has_global_model: bool = True  # the server's arrays are a trained model
     replaces_norm: bool = False  # clients replace the arithmetic of batch norm
     # The mean of the clients' first steps must be the step along the mean of their gradients: SGD without clipping.
     linear_steps: bool = False
@@ -66,13 +64,21 @@ class Traits:
     min_batch: int = 0  # images that a batch must have for its statistics to be exchanged; 0: none are exchanged
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
-    averages: str | None = None  # what it averages besides the model, in words: bounds on updates do not bound it
-    masked: bool = False  # the server learns only the mean of the replies; no rule may be around it
-    private: bool = False  # its results have noise that hides single clients; no rule may be around it
+    hides: str | None = None  # what the server does with replies instead of reading single ones, in words
+
+    @property
+    def personal(self) -> bool:
+        """Whether each client trains a model of its own, which is evaluated on that client."""
+        return bool(self.kept)
+
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the server's arrays are a trained model."""
+        return self.kept != frozenset(Role)
 
 
 # Hooks that may use the replies of single clients.
-_OF_SINGLE_REPLIES = ("received", "problem", "shown", "weights", "combine", "metrics", "after_round")
+_OF_SINGLE_REPLIES = ("received", "problem", "shown", "weights", "combine", "after_round")
 
 
 class Rule(Strategy):
@@ -88,11 +94,9 @@ class Rule(Strategy):
 
     traits: Traits = Traits()
     memory: Memory
-    # What the rule does with replies of single clients, if their mean is not enough; "": nothing. A class that has one
-    # of the hooks in which it might must declare this.
-    individual: str = ""
     # What a rule around this one may need and this one does not have, with the reason; and what this one needs of the
-    # rules inside it, with the rest of the error. `_compose` compares them.
+    # rules inside it, with the rest of the error. `_compose` names these properties and compares them. A class with a
+    # hook that sees the replies of single clients must declare what it lacks.
     lacks: Mapping[str, str] = {}
     needs: Mapping[str, str] = {}
     restores: ClassVar[Collection[str]] = ()  # what the rules inside lack and this one has
@@ -105,11 +109,9 @@ class Rule(Strategy):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = [hook for hook in _OF_SINGLE_REPLIES if hook in vars(cls)]
-        if own and "individual" not in vars(cls):
-            cls.individual = (
-                f"has {own[0]}() of its own, which may use the replies of single clients (if it uses only their mean, "
-                'declare this: individual = "")'
-            )
+        if own and "lacks" not in vars(cls):
+            reason = f"has {own[0]}() of its own, which may use the replies of single clients"
+            cls.lacks = {**cls.lacks, "mean": f"{reason} (if it uses only their mean, declare this: lacks = {{}})"}
 
     @property
     def name(self) -> str:
@@ -181,10 +183,6 @@ class Rule(Strategy):
         """The new model."""
         raise NotImplementedError
 
-    def metrics(self, round: Round, replies: Sequence[Reply]) -> MetricRecord | None:
-        """The metrics of training, of all clients together."""
-        raise NotImplementedError
-
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Update the state from the replies that were combined into the new model."""
 
@@ -242,7 +240,7 @@ class Rule(Strategy):
             model = record_of({**round.arrays, **model})
         for rule in reversed(chain):
             rule.after_round(round, found, weights)
-        return model, self.metrics(round, found)
+        return model, leaf.metrics(found)
 
     # --- the run ---
 
@@ -283,11 +281,11 @@ class Rule(Strategy):
 
 def refuse_bounds(rule: Rule) -> None:
     """Raise SettingsError if the rule has bounds that do not bound all that it averages."""
-    bounds, averages = rule.leaf.bounds, rule.traits.averages
+    bounds = rule.leaf.bounds
     if bounds is None:
         return
-    refused = bounds.of_updates() if averages else {}
-    reason = f"{rule.name} averages {averages} too, which one client could set to any value"
+    refused = bounds.of_updates() if type(rule).records is not Rule.records else {}
+    reason = f"{rule.name} averages more than the model, which one client could set to any value"
     if not rule.traits.has_global_model:
         refused, reason = bounds.notes(), f"{rule.name} has no model of all clients, on which one could have influence"
     for key, value in refused.items():

@@ -81,9 +81,6 @@ class Wrapper(Rule):
         """The new model of the wrapped strategy."""
         return self.rule.combine(round, replies, weights)
 
-    def metrics(self, round: Round, replies: Sequence[Reply]) -> MetricRecord | None:
-        return self.rule.metrics(round, replies)
-
     def switched(self, server_round: int) -> bool:
         return self.rule.switched(server_round)
 

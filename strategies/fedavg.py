@@ -73,7 +73,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         Bounds on the influence of one client, for instance `{"max_share": 0.2}` (docs/robustness.md).
     """
 
-    individual = ""
+    lacks = {}
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         self.node_timeout = node_timeout
         self.bounds = as_bounds(bounds)
         if self.bounds is not None:
-            self.individual = "compares the replies of single clients (bounds)"
+            self.lacks = {**self.lacks, "mean": "compares the replies of single clients (bounds)"}
         refuse_bounds(self)
 
     # --- sending ---
@@ -212,7 +212,7 @@ class FedAvg(Leaf, FlowerFedAvg):
     def bounded(self, weights: list[float]) -> list[float]:
         return weights if self.bounds is None else self.bounds.weights(weights)
 
-    def metrics(self, round: Round, replies: Sequence[Reply]) -> MetricRecord | None:
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -47,7 +47,7 @@ class FedBS(FedAvg):
         mu of FedProx, after the switch.
     """
 
-    individual = "weights the clients by the loss of each"
+    lacks = {"mean": "weights the clients by the loss of each"}
 
     @dataclass
     class Memory(FedAvg.Memory):

@@ -64,7 +64,7 @@ class FedTAN(FedAvg):
         messages; False always uses messages.
     """
 
-    individual = ""
+    lacks = {}
     backward = True  # the backward pass exchanges gradients
     traits = Traits(
         replaces_norm=True,  # clients normalise over the batches of all clients

@@ -68,7 +68,7 @@ class FixBN(Wrapper):
         changes: dict[str, list[float]] = field(default_factory=dict)  # with "auto": their changes in W rounds
 
     memory: Memory
-    individual = ""
+    lacks = {}
     argument = "freeze_round"  # the name of the argument T*, for errors
 
     def __init__(
@@ -80,10 +80,11 @@ class FixBN(Wrapper):
         window: int = 10,
         threshold: float = 1e-4,
     ) -> None:
-        self.lacks = {"free statistics": "freezes the statistics"} if "statistics" in freeze else {}
         if freeze_round == "auto":
-            self.lacks |= dict.fromkeys(("known", "no statistics"), "compares the statistics of each client (auto)")
+            reason = "compares the statistics of each client (auto)"
+            self.lacks = {**self.lacks, **dict.fromkeys(("known", "no statistics"), reason)}
         if "statistics" in freeze:
+            self.lacks = {**self.lacks, "free statistics": "freezes the statistics"}
             self.needs = {
                 "statistics": "FixBN would freeze what is no statistic of the data; wrap it: "
                 "FixBN(MeanStatistics({inside}(...)), ...)"

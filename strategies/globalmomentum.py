@@ -42,7 +42,7 @@ class GlobalMomentum(Wrapper):
         momentum: Arrays = field(default_factory=dict)  # empty before the first round
 
     memory: Memory
-    individual = ""
+    lacks = {}
     needs = {
         "weights": "GlobalMomentum averages with the weights of its base; wrap one of fedbn_flwr.strategies, for "
         "instance GlobalMomentum(FedAvg())"
@@ -53,7 +53,7 @@ class GlobalMomentum(Wrapper):
         momentum = "momentum, as large as the parameters: up in each round, down from round 2 on"
         of_base = self.traits.traffic
         traffic = f"{of_base}; {momentum}" if of_base else momentum
-        self.traits = replace(self.traits, traffic=traffic, averages="momentum", averages_momentum=True)
+        self.traits = replace(self.traits, traffic=traffic, averages_momentum=True)
         refuse_bounds(self)
 
     def instructions(self, round: Round) -> dict[str, Any]:

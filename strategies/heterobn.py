@@ -54,7 +54,7 @@ class HeteroBN(FedAvg):
         self.statistics = statistics
         self.query_timeout = query_timeout
         if statistics == "query":
-            self.individual = "queries the statistics of each client's data"
+            self.lacks = {**self.lacks, "mean": "queries the statistics of each client's data"}
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

@@ -47,7 +47,7 @@ class MeanStatistics(Wrapper):
         to any value. Around a robust strategy such as `FedMedian()` use "median".
     """
 
-    individual = ""
+    lacks = {}
     restores = ("statistics",)
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "median"] = "mean") -> None:
@@ -61,7 +61,7 @@ class MeanStatistics(Wrapper):
                 f"statistics; use {inside} without it"
             )
         if statistics == "median":
-            self.individual = "takes the median of the clients' statistics"
+            self.lacks = {"mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
         self.leaf.hidden |= OF_NORMS
 

@@ -37,10 +37,9 @@ class Scaffold(FedAvg):
     The arguments are FedAvg's.
     """
 
-    individual = ""
+    lacks = {}
     traits = Traits(
         client_memory="their control variates",
-        averages="control variates",
         equal=frozenset({CONTROL_RECORD}),
         traffic="control variates, as large as the parameters: up in each round, down from round 2 on",
     )

@@ -20,4 +20,4 @@ class Standalone(FedAvg):
     The arguments are FedAvg's.
     """
 
-    traits = Traits(personal=True, has_global_model=False, client_memory="their models", kept=frozenset(Role))
+    traits = Traits(client_memory="their models", kept=frozenset(Role))

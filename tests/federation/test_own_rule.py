@@ -105,7 +105,7 @@ def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(aro
         around(FixBN(fed_nova(), freeze_round=1))
 
     class Harmless(FedAvg):
-        individual = ""
+        lacks = {}
 
         def combine(self, round: Any, replies: Any, weights: Any) -> Any:
             return super().combine(round, replies, weights)

@@ -116,7 +116,6 @@ class Private(Wrapper):
         evaluated: bool = False  # clients sent metrics of evaluations
 
     memory: Memory
-    individual = ""
     lacks = {"inside": "adds noise to the mean"}
 
     def __init__(
@@ -162,13 +161,13 @@ class Private(Wrapper):
         self.noise_seed = noise_seed
         self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
         self.metrics_shown = metrics
-        self.traits = replace(self.traits, private=True)
+        self.traits = replace(self.traits, hides="releases only with noise")
         # A round that is repeated after a stop is a release of its own, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
         if statistics == "keep":
             kept = self.traits.kept | {Role.STATISTICS, Role.COUNTER}
             memory = self.traits.client_memory or "their own statistics"
-            self.traits = replace(self.traits, personal=True, client_memory=memory, kept=kept)
+            self.traits = replace(self.traits, client_memory=memory, kept=kept)
         self._asked: _Asked | None = None
 
     def _check_sent(self, mode: str) -> None:

@@ -78,7 +78,6 @@ class Secure(Wrapper):
         unexplained: int = 0  # how many of the last rounds were skipped without a client that could be named
 
     memory: Memory
-    individual = ""
     lacks = {"inside": "hides the replies of single clients"}
     needs = {
         "inside": "{outer} hides the single replies; use one of them",
@@ -116,7 +115,7 @@ class Secure(Wrapper):
         self.settings = SecureSettings(threshold, update_range, statistics_range, max_examples, timeout)
         masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
         traffic = "; ".join(filter(None, [self.traits.traffic, masked]))
-        self.traits = replace(self.traits, traffic=traffic, masked=True)
+        self.traits = replace(self.traits, traffic=traffic, hides="hides from the server")
         self._masked: _MaskedRound | None = None
 
     # --- before training ---
