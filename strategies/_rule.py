@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedbn_flwr.declared import checked
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
@@ -103,6 +104,11 @@ class Rule(Strategy):
     bounds: Bounds | None = None  # on the influence of one client
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
 
     # --- the hooks ---
 
