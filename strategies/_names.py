@@ -5,12 +5,12 @@ from typing import Any
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.gate import Reply as Reply
 
+from ._describe import Description as Description
+from ._describe import describe as describe
 from ._flower import FLOWER as FLOWER
 from ._records import CannotSave as CannotSave
-from ._registry import Description as Description
 from ._registry import build_strategy as build_strategy
 from ._registry import check_strategy as check_strategy
-from ._registry import describe as describe
 from ._registry import register
 from ._rule import Round as Round
 from ._rule import Rule as Rule

@@ -5,18 +5,36 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Gt, Le, Lt
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import named
+from fedbn_flwr.declared import check, declarations
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared, part
 
 from ._flower import FLOWER, FlowerRule
-from ._rule import Rule, Traits
-from ._wrapper import Wrapper, as_rule
+from ._rule import Rule
+from ._wrapper import Wrapper
+
+# Flower accepts any value of these, and with fraction_train 0 it trains nothing.
+_LIMITS: dict[str, tuple[Any, ...]] = {
+    "fraction_train": (Gt(0), Le(1)),
+    "fraction_evaluate": (Ge(0), Le(1)),
+    "min_train_nodes": (Ge(1),),
+    "min_evaluate_nodes": (Ge(0),),
+    "min_available_nodes": (Ge(1),),
+    "node_timeout": (Gt(0), "a number of seconds > 0"),
+}
+_OF_FLOWER: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("eta", "eta_l", "tau", "server_learning_rate"), (Gt(0),)),
+    **dict.fromkeys(("beta_1", "beta_2", "server_momentum"), (Ge(0), Lt(1))),
+    **dict.fromkeys(("q", "num_malicious_nodes"), (Ge(0),)),
+    "num_nodes_to_select": (Ge(1),),
+    "beta": (Ge(0), Lt(0.5)),
+}
 
 
 class Registry(Mapping[str, type[Rule]]):
@@ -52,21 +70,20 @@ def register(names: Mapping[str, Any]) -> Registry:
     return STRATEGIES
 
 
-def arguments(name: str) -> dict[str, inspect.Parameter]:
-    """The arguments of strategy `name` that an experiment file may set, inherited ones included."""
-    return _arguments_of(STRATEGIES[name] if name in STRATEGIES else FLOWER[name].strategy)
+def class_of(name: str) -> type[Strategy]:
+    return STRATEGIES[name] if name in STRATEGIES else FLOWER[name].strategy
 
 
-def _arguments_of(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
+def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
+    """The arguments that an experiment file may set, inherited ones included, with what `declared` can check."""
     inner = strategy.inner if issubclass(strategy, Wrapper) else None
     # A rule that creates the strategy it wraps passes its options on to that strategy, not to its own base class.
     classes = strategy.__mro__ if inner is None else (strategy, *inner.__mro__)
     accepted: dict[str, inspect.Parameter] = {}
-    for cls in classes:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(vars(cls)["__init__"]).parameters
-        accepted |= {key: p for key, p in parameters.items() if key not in accepted and key not in _NOT_IN_FILES}
+    for init in [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]:
+        parameters, hints = inspect.signature(init).parameters, declarations(init)
+        new = parameters.keys() - accepted.keys() - _NOT_IN_FILES
+        accepted |= {key: p.replace(annotation=hints.get(key)) for key, p in parameters.items() if key in new}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             break  # without **options it passes no arguments on
     return accepted
@@ -105,7 +122,7 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
         defaults = {**defaults, **FLOWER[name].defaults}
     else:
         cls = STRATEGIES[name]
-    known = _arguments_of(cls)
+    known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if name in FLOWER else {})
     positional: list[Strategy] = []
     inside = ""  # the name of the base
     if issubclass(cls, Wrapper) and cls.inner is None:
@@ -117,16 +134,17 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
     for key in options:
         if key not in known:
             hint = "" if key != "base" else f"{name} wraps no other strategy; "
-            if inside in (*STRATEGIES, *FLOWER) and key in arguments(inside):
+            if inside in (*STRATEGIES, *FLOWER) and key in arguments(class_of(inside)):
                 hint = f"give it to its base: base: {{name: {inside}, {key}: {options[key]}}}; "
             raise SettingsError(
                 f"{section}.{key} (= {options[key]!r}) is not an argument of {name}; {hint}{did_you_mean(key, known)}"
             )
-        _check_type(section, name, key, options[key], known[key])
-    _check_range(section, name, options)
+        # The constructor of a rule checks the others itself.
+        declared: Any = known[key].annotation
+        if declared is not None and (key in limits or not issubclass(cls, Rule)):
+            declared = Annotated[declared, *limits[key]] if key in limits else declared
+            check(f"{section}.{key} of {name}", options[key], declared)
     options = {key: value for key, value in defaults.items() if key in known} | options
-    if name in FLOWER:
-        _check_values(section, name, options)
     try:
         made = cls(*positional, **options)
     except SettingsError as error:
@@ -153,112 +171,3 @@ def _own(
             f"{section}.name={name!r} returned a {type(made).__name__}; expected a flwr.serverapp.strategy.Strategy"
         )
     return made
-
-
-_POSITIVE = ("eta", "eta_l", "tau", "server_learning_rate")  # arguments of Flower's strategies
-_BELOW_ONE = ("beta_1", "beta_2", "server_momentum")
-
-
-def _check_values(section: str, name: str, options: Mapping[str, Any]) -> None:
-    """What Flower's strategies would find only in the first round."""
-    if name == "FedTrimmedAvg" and not 0 <= (beta := options.get("beta", 0.2)) < 0.5:
-        raise SettingsError(f"{section}.beta of {name} is {beta}; expected a share from 0 to below 0.5 of the clients")
-    for key, value in options.items():
-        if key in _POSITIVE and value <= 0:
-            raise SettingsError(f"{section}.{key} of {name} is {value}; expected more than 0")
-        if key in _BELOW_ONE and not 0 <= value < 1:
-            raise SettingsError(f"{section}.{key} of {name} is {value}; expected 0 to below 1")
-    if (q := options.get("q", 0)) < 0:
-        raise SettingsError(f"{section}.q of {name} is {q}; expected 0 or more")
-    if (count := options.get("num_nodes_to_select", 1)) < 1:
-        raise SettingsError(f"{section}.num_nodes_to_select of {name} is {count}; expected 1 or more")
-    if (bad := options.get("num_malicious_nodes", 0)) < 0:
-        raise SettingsError(f"{section}.num_malicious_nodes of {name} is {bad}; expected 0 or more")
-
-
-def _check_range(section: str, name: str, options: Mapping[str, Any]) -> None:
-    """Flower accepts any fraction, and with fraction_train 0 it trains nothing."""
-    for key in ("fraction_train", "fraction_evaluate"):
-        share, least = options.get(key, 1.0), "more than 0" if key == "fraction_train" else "0"
-        if share == "auto" or not 0 <= share <= 1 or (key == "fraction_train" and not share):
-            raise SettingsError(f"{section}.{key} of {name} is {share}; expected {least} to 1")
-    for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
-        if (count := options.get(key, 1)) < (key != "min_evaluate_nodes"):
-            raise SettingsError(f"{section}.{key} of {name} is {count}; expected a number of clients, 1 or more")
-    if (seconds := options.get("node_timeout", 1)) <= 0:
-        raise SettingsError(f"{section}.node_timeout of {name} is {seconds}; expected seconds, more than 0")
-
-
-def _check_type(section: str, name: str, key: str, value: Any, parameter: inspect.Parameter) -> None:
-    """Flower does not validate its arguments: a string given as a fraction would fail only during the run."""
-    expected: tuple[type, ...]
-    default = parameter.default
-    match default:
-        case bool():
-            expected = (bool,)
-        case int():
-            expected = (int, float) if "float" in str(parameter.annotation) else (int,)
-        case float():
-            expected = (int, float) if value != "auto" else (str,)  # the rule checks whether it supports 'auto'
-        case str():
-            expected = (str,)
-        case _:
-            return
-    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-        raise SettingsError(
-            f"{section}.{key} of {name} is {value!r}; expected {' or '.join(t.__name__ for t in expected)}, for "
-            f"instance {default!r}"
-        )
-
-
-@dataclass(frozen=True)
-class Argument:
-    name: str
-    default: Any  # inspect.Parameter.empty: it has none
-    meaning: str  # the first sentence of its description
-
-
-@dataclass(frozen=True)
-class Description:
-    """A strategy in words, from its docstrings, its arguments and the traits that it has by default."""
-
-    does: str
-    source: str  # the first line of the module's docstring, which cites the paper
-    arguments: tuple[Argument, ...]  # without those of FedAvg
-    wraps: bool  # it takes the strategy that it extends from `base`
-    traits: Traits
-
-
-def describe(name: str) -> Description:
-    cls = STRATEGIES[name] if name in STRATEGIES else FLOWER[name].strategy
-    common = set(arguments("FedAvg"))
-    meanings = _documented(getattr(cls, "inner", None) or object) | _documented(cls)
-    own = [
-        Argument(key, parameter.default, meanings.get(key, ""))
-        for key, parameter in arguments(name).items()
-        if key not in common or cls is STRATEGIES["FedAvg"]
-    ]
-    return Description(
-        does=f"Flower's own: {FLOWER[name].does}" if name in FLOWER else _first_line(cls),
-        source=f"flwr.serverapp.strategy.{cls.__name__}" if name in FLOWER else _first_line(inspect.getmodule(cls)),
-        arguments=tuple(own),
-        wraps=issubclass(cls, Wrapper) and cls.inner is None,
-        traits=as_rule(build_strategy({"name": name}, client_learning_rate=0.1)).traits,
-    )
-
-
-def _first_line(thing: Any) -> str:
-    return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
-
-
-def _documented(cls: type) -> dict[str, str]:
-    """The parameters in the docstrings of a class and its bases, each with its first sentence."""
-    found: dict[str, str] = {}
-    for base in cls.__mro__:
-        doc = inspect.cleandoc(vars(base).get("__doc__") or "")
-        _, _, parameters = doc.partition("Parameters\n----------\n")
-        for match in re.finditer(r"^([\w, ]+) : .*\n((?:(?:    .*)?\n?)+)", parameters, re.MULTILINE):
-            text = " ".join(match[2].split())
-            for name in match[1].split(", "):
-                found.setdefault(name, re.split(r"(?<=\.) (?=[A-Z])", text)[0])
-    return found

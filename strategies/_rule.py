@@ -24,6 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedbn_flwr.declared import checked
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
@@ -126,6 +127,11 @@ class Rule(Strategy):
     def leaf(self) -> Leaf:
         """The innermost rule of the chain."""
         raise NotImplementedError
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
 
     # --- the hooks ---
 

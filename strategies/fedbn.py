@@ -13,7 +13,6 @@ from typing import Any, Literal, Unpack
 
 from flwr.app import ArrayRecord
 
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Traits
@@ -39,8 +38,6 @@ class LocalNorm(FedAvg):
         self, *, global_norm: Literal["average", "initial"] = "average", **options: Unpack[FedAvgOptions]
     ) -> None:
         super().__init__(**options)
-        if global_norm not in ("average", "initial"):
-            raise SettingsError(f"global_norm is {global_norm!r}; expected 'average' or 'initial'")
         self.global_norm = global_norm
         returned = self.kept if global_norm == "average" else frozenset[Role]()
         self.traits = Traits(client_memory="their own batch norm", kept=self.kept, returned=returned)
@@ -72,8 +69,6 @@ class FedBN(LocalNorm):
         global_norm: Literal["average", "initial"] = "average",
         **options: Unpack[FedAvgOptions],
     ) -> None:
-        if share not in ("nothing", "statistics"):
-            raise SettingsError(f"share is {share!r}; expected 'nothing' or 'statistics'")
         statistics = frozenset({Role.STATISTICS, Role.COUNTER}) if share == "nothing" else frozenset[Role]()
         self.kept = statistics | {Role.AFFINE}
         super().__init__(global_norm=global_norm, **options)

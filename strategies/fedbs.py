@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
+from annotated_types import Ge
 
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import Reply
 
@@ -59,18 +59,12 @@ class FedBS(FedAvg):
     def __init__(
         self,
         *,
-        epsilon: float = 0.1,
-        patience: int = 5,
-        proximal_mu: float = 0.01,
+        epsilon: Annotated[float, Ge(0)] = 0.1,
+        patience: Annotated[int, Ge(1)] = 5,
+        proximal_mu: Annotated[float, Ge(0)] = 0.01,
         **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
-        if not epsilon >= 0:
-            raise SettingsError(f"epsilon is {epsilon!r}; expected zero or more")
-        if not patience >= 1:
-            raise SettingsError(f"patience is {patience!r}; expected one round or more")
-        if not proximal_mu >= 0:
-            raise SettingsError(f"proximal_mu is {proximal_mu!r}; expected zero or more")
         self.epsilon = epsilon
         self.patience = patience
         self.proximal_mu = proximal_mu

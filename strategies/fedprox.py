@@ -8,13 +8,13 @@ written for Flower's FedProx, and Flower's FedProx works with a BNClient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.errors import SettingsError
 
 from ._rule import Round
 from .fedavg import FedAvg, FedAvgOptions
@@ -33,10 +33,8 @@ class FedProx(FedAvg):
         mu; with 0 the strategy is FedAvg.
     """
 
-    def __init__(self, *, proximal_mu: float = 0.01, **options: Unpack[FedAvgOptions]) -> None:
+    def __init__(self, *, proximal_mu: Annotated[float, Ge(0)] = 0.01, **options: Unpack[FedAvgOptions]) -> None:
         super().__init__(**options)
-        if not proximal_mu >= 0:
-            raise SettingsError(f"proximal_mu is {proximal_mu!r}; expected zero or more")
         self.proximal_mu = proximal_mu
 
     def instructions(self, round: Round) -> dict[str, Any]:

@@ -11,9 +11,10 @@ not clipped, as in Brock et al. 2021, who introduced adaptive clipping.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import torch
+from annotated_types import Ge
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
@@ -38,10 +39,8 @@ class FedWon(FedAvg):
         lambda, the largest ratio of a unit's gradient norm to its weight norm; None or 0 turns clipping off.
     """
 
-    def __init__(self, *, clip: float | None = 0.1, **options: Unpack[FedAvgOptions]) -> None:
+    def __init__(self, *, clip: Annotated[float, Ge(0)] | None = 0.1, **options: Unpack[FedAvgOptions]) -> None:
         super().__init__(**options)
-        if clip is not None and not clip >= 0:
-            raise SettingsError(f"clip is {clip!r}; expected zero or more")
         self.clip = clip
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:

@@ -11,8 +11,9 @@ implemented.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Unpack
+from typing import Annotated, Literal, Unpack
 
+from annotated_types import Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
@@ -45,12 +46,10 @@ class HeteroBN(FedAvg):
         self,
         *,
         statistics: Literal["batch", "query"] = "batch",
-        query_timeout: float = 3600,
+        query_timeout: Annotated[float, Gt(0)] = 3600,
         **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
-        if statistics not in ("batch", "query"):
-            raise SettingsError(f"statistics is {statistics!r}; expected 'batch' or 'query'")
         self.statistics = statistics
         self.query_timeout = query_timeout
         if statistics == "query":

@@ -303,5 +303,5 @@ def test_a_model_with_batch_norm_is_refused(federation: Federations) -> None:
 
 
 def test_a_negative_clip_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"clip is -0\.1; expected zero or more"):
+    with pytest.raises(SettingsError, match=r"clip is -0\.1; expected a number >= 0 or None"):
         FedWon(clip=-0.1)

@@ -216,12 +216,12 @@ def test_a_date_is_text() -> None:
         ("{name: FixBN, freeze_round: -1}", "strategy.freeze_round is -1; expected a round"),
         ("{name: FixBN, base: {name: Fedprox}}", "strategy.base.name='Fedprox' is not a strategy; did you mean 'FedPr"),
         ("{name: FixBN, base: {name: FixBN, base: {name: FedProx, proximal_mu: -1}}}",
-         "strategy.base.base.proximal_mu is -1; expected zero or more"),
+         "strategy.base.base.proximal_mu is -1; expected a number >= 0"),
         ("{name: FixBN, base: {name: FedAvg, x: 1}}", "strategy.base.x (= 1) is not an argument of FedAvg"),
         ("{name: FixBN, base: {name: FedAvg, 3: 4}}", "strategy.base.3 (= 4) is not an argument of FedAvg"),
-        ("{name: MeanStatistics, base: {name: FedAdam, eta: -1}}", "strategy.base.eta of FedAdam is -1; expected more"),
-        ("{name: FedAvgM, server_momentum: 1}", "strategy.server_momentum of FedAvgM is 1; expected 0 to below 1"),
-        ("{name: FedAvg, node_timeout: -1}", "strategy.node_timeout of FedAvg is -1; expected seconds, more than 0"),
+        ("{name: MeanStatistics, base: {name: FedAdam, eta: -1}}", "strategy.base.eta of FedAdam is -1; expected a"),
+        ("{name: FedAvgM, server_momentum: 1}", "strategy.server_momentum of FedAvgM is 1; expected a number >= 0 and"),
+        ("{name: FedAvg, node_timeout: -1}", "strategy.node_timeout of FedAvg is -1; expected a number of seconds > 0"),
     ],
 )  # fmt: skip
 def test_a_strategy_s_argument_is_named_with_its_section(strategy: str, message: str) -> None:
@@ -232,7 +232,7 @@ def test_a_strategy_s_argument_is_named_with_its_section(strategy: str, message:
 
 @pytest.mark.parametrize("share", [-1, 0, 0.0, 1.5])
 def test_a_share_of_the_clients_that_trains_nobody_or_too_many_is_refused(share: float) -> None:
-    with pytest.raises(UserError, match=r"strategy\.fraction_train of FedAvg is .*; expected more than 0 to 1"):
+    with pytest.raises(UserError, match=r"strategy\.fraction_train of FedAvg is .*; expected a number > 0 and <= 1"):
         make_rule(read(f"strategy: {{name: FedAvg, fraction_train: {share}}}"))
 
 

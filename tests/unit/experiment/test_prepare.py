@@ -140,7 +140,10 @@ def refused(text: str) -> str:
         ("data: {classes: 9}", ["data.classes is 9", "10 classes"]),
         ("strategy: {name: FedAgv}", ["strategy.name='FedAgv'", "did you mean 'FedAvg'?"]),
         ("strategy: {name: FixBN, freeze_rond: 1}", ["strategy.freeze_rond (= 1)", "did you mean 'freeze_round'?"]),
-        ("strategy: {name: FedAvg, fraction_train: half}", ["strategy.fraction_train of FedAvg is 'half'", "float"]),
+        (
+            "strategy: {name: FedAvg, fraction_train: half}",
+            ["strategy.fraction_train of FedAvg is 'half'", "a number"],
+        ),
         ("strategy: {name: FedAvg, base: {name: FedAvg}}", ["FedAvg wraps no other strategy"]),
         ("{rounds: 3, strategy: {name: FixBN, freeze_round: 4}}", ["freeze_round is 4, but there are 3 rounds"]),
         ("strategy: {name: FixBN, base: [FedAvg]}", ["strategy.base is ['FedAvg']", "{name: FedAvg}"]),

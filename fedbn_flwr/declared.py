@@ -1,0 +1,77 @@
+"""Arguments that are checked by their annotations, such as `Annotated[float, Ge(0)]` or `Literal["mean", "median"]`.
+
+Only numbers, texts, truth values and choices are checked, and what `Annotated` declares; nothing is converted. A text
+in `Annotated` is what the error says to expect.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from .errors import SettingsError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "None"}
+_LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # of annotated_types
+
+
+def checked(function: F) -> F:
+    """The function, which raises SettingsError if an argument is not what its annotation declares."""
+    signature = inspect.signature(function)
+    hints = functools.cache(lambda: declarations(function))  # on the first call: it may name what is defined below it
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given: Mapping[str, Any] = {}
+        with suppress(TypeError):  # the function itself says what arguments it has
+            given = signature.bind(*args, **kwargs).arguments
+        for name in filter(hints().get, given):
+            check(name, given[name], hints()[name])
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def declarations(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The annotations of a function's arguments that `check` can check."""
+    with suppress(NameError):  # a name that only type checkers import
+        return {name: hint for name, hint in get_type_hints(function, include_extras=True).items() if _is_simple(hint)}
+    return {}
+
+
+def check(name: str, value: Any, annotation: Any) -> None:
+    """Raise SettingsError if a value is not what its annotation declares."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if not _adapter(annotation).validator.isinstance_python(plain, strict=True):
+        raise SettingsError(f"{name} is {value!r}; expected {in_words(annotation)}")
+
+
+_adapter = functools.cache(TypeAdapter)
+
+
+def _is_simple(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return all(map(_is_simple, get_args(annotation)))
+    return annotation in _SIMPLE or get_origin(annotation) in (Annotated, Literal)
+
+
+def in_words(annotation: Any) -> str:
+    """What an annotation declares: "a number >= 0", "'mean' or 'median'"."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        said = [note for note in parts[1:] if isinstance(note, str)]
+        limits = [f"{sign} {getattr(n, key)}" for n in parts[1:] for key, sign in _LIMITS.items() if hasattr(n, key)]
+        return said[0] if said else f"{in_words(parts[0])} {' and '.join(limits)}"
+    if kind in (Union, types.UnionType, Literal):
+        words = [repr(part) if kind is Literal else in_words(part) for part in parts]
+        return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return _SIMPLE[annotation]
