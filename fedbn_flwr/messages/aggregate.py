@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.cores import cores
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role, is_variance, roles
 
 from .arrays import FlatArrays, Layout
 
@@ -165,9 +165,7 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
         if not is_finite(value):
             count = int(value.size - np.isfinite(value).sum())
             return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
-    if negative := negative_variance(arrays):
-        return negative
-    return None
+    return negative_variance(arrays)
 
 
 def is_finite(value: Array) -> bool:
@@ -178,10 +176,9 @@ def negative_variance(arrays: Arrays) -> str | None:
     """The key and the smallest value of the first running variance with negative values, or None."""
     if isinstance(arrays, FlatArrays) and not (arrays.flat[_places(arrays.layout)] < 0).any():
         return None
-    variances = _variances(arrays)
-    for key, value in arrays.items():
-        if key in variances and (value < 0).any():
-            return f"{key!r} has negative values ({value.min():g})"
+    for key in _variances(arrays):
+        if (arrays[key] < 0).any():
+            return f"{key!r} has negative values ({arrays[key].min():g})"
     return None
 
 
@@ -197,15 +194,15 @@ def initial_fault(arrays: Arrays) -> str | None:
     return None
 
 
-def _variances(keys: Mapping[str, Any]) -> set[str]:
+def _variances(keys: Mapping[str, Any]) -> list[str]:
     """The keys of running variances: other arrays whose names end like theirs have no running_mean beside them."""
-    return {key for key, role in roles(keys).items() if role is Role.STATISTICS and key.endswith("running_var")}
+    return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
 
 
 @functools.lru_cache(maxsize=256)
 def _places(where: Layout) -> NDArray[np.intp]:
     """The indices of the running variances in a block."""
-    places = [np.arange(where.places[key].start, where.places[key].stop) for key in sorted(_variances(where.places))]
+    places = [np.arange(where.places[key].start, where.places[key].stop) for key in _variances(where.places)]
     return np.concatenate([np.empty(0, np.intp), *places])
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import convert_norm
+from fedbn_flwr.norms.roles import Role, roles
 
 from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
 from .custom import custom
@@ -93,7 +94,7 @@ def build_model(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
     model, state = make(num_classes, **given), read_weights(name, weights)
-    if norm == "bn" or any(key.endswith("running_var") for key in state):
+    if norm == "bn" or Role.STATISTICS in roles(state).values():
         load_weights(model, state, weights)  # so that other norms get the trained gamma and beta
         return convert_norm(model, norm, **norm_options)
     model = convert_norm(model, norm, **norm_options)
