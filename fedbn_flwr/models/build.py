@@ -81,10 +81,8 @@ def build_model(
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     offered = {key: value for key, value in (("in_channels", in_channels), ("image_size", size)) if value is not None}
     make: Callable[..., nn.Module] = partial(custom, name) if is_name(name) else MODELS[name]
-    if is_name(name):
-        given = accepted(load("model.name", name), offered)
-    else:
-        given = accepted(make, {**offered, "stem": stem})
+    stems = {} if is_name(name) else {"stem": stem}  # networks of the user have one
+    given = accepted(load("model.name", name) if is_name(name) else make, {**offered, **stems})
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
