@@ -1,10 +1,10 @@
-"""Seconds to store state in the project's files, in sqlite and in zip files; docs/results/storage.txt.
+"""Seconds to store state in the project's files and in sqlite; docs/results/storage.txt.
 
     python benchmarks/storage.py [REPEATS [FOLDER]]
 
 Small states have 1,376 floats in 40 arrays (the batch norms of ResNet-20), large ones 11 million floats in 60 arrays.
 Prints median and minimum of REPEATS (5). The alternatives write the same entries with the same guarantee: sqlite in a
-transaction with synchronous=EXTRA, and new sqlite and zip files that are renamed over the old file.
+transaction with synchronous=EXTRA, and a new sqlite file that is renamed over the old one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -101,12 +100,6 @@ def entries_with(
         yield "write", time.perf_counter() - began
 
 
-def zip_file(path: Path, entries: Entries) -> None:
-    with replacing(path) as target, zipfile.ZipFile(target, "w") as file:
-        for name, data in entries:
-            file.writestr(zipfile.ZipInfo(name), data)
-
-
 def insert(connection: sqlite3.Connection, entries: Entries) -> None:
     rows = ((name, zlib.crc32(data), data) for name, data in entries)
     connection.executemany("insert into entries values (?, ?, ?)", rows)
@@ -144,7 +137,6 @@ def main(repeats: int = 5, folder: str | None = None) -> None:
         "entries, store": partial(entries_with, write_store),
         "entries, sqlite file": partial(entries_with, sqlite_file),
         "entries, sqlite transaction": partial(entries_with, sqlite_transaction),
-        "entries, zip file": partial(entries_with, zip_file),
     }
     for label, size in (("small", SMALL), ("large", LARGE)):
         for name, way in ways.items():

@@ -10,27 +10,17 @@ import hashlib
 import importlib
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .errors import SettingsError, did_you_mean
 
 # Flower's processes run in a folder of their own; this variable is the folder where `fedbn` was started.
 FOLDER = "FEDBN_FOLDER"
-
-
-@dataclass
-class _Import:
-    spec: Any  # a reload makes another one
-    changed: int | None  # when the file had last been changed; None without a file
-    checked: set[Path]  # the folders of the command for which it is the right module
-
-
-_imported: dict[str, _Import] = {}
-_added: set[Path] = set()  # folders that this module put on Python's path
 
 
 def is_name(text: str) -> bool:
@@ -53,65 +43,71 @@ def load(key: str, name: str) -> Callable[..., Any]:
     module, _, path = name.partition(":")
     if not module or not path:
         raise SettingsError(f"{key}={name!r}: expected module:callable, for instance my_parts:{key.rpartition('.')[2]}")
-    here = folder()
-    top = module.partition(".")[0]
+    here, top = folder(), module.partition(".")[0]
     if top not in sys.modules and ((here / top).is_dir() or (here / f"{top}.py").is_file()):
         if str(here) not in sys.path:
             sys.path.insert(0, str(here))
-            _added.add(here)
         importlib.invalidate_caches()  # the file may be newer than Python's list of the folder
     try:
-        found: Any = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == top
         hint = f"; expected a module in {str(here)!r}, in a folder of PYTHONPATH, or installed" if is_absent else ""
         raise SettingsError(
             f"{key}={name!r}: cannot import {module!r} ({type(error).__name__}: {error}){hint}"
         ) from error
-    if (entry := _imported.get(module)) is None or entry.spec is not found.__spec__:
-        entry = _imported[module] = _Import(found.__spec__, _changed(found), set())
-    if here not in entry.checked:  # parts are looked up in every round
-        _check_folder(key, name, module, here)
-        entry.checked.add(here)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            known = [word for word in dir(found) if not word.startswith("_") and callable(getattr(found, word))]
-            raise SettingsError(f"{key}={name!r}: {module!r} has no {path!r}; {did_you_mean(part, known)}")
-        found = getattr(found, part)
+    _check_folder(f"{key}={name!r}", loaded, here)
+    if loaded.__spec__ is not None and not hasattr(loaded.__spec__, _CHANGED):
+        setattr(loaded.__spec__, _CHANGED, _changed(loaded))
+    try:
+        found = pkgutil.resolve_name(name)
+    except AttributeError as error:
+        known = [word for word in dir(error.obj) if not word.startswith("_") and callable(getattr(error.obj, word))]
+        hint = did_you_mean(str(error.name), known)
+        raise SettingsError(f"{key}={name!r}: {module!r} has no {path!r}; {hint}") from None
     if not callable(found):
         raise SettingsError(f"{key}={name!r} is a {type(found).__name__}; expected a function or a class")
     return found  # type: ignore[no-any-return]
 
 
-def _check_folder(key: str, name: str, module: str, here: Path) -> None:
+def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
     """Refuse a module of another folder: Python imports a name once in a process, and keeps it if the folder changes.
 
     A copy of the file in `here` is accepted: in Flower's processes, modules of an app bundle are such copies.
     """
-    top, found = sys.modules[module.partition(".")[0]], sys.modules[module]
-    paths = getattr(top, "__path__", None) or filter(None, [getattr(top, "__file__", None)])
-    folders = {Path(path).parent.resolve() for path in paths}
-    if here in folders:
-        return
-    stem = here.joinpath(*module.split("."))
-    files = [file for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")) if file.is_file()]
-    own = getattr(found, "__file__", None)
-    if files and own is not None and Path(own).is_file() and files[0].read_bytes() == Path(own).read_bytes():
-        return
-    if files or folders & _added:
-        expected = f"not of {str(files[0] if files else here)!r}"
-        raise SettingsError(
-            f"{key}={name!r}: {module!r} is already loaded from {own or 'Python itself'!r}, {expected}; start a new "
-            "process, or give the module another name"
-        )
+    stem, own = here.joinpath(*loaded.__name__.split(".")), Path(getattr(loaded, "__file__", None) or here)
+    for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
+        if file.is_file() and not (own.is_file() and own.read_bytes() == file.read_bytes()):
+            found = str(own) if own.is_file() else "Python itself"
+            raise SettingsError(
+                f"{what}: {loaded.__name__!r} is already loaded from {found!r}, not of {str(file)!r}; "
+                "start a new process, or give the module another name"
+            )
+
+
+_CHANGED = "fedbn_changed"  # of a module's spec, of which a reload makes another one: when its file had been changed
 
 
 def _changed(module: Any) -> int | None:
-    """When the file of a module was last changed."""
-    try:
-        return os.stat(module.__file__).st_mtime_ns
-    except (AttributeError, TypeError, OSError):  # without a file
-        return None
+    """When the file of a module was last changed; None without a file."""
+    file = Path(getattr(module, "__file__", None) or "")
+    return file.stat().st_mtime_ns if file.is_file() else None
+
+
+def check_unchanged(settings: Any) -> None:
+    """Refuse settings that name a module whose file was changed after its import.
+
+    It is not loaded again here: objects of its classes could then not be pickled.
+    """
+    for text in sorted(names_in(settings)):
+        name = text.partition(":")[0]
+        module: Any = sys.modules.get(name)
+        changed = _changed(module)
+        if getattr(getattr(module, "__spec__", None), _CHANGED, changed) != changed is not None:
+            raise SettingsError(
+                f"{text!r}: {module.__file__!r} was changed after this process imported it; start a new process, "
+                f"or call importlib.reload({name})"
+            )
 
 
 def names_in(settings: Any) -> set[str]:
@@ -133,23 +129,6 @@ def sources(settings: Any) -> dict[str, str]:
             parts = module.count(".") + 1 + (path.name == "__init__.py")
             found["/".join(path.parts[-parts:])] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
-
-
-def check_unchanged(settings: Any) -> None:
-    """Refuse settings that name a module whose file was changed after its import.
-
-    It is not loaded again here: objects of its classes could then not be pickled.
-    """
-    for text in sorted(names_in(settings)):
-        name = text.partition(":")[0]
-        module: Any = sys.modules.get(name)
-        if (entry := _imported.get(name)) is None or getattr(module, "__spec__", None) is not entry.spec:
-            continue
-        if _changed(module) not in (None, entry.changed):
-            raise SettingsError(
-                f"{text!r}: {module.__file__!r} was changed after this process imported it; start a new process, "
-                f"or call importlib.reload({name})"
-            )
 
 
 def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:

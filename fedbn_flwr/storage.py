@@ -4,32 +4,26 @@ A store is never changed in place. The new file is written under another name, f
 the old one, so a crash at any moment leaves the old store or the new one, and no reader needs a lock. Writing the same
 entries in a sqlite transaction takes 1.4 to 7 times as long, see docs/results/storage.txt.
 
-    entries      one after the other, in the order in which they were written
-    index        JSON: the name of each entry, and its offset, size and CRC-32
-    last bytes   length and CRC-32 of the index, and a mark
-
-The index comes last so that entries can be written one at a time. Checksums cover every byte of the file.
+A store is a zip file without compression: entries can be written one at a time, and each has a CRC-32. Its comment is
+the version of the format and a CRC-32 of the index, so that also a changed name or size is noticed.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import stat
-import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from .errors import StorageError
 
-_TAIL = struct.Struct("<QI12s")
-_MARK = b"fedbn-store1"
+_VERSION = "fedbn-store2"
 
 
 @contextmanager
@@ -78,15 +72,8 @@ def to_json(content: Any, indent: int | None = None) -> str:
     try:
         return json.dumps(content, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(content), indent=indent)
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+        finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+        return json.dumps(finite, indent=indent)
 
 
 def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:
@@ -94,17 +81,12 @@ def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bo
 
     Without `durable` the file is written directly: for content that no other process will read.
     """
-    index: dict[str, tuple[int, int, int]] = {}
-    offset = 0
     target = replacing(path) if durable else nullcontext(path)
-    with writing(path), target as file, file.open("wb", buffering=1 << 20) as stream:
+    with writing(path), target as file, file.open("wb", buffering=1 << 20) as stream, ZipFile(stream, "w") as archive:
         os.chmod(file, 0o600)  # the states of clients follow from their data
         for name, data in entries:
-            stream.write(data)
-            index[name] = (offset, len(data), zlib.crc32(data))
-            offset += len(data)
-        text = json.dumps(index).encode()
-        stream.write(text + _TAIL.pack(len(text), zlib.crc32(text), _MARK))
+            archive.writestr(ZipInfo(name), data)  # with a constant date
+        archive.comment = _seal(archive)
 
 
 class Store(Mapping[str, bytes]):
@@ -114,57 +96,50 @@ class Store(Mapping[str, bytes]):
         self.path = path
         try:
             self._stream = open_regular(path)
-            self._index = self._read_index()
         except OSError as error:
             raise StorageError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+        with self._reading():
+            self._archive = ZipFile(self._stream)
+            if self._archive.comment != _seal(self._archive):
+                raise BadZipFile(f"its end is {self._archive.comment!r:.80}")
+            entries = self._archive.infolist()
+            size = sum(entry.file_size for entry in entries)
+            packed = any(entry.compress_type != ZIP_STORED for entry in entries)
+            if packed or size > os.fstat(self._stream.fileno()).st_size:
+                raise BadZipFile("its entries are compressed, or larger than the file")
 
     def __getitem__(self, name: str) -> bytes:
-        offset, size, checksum = self._index[name]
-        self._stream.seek(offset)
-        data = self._stream.read(size)
-        if zlib.crc32(data) != checksum:
-            raise self._damaged(f"the checksum of its entry {name!r} is wrong")
-        return data
+        entry = self._archive.getinfo(name)
+        with self._reading():
+            return self._archive.read(entry)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
+        return iter(self._archive.namelist())
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._archive.namelist())
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stream.close()
 
-    def _read_index(self) -> dict[str, tuple[int, int, int]]:
-        size = self._stream.seek(0, os.SEEK_END)
-        if size < _TAIL.size:
-            raise self._damaged(f"it has {size} bytes")
-        self._stream.seek(size - _TAIL.size)
-        length, checksum, mark = _TAIL.unpack(self._stream.read())
-        if mark != _MARK or length > size - _TAIL.size:
-            raise self._damaged("its end is missing")
-        self._stream.seek(size - _TAIL.size - length)
-        text = self._stream.read(length)
-        if zlib.crc32(text) != checksum:
-            raise self._damaged("the checksum of its index is wrong")
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            index: dict[str, tuple[int, int, int]] = json.loads(text)
-            for offset, length, checksum in index.values():
-                whole = all(type(part) is int for part in (offset, length, checksum))
-                if not whole or not 0 <= offset <= offset + length <= size:
-                    raise ValueError
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            raise self._damaged("its index does not fit the file") from None
-        return index
+            yield
+        except Exception as error:  # zipfile raises many kinds for bytes that are no archive
+            self._stream.close()
+            raise StorageError(
+                f"{str(self.path)!r} is damaged: it is no whole {_VERSION} ({str(error)[:300]})"
+            ) from None
 
-    def _damaged(self, reason: str) -> StorageError:
-        self._stream.close()
-        return StorageError(f"{str(self.path)!r} is damaged: {reason}")
+
+def _seal(archive: ZipFile) -> bytes:
+    """The comment of a store: the version of its format, and a checksum of its index."""
+    index = repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()])
+    return f"{_VERSION} {zlib.crc32(index.encode()):08x}".encode()
 
 
 def _sync(path: Path) -> None:

@@ -56,68 +56,54 @@ def dump_yaml(content: Any) -> str:
 def parse_yaml(text: str, source: str = "") -> Any:
     """The content of a text; errors begin with its `source`, a file or a key."""
     try:
-        return _parsed(text)
+        if len(text) > LENGTH:
+            raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {LENGTH}")
+        node = yaml.compose(text, _Loader)
+        if node is None:
+            return None
+        _measure(node, {})
+        content = _Loader("").construct_document(node)
+        _check_plain(content, "")
+        return content
     except SettingsError as error:
-        raise SettingsError(f"{source}: {error}" if source else str(error)) from None
-
-
-def _parsed(text: str) -> Any:
-    if len(text) > LENGTH:
-        raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {LENGTH}")
-    try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _measure(node, {})
-            content = loader.construct_document(node)
-        finally:
-            loader.dispose()
-    except SettingsError:
-        raise
+        reason = str(error)
     except RecursionError:
-        raise SettingsError(f"not readable as YAML: it is nested more than {DEPTH} levels deep") from None
+        reason = f"not readable as YAML: it is nested more than {DEPTH} levels deep"
     except yaml.YAMLError as error:
-        raise SettingsError(f"not readable as YAML: {_in_words(error)}") from None
+        words = " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
+        reason = f"not readable as YAML: {words[:500]}"
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # PyYAML's own, for a text that does not fit its tag: !!int abc
-        raise SettingsError(f"not readable as YAML: {type(error).__name__}: {str(error)[:200]}") from None
-    _check_plain(content, "")
-    return content
+        reason = f"not readable as YAML: {type(error).__name__}: {str(error)[:200]}"
+    raise SettingsError(f"{source}: {reason}" if source else reason)
 
 
-def _in_words(error: yaml.YAMLError) -> str:
-    return " ".join(str(error).replace('in "<unicode string>", ', "in ").split())[:500]
-
-
-def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """The number of values and of levels of a node with its aliases expanded."""
-    if id(node) in known:
-        found = known[id(node)]
-        if found is None:
-            raise SettingsError(f"line {node.start_mark.line + 1}: the alias contains itself")
-        return found
-    known[id(node)] = None
-    if isinstance(node, yaml.MappingNode):
-        for key, _ in node.value:
-            if key.tag in _NUMBERS:  # text as it is written: keys of JSON, in which nodes receive settings, are text
-                key.tag = "tag:yaml.org,2002:str"
-        parts = [_measure(part, known) for pair in node.value for part in pair]
-    else:
-        parts = [_measure(part, known) for part in node.value] if isinstance(node, yaml.SequenceNode) else []
-    size, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
     where = f"line {node.start_mark.line + 1}"
-    if size > VALUES:
-        raise SettingsError(f"{where}: there are {size} values with aliases expanded; expected at most {VALUES}")
-    if depth > DEPTH:
-        raise SettingsError(f"{where}: it is nested more than {DEPTH} levels deep")
-    known[id(node)] = size, depth
-    return size, depth
+    if id(node) not in known:
+        known[id(node)] = (0, 0)  # while its parts are measured
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            for key, _ in parts:
+                if key.tag in _NUMBERS:  # as it is written: keys of JSON, in which nodes receive settings, are text
+                    key.tag = "tag:yaml.org,2002:str"
+            parts = [part for pair in parts for part in pair]
+        sizes = [_measure(part, known) for part in parts]
+        size, depth = 1 + sum(size for size, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
+        if size > VALUES:
+            raise SettingsError(f"{where}: there are {size} values with aliases expanded; expected at most {VALUES}")
+        if depth > DEPTH:
+            raise SettingsError(f"{where}: it is nested more than {DEPTH} levels deep")
+        known[id(node)] = size, depth
+    elif known[id(node)] == (0, 0):
+        raise SettingsError(f"{where}: the alias contains itself")
+    return known[id(node)]
 
 
 def _check_plain(value: Any, key: str) -> None:
     """Refuse what JSON would change, since nodes receive experiments as JSON: dates, binaries, infinities."""
+    wrong = ""
     match value:
         case dict():
             for name, part in value.items():
@@ -131,21 +117,15 @@ def _check_plain(value: Any, key: str) -> None:
         case list():
             for number, part in enumerate(value):
                 _check_plain(part, f"{key}[{number}]")
-        case bool() | None:
+        case int() if abs(value) >= 10**DIGITS:
+            wrong = f"a number of more than {DIGITS} digits"
+        case float() if not math.isfinite(value):
+            wrong = f"{value}; expected a finite number"
+        case str() if bad := re.search(r"[\0\ud800-\udfff]", value):
+            wrong = f"{value!r}; expected text without the character {bad[0]!r}"
+        case int() | float() | str() | None:
             pass
-        case int():
-            if abs(value) >= 10**DIGITS:
-                raise SettingsError(f"{key or 'the value'} is a number of more than {DIGITS} digits")
-        case float():
-            if not math.isfinite(value):
-                raise SettingsError(f"{key or 'the value'} is {value}; expected a finite number")
-        case str():
-            if bad := re.search(r"[\0\ud800-\udfff]", value):
-                raise SettingsError(
-                    f"{key or 'the value'} is {value!r}; expected text without the character {bad[0]!r}"
-                )
         case _:
-            raise SettingsError(
-                f"{key or 'the value'} is a {type(value).__name__}; expected text, a number, true, false, a list or a "
-                "mapping"
-            )
+            wrong = f"a {type(value).__name__}; expected text, a number, true, false, a list or a mapping"
+    if wrong:
+        raise SettingsError(f"{key or 'the value'} is {wrong}")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.cores import cores
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role, is_variance, roles
 
 from .arrays import FlatArrays, Layout
 
@@ -55,54 +55,47 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
     if isinstance(first, FlatArrays):
         blocks = [reply.flat for reply in given if isinstance(reply, FlatArrays) and reply.layout is first.layout]
         if len(blocks) == len(given):  # all arrays as one
-            return FlatArrays(first.layout, _means([blocks], weights, total)[0])
-    flat = _means([[reply[key].reshape(-1) for reply in given] for key in first], weights, total)
-    return {key: mean.reshape(first[key].shape) for key, mean in zip(first, flat, strict=True)}
+            return FlatArrays(first.layout, _mean(blocks, weights, total))
+    flat = ((key, _mean([reply[key].reshape(-1) for reply in given], weights, total)) for key in first)
+    return {key: mean.reshape(first[key].shape) for key, mean in flat}
 
 
-def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: float) -> list[Array]:
-    """The mean of each sequence of flat arrays; large ones use several threads.
+def _mean(values: Sequence[Array], weights: Sequence[float], total: float) -> Array:
+    """The mean of flat arrays; with large ones several threads take 0.6 of the time on two cores.
 
-    The result depends neither on the number of threads nor on the position of an element.
+    The result depends neither on the number of threads nor on the position of an element. 64-bit values are summed as
+    differences from the first ones, because float64 sums would round them.
     """
-    means = [np.empty(values[0].size, values[0].dtype) for values in arrays]
-    pieces = [
-        (mean[place], [value[place] for value in values])
-        for mean, values in zip(means, arrays, strict=True)
-        for place in (slice(begin, begin + _PIECE) for begin in range(0, mean.size, _PIECE))
-    ]
-    threads = max(1, min(_THREADS, sum(mean.size for mean in means) // _LARGE))
+    mean = np.empty(values[0].size, values[0].dtype)
+    starts = [slice(begin, begin + _PIECE) for begin in range(0, mean.size, _PIECE)]
+
+    def set_mean(places: Sequence[slice]) -> None:
+        scratch = np.empty(_PIECE)
+        for place in places:
+            start = values[0][place] if mean.dtype.itemsize > 4 else None
+            summed = np.zeros(mean[place].size)
+            row = scratch[: summed.size]
+            for value, weight in zip(values, weights, strict=True):  # while the sum is in the cache
+                row[:] = value[place]
+                if start is not None:
+                    row -= start
+                row *= weight
+                summed += row
+            summed /= total
+            whole = summed if start is None else start + summed
+            with np.errstate(invalid="ignore"):
+                mean[place] = cast(whole, mean.dtype)
+            if start is not None and mean.dtype.kind in "iu" and (far := np.abs(whole) >= 2**53).any():
+                step = np.rint(np.abs(summed[far])).astype(mean.dtype)  # float64 would round these integers
+                mean[place][far] = np.where(summed[far] < 0, start[far] - step, start[far] + step)
+
+    threads = max(1, min(_THREADS, mean.size // _LARGE))
     if threads == 1:
-        _set_means(pieces, weights, total)
-        return means
+        set_mean(starts)
+        return mean
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(_set_means, pieces[k::threads], weights, total) for k in range(threads)]:
-            done.result()
-    return means
-
-
-def _set_means(pieces: Sequence[tuple[Array, Sequence[Array]]], weights: Sequence[float], total: float) -> None:
-    """Set each piece to the mean of its values.
-
-    64-bit values are summed as differences from the first ones, because float64 sums would round them.
-    """
-    scratch = np.empty(_PIECE)
-    for mean, values in pieces:
-        start = values[0] if mean.dtype.itemsize > 4 else None
-        summed, row = np.zeros(mean.size), scratch[: mean.size]
-        for value, weight in zip(values, weights, strict=True):  # while the sum is in the cache
-            row[:] = value
-            if start is not None:
-                row -= start
-            row *= weight
-            summed += row
-        summed /= total
-        whole = summed if start is None else start + summed
-        with np.errstate(invalid="ignore"):
-            mean[:] = cast(whole, mean.dtype)
-        if start is not None and mean.dtype.kind in "iu" and (far := np.abs(whole) >= 2**53).any():
-            step = np.rint(np.abs(summed[far])).astype(mean.dtype)  # float64 would round these integers
-            mean[far] = np.where(summed[far] < 0, start[far] - step, start[far] + step)
+        list(pool.map(set_mean, [starts[k::threads] for k in range(threads)]))
+    return mean
 
 
 def as_bfloat16(values: Array) -> Array:
@@ -165,9 +158,7 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
         if not is_finite(value):
             count = int(value.size - np.isfinite(value).sum())
             return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
-    if negative := negative_variance(arrays):
-        return negative
-    return None
+    return negative_variance(arrays)
 
 
 def is_finite(value: Array) -> bool:
@@ -178,10 +169,9 @@ def negative_variance(arrays: Arrays) -> str | None:
     """The key and the smallest value of the first running variance with negative values, or None."""
     if isinstance(arrays, FlatArrays) and not (arrays.flat[_places(arrays.layout)] < 0).any():
         return None
-    variances = _variances(arrays)
-    for key, value in arrays.items():
-        if key in variances and (value < 0).any():
-            return f"{key!r} has negative values ({value.min():g})"
+    for key in _variances(arrays):
+        if (arrays[key] < 0).any():
+            return f"{key!r} has negative values ({arrays[key].min():g})"
     return None
 
 
@@ -197,15 +187,15 @@ def initial_fault(arrays: Arrays) -> str | None:
     return None
 
 
-def _variances(keys: Mapping[str, Any]) -> set[str]:
+def _variances(keys: Mapping[str, Any]) -> list[str]:
     """The keys of running variances: other arrays whose names end like theirs have no running_mean beside them."""
-    return {key for key, role in roles(keys).items() if role is Role.STATISTICS and key.endswith("running_var")}
+    return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
 
 
 @functools.lru_cache(maxsize=256)
 def _places(where: Layout) -> NDArray[np.intp]:
     """The indices of the running variances in a block."""
-    places = [np.arange(where.places[key].start, where.places[key].stop) for key in sorted(_variances(where.places))]
+    places = [np.arange(where.places[key].start, where.places[key].stop) for key in _variances(where.places)]
     return np.concatenate([np.empty(0, np.intp), *places])
 
 

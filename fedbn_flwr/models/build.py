@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.named import is_name
+from fedbn_flwr.named import accepted, is_name, load
 from fedbn_flwr.norms.convert import convert_norm
+from fedbn_flwr.norms.roles import Role, roles
 
 from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
 from .custom import custom
@@ -76,16 +78,14 @@ def build_model(
         A safetensors file, or torchvision's name of pretrained weights such as `DEFAULT` (see `load_weights`).
     """
     check_name(name)
-    make = custom(name) if is_name(name) else MODELS[name]
-    takes = inspect.signature(make).parameters
-    options: dict[str, Any] = {"in_channels": in_channels}
-    options["image_size"] = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if "stem" in takes:
-        options["stem"] = stem
-    elif stem != "auto":
-        choice = ", ".join(key for key, build in MODELS.items() if "stem" in inspect.signature(build).parameters)
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    offered = {key: value for key, value in (("in_channels", in_channels), ("image_size", size)) if value is not None}
+    make: Callable[..., nn.Module] = partial(custom, name) if is_name(name) else MODELS[name]
+    stems = {} if is_name(name) else {"stem": stem}  # networks of the user have one
+    given = accepted(load("model.name", name) if is_name(name) else make, {**offered, **stems})
+    if stem != "auto" and "stem" not in given:
+        choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
-    given = {key: value for key, value in options.items() if key in takes and value is not None}
     if weights is None:
         return convert_norm(make(num_classes, **given), norm, **norm_options)
     if norm == "fixup":
@@ -93,7 +93,7 @@ def build_model(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
     model, state = make(num_classes, **given), read_weights(name, weights)
-    if norm == "bn" or any(key.endswith("running_var") for key in state):
+    if norm == "bn" or Role.STATISTICS in roles(state).values():
         load_weights(model, state, weights)  # so that other norms get the trained gamma and beta
         return convert_norm(model, norm, **norm_options)
     model = convert_norm(model, norm, **norm_options)

@@ -19,7 +19,7 @@ from .renorm import BatchRenorm
 from .residual import convolutions, residual_parts
 from .roles import AFFINE, computes_as_batch_norm
 from .static import StaticBatchNorm
-from .wsconv import check_stored, standardised_convolution, unscaled_convolution
+from .wsconv import STANDARDISED, check_stored, standardised
 
 Convert = Callable[[_BatchNorm, str, dict[str, Any]], nn.Module]
 
@@ -84,12 +84,6 @@ OPTIONS = {
     "won": ("branch_scale",),
 }
 
-# For kinds that also replace convolutions: a function of a convolution and its name for errors.
-CONVOLUTIONS: dict[str, Callable[[nn.Conv2d, str], nn.Module]] = {
-    "won": standardised_convolution,
-    "gn+ws": unscaled_convolution,
-}
-
 
 def _own(name: str) -> Convert:
     """A normaliser of the user: a callable of the number of channels, and of `layer` if its signature names it."""
@@ -128,7 +122,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     known = {option for names in OPTIONS.values() for option in names}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
-    convert, convolve = _own(kind) if is_name(kind) else NORMS[kind][1], CONVOLUTIONS.get(kind)
+    convert = _own(kind) if is_name(kind) else NORMS[kind][1]
     if convert is None:
         return model
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
@@ -144,12 +138,8 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         if layer not in replaced:
             if isinstance(layer, _BatchNorm):
                 replaced[layer] = _replace(layer, where, kind, convert, options)
-            elif convolve is not None and isinstance(layer, _ConvNd) and layer is not unscaled:
-                if not isinstance(layer, nn.Conv2d):
-                    raise SettingsError(
-                        f"norm {kind!r}: {where} is a {type(layer).__name__}; only Conv2d can be standardised"
-                    )
-                replaced[layer] = convolve(layer, where)
+            elif kind in STANDARDISED and isinstance(layer, _ConvNd) and layer is not unscaled:
+                replaced[layer] = standardised(layer, where, kind)
         return replaced.get(layer, layer)
 
     for name, parent in list(model.named_modules()):
@@ -162,7 +152,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     # `won` also removes batch norm, so a model without convolutions has a use for it.
     needed = {"gn+ws": nn.Conv2d, "won": nn.Module}.get(kind, _BatchNorm)
     if kind != "none" and not any(isinstance(layer, needed) for layer in replaced):
-        what = "convolution to standardise" if kind in CONVOLUTIONS else "batch norm to replace"
+        what = "convolution to standardise" if kind in STANDARDISED else "batch norm to replace"
         raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
     return model
 

@@ -81,70 +81,65 @@ def fixup(model: nn.Module) -> nn.Module:
         branch = convolutions(block)
         m = len(branch)
         for number, plain in enumerate(branch, start=1):
-            conv = _biased(plain)
+            conv, last = _biased(plain), number == m
             with torch.no_grad():
-                if number < m:
-                    conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
-                else:
+                if last:
                     conv.weight.zero_()
+                else:
+                    conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
             setattr(block, f"conv{number}", conv)
-            setattr(block, f"bn{number}", _like(conv, ScalarBias() if number < m else ScalarScale()))
+            setattr(block, f"bn{number}", _like(conv, ScalarScale() if last else ScalarBias()))
         shortcut = getattr(block, "downsample", None)
         if shortcut is not None:
             shortcut[0], shortcut[1] = _biased(shortcut[0]), nn.Identity().train(block.training)
     setattr(model, parts.norm, _like(getattr(model, parts.convolution), ScalarBias()))
-    old = getattr(model, parts.classifier)
-    new = _like(old, BiasedLinear(old.in_features, old.out_features, old.bias is not None, device="meta"))
-    new.weight, new.bias = old.weight, old.bias
+    classifier = _biased(getattr(model, parts.classifier))
     with torch.no_grad():
-        for parameter in old.parameters():
+        for parameter in classifier.parameters():
             parameter.zero_()
-    new.input_bias = nn.Parameter(old.weight.new_zeros(1), old.weight.requires_grad)
-    setattr(model, parts.classifier, new)
+    setattr(model, parts.classifier, classifier)
     return model
 
 
-def _check(model: Any, parts: ResidualParts) -> None:
+def _check(model: nn.Module, parts: ResidualParts) -> None:
     """Refuse a model that cannot be converted before any of it changes."""
-    expected: list[tuple[str, Any, type]] = [
+    expected = [
         (parts.convolution, getattr(model, parts.convolution), nn.Conv2d),
         (parts.norm, getattr(model, parts.norm), _BatchNorm),
         (parts.classifier, getattr(model, parts.classifier), nn.Linear),
     ]
     for name, block in parts.blocks.items():
-        for child, layer in block.named_children():
-            if child.startswith("conv"):
-                expected.append((f"{name}.{child}", layer, nn.Conv2d))
-        for number in range(1, len(convolutions(block)) + 1):
+        for number, conv in enumerate(convolutions(block), start=1):
+            expected.append((f"{name}.conv{number}", conv, nn.Conv2d))
             expected.append((f"{name}.bn{number}", getattr(block, f"bn{number}", None), _BatchNorm))
         shortcut = getattr(block, "downsample", None)
         if shortcut is not None:
-            layers = list(shortcut) if isinstance(shortcut, nn.Sequential) else [shortcut]
-            if len(layers) != 2:
+            if not isinstance(shortcut, nn.Sequential) or len(shortcut) != 2:
                 raise SettingsError(f"norm 'fixup': {name}.downsample is not a convolution and a batch norm")
-            expected += [
-                (f"{name}.downsample.{i}", layer, kind)
-                for i, (layer, kind) in enumerate(zip(layers, (nn.Conv2d, _BatchNorm), strict=True))
-            ]
+            expected.append((f"{name}.downsample.0", shortcut[0], nn.Conv2d))
+            expected.append((f"{name}.downsample.1", shortcut[1], _BatchNorm))
     for name, layer, kind in expected:
         check_stored(layer, name, "fixup")
         if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
             wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
             raise SettingsError(f"norm 'fixup': {name} is a {type(layer).__name__}; expected a {wanted}")
-    known = {id(layer) for _, layer, kind in expected if kind is _BatchNorm}
+    known = {layer for _, layer, _ in expected}
     for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and id(layer) not in known:
+        if isinstance(layer, _BatchNorm) and layer not in known:
             raise SettingsError(f"norm 'fixup': {name} is a batch norm outside the residual branches and the stem")
 
 
-def _biased(conv: nn.Conv2d) -> BiasedConv2d:
-    new = remade(conv, BiasedConv2d)
-    new.input_bias = nn.Parameter(conv.weight.new_zeros(1), conv.weight.requires_grad)
-    return new
-
-
-def _like(layer: Any, new: Any) -> Any:
-    """`new` with the layer's device, dtype and training mode."""
-    if not any(parameter.is_meta for parameter in new.parameters()):
-        new.to(layer.weight).requires_grad_(layer.weight.requires_grad)
+def _biased(layer: Any) -> Any:
+    """The convolution or linear layer with a scalar bias before it, and the same parameter objects."""
+    if isinstance(layer, nn.Conv2d):
+        new: Any = remade(layer, BiasedConv2d)
+    else:
+        new = BiasedLinear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        new.weight, new.bias = layer.weight, layer.bias
+    new.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
     return new.train(layer.training)
+
+
+def _like(layer: Any, new: nn.Module) -> nn.Module:
+    """`new` with the layer's device, dtype and training mode."""
+    return new.to(layer.weight).requires_grad_(layer.weight.requires_grad).train(layer.training)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
+from .static import AnyBatchNorm
 
-class BatchRenorm(_BatchNorm):
+
+class BatchRenorm(AnyBatchNorm):
     """Batch norm whose output in training equals its output in evaluation, within bounds.
 
     With mu_B, sigma_B of the batch and the running mu, sigma (algorithm 1):
@@ -52,10 +53,6 @@ class BatchRenorm(_BatchNorm):
         self.warmup = warmup
         self.r_steps = r_steps
         self.d_steps = d_steps
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.track_running_stats):

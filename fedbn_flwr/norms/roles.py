@@ -9,7 +9,7 @@ batch norm's gamma, which its name does not show.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +26,10 @@ class Role(StrEnum):
     COUNTER = "counter"  # num_batches_tracked, never sent
 
 
-_STATISTICS = ("running_mean", "running_var")
+MEAN, VARIANCE = "running_mean", "running_var"
 AFFINE = ("weight", "bias")
+_ROLES = {MEAN: Role.STATISTICS, VARIANCE: Role.STATISTICS, "num_batches_tracked": Role.COUNTER}
+_ROLES |= dict.fromkeys(AFFINE, Role.AFFINE)
 
 
 def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
@@ -37,13 +39,33 @@ def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
     is a batch norm.
     """
     if isinstance(arrays_or_module, Mapping):
-        keys = list(arrays_or_module)
-        ends = ("running_mean", ".running_mean")
-        norms = {key.removesuffix("running_mean") for key in keys if key.endswith(ends)}
+        keys, norms = list(arrays_or_module), set(layers(arrays_or_module))
     else:
         keys = list(arrays_or_module.state_dict())
         norms = {f"{name}." if name else "" for name in norm_layers(arrays_or_module)}
-    return {key: _role(key, norms) for key in keys}
+    return {
+        key: _ROLES.get(_name(key), Role.WEIGHTS) if key.removesuffix(_name(key)) in norms else Role.WEIGHTS
+        for key in keys
+    }
+
+
+def layers(keys: Iterable[str]) -> list[str]:
+    """The prefixes of the layers among these keys of a state dict that track statistics, `bn1.` for `bn1.weight`."""
+    return [key.removesuffix(MEAN) for key in keys if is_mean(key)]
+
+
+def is_mean(key: str) -> bool:
+    """Whether a key, whose role is STATISTICS, is that of a running mean."""
+    return _name(key) == MEAN
+
+
+def is_variance(key: str) -> bool:
+    """Whether a key, whose role is STATISTICS, is that of a running variance."""
+    return _name(key) == VARIANCE
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -52,14 +74,15 @@ def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
     The latter are for instance instance norms with `track_running_stats=True`.
     """
     from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.instancenorm import _InstanceNorm
 
-    found = {}
-    # A layer that is used twice has two prefixes in the state dict: include both.
-    for name, child in module.named_modules(remove_duplicate=False):
-        tracks = "running_mean" in child._buffers and child._buffers["running_mean"] is not None
-        if tracks or (isinstance(child, _NormBase) and "InstanceNorm" not in type(child).__name__):
-            found[name] = child
-    return found
+    return {
+        name: layer
+        # A layer that is used twice has two prefixes in the state dict: include both.
+        for name, layer in module.named_modules(remove_duplicate=False)
+        if layer._buffers.get(MEAN) is not None
+        or (isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm))
+    }
 
 
 def computes_as_batch_norm(layer: nn.Module) -> bool:
@@ -72,17 +95,6 @@ def computes_as_batch_norm(layer: nn.Module) -> bool:
 
     # SyncBatchNorm differs only if torch.distributed is in use.
     return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
-
-
-def _role(key: str, norms: set[str]) -> Role:
-    prefix, _, name = key.rpartition(".")
-    if (f"{prefix}." if prefix else "") not in norms:
-        return Role.WEIGHTS
-    if name in _STATISTICS:
-        return Role.STATISTICS
-    if name == "num_batches_tracked":
-        return Role.COUNTER
-    return Role.AFFINE if name in AFFINE else Role.WEIGHTS
 
 
 def split_by_role(

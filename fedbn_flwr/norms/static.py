@@ -8,7 +8,15 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class StaticBatchNorm(_BatchNorm):
+class AnyBatchNorm(_BatchNorm):
+    """Batch norm of values with any number of axes."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
+
+
+class StaticBatchNorm(AnyBatchNorm):
     """HeteroFL's static batch norm: it normalises with batch statistics and tracks none.
 
     NOTE: a state dict with `running_mean` and `running_var` gives the layer statistics, which it then uses in eval mode
@@ -20,10 +28,6 @@ class StaticBatchNorm(_BatchNorm):
         super().__init__(num_features, eps=eps, affine=affine, track_running_stats=False)
         self.register_buffer("running_mean", None, persistent=False)
         self.register_buffer("running_var", None, persistent=False)
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("running_mean", "running_var"):

@@ -30,17 +30,14 @@ class StdConv2d(nn.Conv2d):
     """
 
     eps = 1e-5  # added to sigma^2
-
-    def scale(self, fan_in: int) -> float | None:
-        """The factor of W^; None is 1."""
-        return None
+    gamma: float | None = None  # with it, W^ is multiplied by gamma / sqrt(N)
 
     def standardised(self) -> Tensor:
         """W^."""
         filters = self.weight.reshape(1, self.out_channels, -1)  # [1, out, N]
-        # Computed by one kernel: batch norm of a "batch" of N weights.
-        gain = self.scale(filters.shape[2])
+        gain = None if self.gamma is None else self.gamma / math.sqrt(filters.shape[2])
         gains = None if gain is None else self.weight.new_full((self.out_channels,), gain)
+        # Computed by one kernel: batch norm of a "batch" of N weights.
         weight: Tensor = F.batch_norm(filters, None, None, weight=gains, training=True, momentum=0.0, eps=self.eps)
         return weight.reshape(self.weight.shape)
 
@@ -59,10 +56,7 @@ class WSConv2d(StdConv2d):
     def __init__(self, *args: Any, gamma: float = RELU_GAMMA, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.gamma = gamma
-        self.eps = eps  # added to sigma^2
-
-    def scale(self, fan_in: int) -> float:
-        return self.gamma / math.sqrt(fan_in)
+        self.eps = eps
 
 
 C = TypeVar("C", bound=nn.Conv2d)
@@ -96,35 +90,28 @@ def remade(conv: nn.Conv2d, kind: type[C]) -> C:
     return new.train(conv.training)
 
 
-def standardised_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
-    """`conv` with its weights standardised and scaled.
+STANDARDISED = {"won": WSConv2d, "gn+ws": StdConv2d}  # the convolutions of these kinds of norm
 
-    If it has no bias it gets one, initially zero, in place of the beta of the batch norm after it; the convolutions of
-    NF-Nets have a bias.
+
+def standardised(conv: nn.Module, where: str, kind: str) -> nn.Module:
+    """`conv` with its weights standardised, as this kind of norm needs it.
+
+    With `won`, a convolution without a bias gets one, initially zero, in place of the beta of the batch norm after it;
+    the convolutions of NF-Nets have a bias.
     """
-    if isinstance(conv, WSConv2d):
+    if type(conv) is STANDARDISED[kind]:
         return conv
-    _check(conv, where, "won")
-    new = remade(conv, WSConv2d)
-    if conv.bias is None:
-        new.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), conv.weight.requires_grad)
-    return new
-
-
-def unscaled_convolution(conv: nn.Conv2d, where: str) -> nn.Conv2d:
-    """`conv` with its weights standardised, for use before a norm."""
-    if type(conv) is StdConv2d:
-        return conv
-    _check(conv, where, "gn+ws")
-    return remade(conv, StdConv2d)
-
-
-def _check(conv: nn.Conv2d, where: str, kind: str) -> None:
+    if not isinstance(conv, nn.Conv2d):
+        raise SettingsError(f"norm {kind!r}: {where} is a {type(conv).__name__}; only Conv2d can be standardised")
     own = type(conv)
     if own.forward is not nn.Conv2d.forward or own._conv_forward is not nn.Conv2d._conv_forward:
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {type(conv).__name__}, a convolution of another kind, and cannot be replaced"
+            f"norm {kind!r}: {where} is a {own.__name__}, a convolution of another kind, and cannot be replaced"
         )
     check_stored(conv, where, kind)
     if conv.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
+    new = remade(conv, STANDARDISED[kind])
+    if kind == "won" and conv.bias is None:
+        new.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), conv.weight.requires_grad)
+    return new

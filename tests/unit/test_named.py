@@ -80,18 +80,6 @@ def test_a_module_of_another_folder_is_not_taken_for_that_of_this_one(
     assert named.load("model.name", "parts_twice:one")() == 1
 
 
-def test_a_module_that_only_another_folder_has_is_not_found(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write("parts_first", "def one():\n    return 1")
-    write("parts_there", "def one():\n    return 1")
-    named.load("model.name", "parts_first:one")  # from now on its folder is on the path
-    other_folder(tmp_path, monkeypatch)
-    for module in ("parts_first", "parts_there"):
-        with pytest.raises(SettingsError, match=f"'{module}' is already loaded from .*, not of '.*other'"):
-            named.load("model.name", f"{module}:one")
-
-
 def test_a_file_with_the_name_of_a_module_of_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token.py").write_text("def net():\n    return 1")

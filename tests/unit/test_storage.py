@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import multiprocessing
 import os
 import random
 import signal
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.errors import StorageError
-from fedbn_flwr.storage import Store, replacing, write_store
+from fedbn_flwr.storage import Store, _seal, replacing, write_store
 
 fork = multiprocessing.get_context("fork")
 
@@ -46,17 +50,44 @@ def test_a_reader_keeps_the_store_it_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_every_changed_or_missing_byte_is_noticed(tmp_path: Path, durable: bool) -> None:
-    path = tmp_path / "s"
-    write_store(path, [("one", b"\x00" * 20), ("two", b""), ("three", b"abc")], durable=durable)
+def test_no_changed_byte_changes_an_entry_and_every_missing_one_is_noticed(tmp_path: Path, durable: bool) -> None:
+    path, entries = tmp_path / "s", {"one": b"\x00" * 20, "two": b"", "three": b"abc", "ä": b"d"}
+    write_store(path, entries.items(), durable=durable)
     data = path.read_bytes()
-    for place in range(len(data)):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
-        with pytest.raises(StorageError, match="s' is damaged: "):
-            read(path)
+    ignored = 0  # dates, attributes and other fields of zip files that a store has no use for
+    for place, bit in itertools.product(range(len(data)), range(8)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+        try:
+            found = read(path)
+        except StorageError:
+            continue
+        assert list(found.items()) == list(entries.items()), place
+        ignored += 1
+    assert ignored < len(data) * 8 // 2
     for size in range(len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(StorageError, match="s' is damaged: "):
+            read(path)
+
+
+def test_a_store_of_another_version_or_with_forged_entries_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_bytes(b"{}" + struct.pack("<QI12s", 2, zlib.crc32(b"{}"), b"fedbn-store1"))
+    with pytest.raises(StorageError, match=r"s' is damaged: it is no whole fedbn-store2 \(File is not a zip file\)"):
+        read(path)
+    for kind, times, reason in (
+        (zipfile.ZIP_STORED, 1, r"its end is b''"),
+        (zipfile.ZIP_DEFLATED, 1, "compressed, or larger than the file"),
+        (zipfile.ZIP_STORED, 9, "compressed, or larger than the file"),
+    ):
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            archive.writestr("a", bytes(1000))
+            entry = archive.infolist()[0]
+            for number in range(1, times):  # entries that share the bytes of the first
+                archive.filelist.append(copy.copy(entry))
+                archive.filelist[-1].filename = f"a{number}"
+            archive.comment = b"" if reason.endswith("''") else _seal(archive)
+        with pytest.raises(StorageError, match=rf"it is no whole fedbn-store2 \(.*{reason}"):
             read(path)
 
 

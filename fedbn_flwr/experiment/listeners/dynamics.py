@@ -17,10 +17,10 @@ from flwr.common import log
 from fedbn_flwr.errors import MessageError, MissingPackage
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import number_of, read_reply
-from fedbn_flwr.norms.dynamics import NormLayers, Statistics
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.results.folder import RunFolder
 
+from ..dynamics import NormLayers, Statistics
 from ..settings import strategy_name
 from .base import Listener, RunState
 

@@ -16,10 +16,10 @@ from typing import Any
 from flwr.common import log
 
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.norms.dynamics import NormLayers
 from fedbn_flwr.results.folder import RunFolder, flat_settings
 from fedbn_flwr.storage import replacing
 
+from ..dynamics import NormLayers
 from ..trackers import Session, TrackedRun, Tracker
 from .base import Listener, RunState
 

@@ -131,7 +131,7 @@ def test_a_damaged_state_is_named(tmp_path: Path, cut: int) -> None:
     assert folder is not None
     file = folder.path / "round-1"
     data = file.read_bytes()
-    file.write_bytes(data[: len(data) - cut] if cut else data[:9] + b"?" + data[10:])
+    file.write_bytes(data[: len(data) - cut] if cut else data[:99] + b"?" + data[100:])
     with pytest.raises(
         MessageError, match=r"the node's state '.*/client-0/round-1' is damaged: .*; restore the folder"
     ):

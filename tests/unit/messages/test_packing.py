@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.messages.arrays import Array, FlatArrays, flat_block, pack, read_npy, record_of, size_of, unpack
+from fedbn_flwr.messages.arrays import FlatArrays, flat_block, pack, read_npy, record_of, size_of, unpack
 
 MODEL = {
     "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2),
@@ -151,7 +151,7 @@ def test_a_tensor_s_memory_is_not_shared() -> None:
 
 
 def test_data_may_be_replaced() -> None:
-    array = Array(np.ones(3))
+    array = pack({"w": np.ones(3)})["w"]
     array.data = FlowerArray(np.zeros(3)).data
     assert array.numpy().tolist() == [0, 0, 0]
     assert pickle.loads(pickle.dumps(array)).numpy().tolist() == [0, 0, 0]

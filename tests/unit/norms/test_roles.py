@@ -132,3 +132,15 @@ def test_split_without_wanted_roles_leaves_everything() -> None:
     inside, rest = split_by_role(model.state_dict(), roles(model), frozenset())
     assert inside == {}
     assert list(rest) == list(model.state_dict())
+
+
+def test_the_name_of_a_class_does_not_matter() -> None:
+    class BetterThanInstanceNorm(nn.BatchNorm2d):
+        pass
+
+    class Renamed(nn.InstanceNorm2d):
+        pass
+
+    norm = roles(BetterThanInstanceNorm(2, track_running_stats=False))
+    assert norm == {"weight": Role.AFFINE, "bias": Role.AFFINE}
+    assert set(roles(Renamed(2, affine=True)).values()) == {Role.WEIGHTS}

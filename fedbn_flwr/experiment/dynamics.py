@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .roles import Role, roles
+from fedbn_flwr.norms.roles import AFFINE, MEAN, VARIANCE, layers
 
 Arrays = Mapping[str, NDArray[Any]]
 Vector = NDArray[np.float64]  # of all layers, one after the other
@@ -39,16 +39,15 @@ class NormLayers:
     """The layers of a model that track running statistics, in the order of its arrays."""
 
     def __init__(self, arrays: Arrays) -> None:
-        keys = [key for key, role in roles(arrays).items() if role is Role.STATISTICS and key.endswith("running_mean")]
-        self.prefixes = [key.removesuffix("running_mean") for key in keys]
+        self.prefixes = layers(arrays)
         self.names = [prefix.removesuffix(".") or "norm" for prefix in self.prefixes]
-        self._sizes = np.array([arrays[key].size for key in keys], dtype=np.intp)
+        self._sizes = np.array([arrays[f"{prefix}{MEAN}"].size for prefix in self.prefixes], dtype=np.intp)
         self._starts = np.cumsum(self._sizes) - self._sizes
 
     def statistics(self, arrays: Arrays) -> Statistics | None:
         """The statistics among the arrays; None if one is missing, has another size or is not finite."""
         vectors = []
-        for name in ("running_mean", "running_var"):
+        for name in (MEAN, VARIANCE):
             parts = [arrays[key].reshape(-1) for prefix in self.prefixes if (key := f"{prefix}{name}") in arrays]
             if [part.size for part in parts] != self._sizes.tolist():
                 return None
@@ -70,7 +69,7 @@ class NormLayers:
 
     def lengths(self, arrays: Arrays) -> dict[str, Figures]:
         """The Euclidean norms of each layer's arrays: gamma, beta and the running statistics, where it has them."""
-        names = {"gamma": "weight", "beta": "bias", "running_mean": "running_mean", "running_var": "running_var"}
+        names = dict(zip(("gamma", "beta", MEAN, VARIANCE), (*AFFINE, MEAN, VARIANCE), strict=True))
         return {
             layer: {
                 name: float(np.linalg.norm(arrays[f"{prefix}{key}"].astype(np.float64)))
