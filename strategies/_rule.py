@@ -109,6 +109,8 @@ class Rule(Strategy):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
         own = [hook for hook in _OF_SINGLE_REPLIES if hook in vars(cls)]
         if own and "lacks" not in vars(cls):
             reason = f"has {own[0]}() of its own, which may use the replies of single clients"
@@ -127,11 +129,6 @@ class Rule(Strategy):
     def leaf(self) -> Leaf:
         """The innermost rule of the chain."""
         raise NotImplementedError
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
 
     # --- the hooks ---
 
