@@ -21,6 +21,7 @@ from torch import nn
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.norms.roles import Role
@@ -155,6 +156,8 @@ class BNClient(NumPyClient):
         for metric in metrics:
             name_of(metric)  # refuses unknown ones
         self.metrics = metrics
+        if compile and "compiled" not in declared("passes"):
+            raise ValueError("compile is True, but fedbn_flwr has no folder extensions/compiled; expected False")
         self.seed = seed
         self.channels_last, self.precision, self.compile = channels_last, precision, compile
         if channels_last and isinstance(model, nn.Module):
@@ -364,9 +367,8 @@ class BNClient(NumPyClient):
     def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int, int]:
         options |= {"device": self.device, "channels_last": self.channels_last, "precision": self.precision}
         if self.compile:
-            from .compiled import compiled_loss  # imports PyTorch's compiler, which takes seconds
-
-            options["compiled"] = compiled_loss(self.model, self.loss, getattr(self.train_data, "batch_size", None))
+            compiled = part("passes", "compiled")  # imports PyTorch's compiler, which takes seconds
+            options["compiled"] = compiled(self.model, self.loss, getattr(self.train_data, "batch_size", None))
         return train(self.model, self._pairs(batches), optimizer, self.loss, **options)
 
     def _sent(self) -> list[str]:

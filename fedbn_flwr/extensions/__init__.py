@@ -3,7 +3,9 @@
 A core module never imports an extension. It asks here for the parts that the installed ones declare: the package of an
 extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure": "strategy:Secure"}`, that is kind of
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
-only its parts with it.
+only its parts with it. Kinds of parts:
+
+    passes      `compiled`, `decided` and `fill_cache`: training passes that the client does not carry out itself
 """
 
 import importlib

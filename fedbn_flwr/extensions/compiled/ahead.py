@@ -12,26 +12,23 @@ from typing import Any
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.rules.fixbn import FREEZE
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.experiment.data import load_data, partition_of, resolve
+from fedbn_flwr.experiment.find import run_names
+from fedbn_flwr.experiment.model import choose_device, make_model
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.strategies import FixBN, Private, Rule, Wrapper
-
-from .data import load_data, partition_of, resolve
-from .find import run_names
-from .model import choose_device, make_model
-from .node import client_of
-from .prepare import make_rule
-from .settings import Experiment, Settings
+from fedbn_flwr.strategies import Rule, Wrapper
+from fedbn_flwr.strategies.fixbn import FREEZE  # type: ignore[import-untyped]  # a public name, without a file
 
 # Compiling takes about a minute of a core and saves about a third of the passes, which a core computes at some 10^11
 # operations per second: with this many, about five minutes are saved.
 _LONG = 1e14
 _PATIENCE = 600  # seconds
-
-_filled: set[str] = set()  # what PyTorch's cache has
 
 
 def decided(run: Settings) -> Settings:
@@ -49,14 +46,10 @@ def decided(run: Settings) -> Settings:
 def fill_cache(experiment: Experiment, run: Settings) -> None:
     """Compile the model in a process of its own; PyTorch's cache on disk then has it for all workers.
 
-    Not in this process: PyTorch refuses backward passes in a process that is forked after one. Runs that differ in
-    their seed, or in a strategy that freezes the same layers, do it once.
+    Not in this process: PyTorch refuses backward passes in a process that is forked after one. For later runs with this
+    model, PyTorch finds all in its cache, which takes seconds.
     """
     frozen = _frozen(make_rule(run))
-    kind = repr((run.model, run.data, run.train, frozen))
-    if kind in _filled:
-        return
-    _filled.add(kind)
     process = multiprocessing.get_context("fork").Process(target=_compile, args=(experiment, run, frozen), daemon=True)
     process.start()
     process.join(_PATIENCE)
@@ -68,12 +61,10 @@ def _frozen(rule: Rule) -> list[str]:
     """The roles that the rounds of a run may freeze, as a message names them."""
     found = []
     while isinstance(rule, Wrapper):
-        if isinstance(rule, FixBN):
-            found.append(protocol.join(rule.freeze))
-        if isinstance(rule, Private) and rule.statistics == "freeze":
-            found.append(protocol.join({Role.STATISTICS}))
+        by_private = {Role.STATISTICS} if getattr(rule, "statistics", None) == "freeze" else ()
+        found.append(protocol.join(getattr(rule, "freeze", by_private)))  # FixBN's attribute
         rule = rule.rule
-    return found
+    return [*filter(None, found)]
 
 
 def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
