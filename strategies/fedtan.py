@@ -20,11 +20,10 @@ from dataclasses import replace
 from logging import WARNING
 from typing import Any, Literal, Unpack
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client.rules.fixbn import frozen_roles
 from fedbn_flwr.engines.base import Capabilities, capabilities
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution
@@ -38,7 +37,7 @@ from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
-from .fixbn import FixBN
+from .fixbn import FixBN, frozen_roles
 
 
 class FedTAN(FedAvg):
@@ -65,6 +64,7 @@ class FedTAN(FedAvg):
         messages; False always uses messages.
     """
 
+    individual = ""
     backward = True  # the backward pass exchanges gradients
     traits = Traits(
         replaces_norm=True,  # clients normalise over the batches of all clients
@@ -143,7 +143,7 @@ class FedTAN(FedAvg):
         def exchanges(carrier: Carrier) -> ExchangesDone:
             report = functools.partial(self._report, engine)
             what = f"round {server_round}"
-            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.robust)
+            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.bounds)
 
         about = RoundMessages(model, shared, self.configrecord_key)
         if (service := self._service()) is None:
@@ -162,17 +162,15 @@ class FedTAN(FedAvg):
         engine.observe(self._direct_round)
         return self._direct_round.messages()
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
         direct, self._direct_round = self._direct_round, None
-        if direct is not None:
-            replies = list(replies)
-            left = direct.finish(replies)
-            # Clients that dropped out were already reported; ignore their final reply.
-            replies = [reply for reply in replies if reply.metadata.src_node_id not in direct.nodes - left]
-            self.asked = len(left)
-        return super().aggregate_train(server_round, replies)
+        if direct is None:
+            return replies
+        replies = list(replies)
+        left = direct.finish(replies)
+        self.asked = len(left)
+        # Clients that dropped out were already reported; ignore their final reply.
+        return [reply for reply in replies if reply.metadata.src_node_id not in direct.nodes - left]
 
     def _report(self, engine: Capabilities, done: int, total: int) -> None:
         """Show the progress of the exchanges in layers, first of the forward pass, then of the backward pass."""

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_moments, weighted_mean
-from fedbn_flwr.messages.robust import Robust, capped
+from fedbn_flwr.messages.aggregate import pooled_moments, weighted_mean
+from fedbn_flwr.messages.bounds import Bounds
 
 from .codec import Agreement, Contribution
 
@@ -60,7 +60,7 @@ def run_exchanges(
     weigh: Weigh,
     admit: Admit,
     report: Report | None = None,
-    robust: Robust | None = None,
+    bounds: Bounds | None = None,
 ) -> ExchangesDone:
     """All exchanges of the round; `what` is the round's name in messages."""
     agreement: Agreement | None = None
@@ -69,9 +69,9 @@ def run_exchanges(
         answers = carrier.ask(nodes, step, agreement)
         name = f"{what}, exchange {step + 1}"
         found = _usable(name, answers, len(nodes), remaining, admit)
-        if robust is not None:
-            found = _plausible(name, found, admit, robust)
-        found, agreement = _agreed(name, found, weigh, admit, robust)
+        if bounds is not None:
+            found = _plausible(name, found, admit, bounds)
+        found, agreement = _agreed(name, found, weigh, admit, bounds)
         nodes, remaining = list(found), next(iter(found.values())).remaining
         step += 1
         if report is not None:
@@ -80,17 +80,13 @@ def run_exchanges(
     return ExchangesDone(list(nodes), step, agreement)
 
 
-def agree(
-    contributions: Sequence[Contribution], weigh: Weigh, robust: Robust | None = None, what: str = "exchange"
-) -> Agreement:
-    """Algorithm 3's means over the clients, with weights p_i, or the robust means in their place."""
+def agree(contributions: Sequence[Contribution], weigh: Weigh, bounds: Bounds | None = None) -> Agreement:
+    """Algorithm 3's means over the clients, with weights p_i."""
     weights = [weigh(contribution) for contribution in contributions]
     tensors = [contribution.tensors for contribution in contributions]
     images = sum(contribution.images for contribution in contributions)
-    if robust is not None and robust.statistics != "mean":
-        return Agreement(_robust_means(contributions[0].kind, tensors, weights, robust, what), images)
-    if robust is not None:
-        weights = capped(weights, robust.max_share)
+    if bounds is not None:
+        weights = bounds.weights(weights)
     if contributions[0].kind == "moments":
         mean, var = pooled_moments([each["mean"] for each in tensors], [each["var"] for each in tensors], weights)
         return Agreement({"mean": mean, "var": var}, images)
@@ -98,14 +94,14 @@ def agree(
 
 
 def _agreed(
-    what: str, found: dict[int, Contribution], weigh: Weigh, admit: Admit, robust: Robust | None
+    what: str, found: dict[int, Contribution], weigh: Weigh, admit: Admit, bounds: Bounds | None
 ) -> tuple[dict[int, Contribution], Agreement]:
     """The agreement without the contributions that would make the clients' arithmetic overflow, and the others."""
     while True:
         if not any(map(weigh, found.values())):
             raise RunFailed(f"{what}: the weights of all {len(found)} clients are zero")
         with np.errstate(over="ignore", invalid="ignore"):
-            agreement = agree(list(found.values()), weigh, robust, what)
+            agreement = agree(list(found.values()), weigh, bounds)
         # As a Python number, since float16 cannot represent the bound; false for NaN.
         if all(float(np.abs(array).max()) <= _LARGEST for array in agreement.tensors.values()):
             return found, agreement
@@ -122,23 +118,11 @@ def _magnitude(contribution: Contribution) -> float:
     return max(powers[name] * math.log(value) if value else -math.inf for name, value in largest.items())
 
 
-def _robust_means(kind: str, tensors: Sequence[Arrays], weights: Sequence[float], robust: Robust, what: str) -> Arrays:
-    if kind != "moments":
-        return robust.average(tensors, weights, what)
-    means = robust.average([{"mean": each["mean"]} for each in tensors], weights, what)
-    # A client's variance around the agreed mean, as in the exchange of "variance".
-    around = [each["var"] + (each["mean"].astype(np.float64) - means["mean"]) ** 2 for each in tensors]
-    variances = robust.average([{"var": each} for each in around], weights, what)
-    return {**means, "var": cast(variances["var"], tensors[0]["var"].dtype)}
-
-
-def _plausible(what: str, found: Mapping[int, Contribution], admit: Admit, robust: Robust) -> dict[int, Contribution]:
+def _plausible(what: str, found: Mapping[int, Contribution], admit: Admit, bounds: Bounds) -> dict[int, Contribution]:
     """The contributions that are near those of the others."""
     nodes, contributions = list(found), list(found.values())
     tensors = [contribution.tensors for contribution in contributions]
-    reasons = robust.implausible(tensors, sorted(tensors[0]))
-    if not reasons:
-        return dict(found)
+    reasons = bounds.outliers(tensors)
     refused = [(nodes[i], f"{contributions[i].kind}: {reason}") for i, reason in reasons.items()]
     kept = admit(what, {node: each.partition for node, each in found.items()}, refused, len(nodes))
     return {node: found[node] for node in kept}

@@ -166,7 +166,6 @@ def make_rule(run: Settings) -> Rule:
     )
     rule = as_rule(strategy)
     rule.check(run.rounds)
-    rule.check_clients(run.trained)
     if run.evaluate.clients is False and not rule.traits.has_global_model:
         raise SettingsError(
             f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "

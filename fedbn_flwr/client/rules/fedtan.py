@@ -5,12 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.client.training import SGD, Gradient, Loss
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
-
-from . import ClientRule, Key
 
 
 class FedTAN(ClientRule):

@@ -21,9 +21,7 @@ from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.strategies import Rule, Wrapper
-from fedbn_flwr.strategies.fixbn import FREEZE  # type: ignore[import-untyped]  # a public name, without a file
+from fedbn_flwr.strategies.fixbn import FREEZE  # type: ignore[import-untyped]
 
 # Compiling takes about a minute of a core and saves about a third of the passes, which a core computes at some 10^11
 # operations per second: with this many, about five minutes are saved.
@@ -49,22 +47,13 @@ def fill_cache(experiment: Experiment, run: Settings) -> None:
     Not in this process: PyTorch refuses backward passes in a process that is forked after one. For later runs with this
     model, PyTorch finds all in its cache, which takes seconds.
     """
-    frozen = _frozen(make_rule(run))
+    freezes = make_rule(run).traits.freezes
+    frozen = [protocol.join(freezes)] if freezes else []
     process = multiprocessing.get_context("fork").Process(target=_compile, args=(experiment, run, frozen), daemon=True)
     process.start()
     process.join(_PATIENCE)
     if process.is_alive():
         process.kill()  # the workers will compile, or log why they cannot
-
-
-def _frozen(rule: Rule) -> list[str]:
-    """The roles that the rounds of a run may freeze, as a message names them."""
-    found = []
-    while isinstance(rule, Wrapper):
-        by_private = {Role.STATISTICS} if getattr(rule, "statistics", None) == "freeze" else ()
-        found.append(protocol.join(getattr(rule, "freeze", by_private)))  # FixBN's attribute
-        rule = rule.rule
-    return [*filter(None, found)]
 
 
 def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
