@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.model_tensors import Initial, ModelTensors, initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.engines.local import LocalGrid
@@ -145,7 +145,7 @@ class Rounds:
         def build() -> nn.Module:
             return resnet20(data.device)
 
-        tensors = ModelTensors(build(), initial=Initial(build))
+        tensors = ModelTensors(build(), build=build)
 
         def make_client(context: Context) -> BNClient:
             client = int(context.node_config["partition-id"])

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.compiled import is_compiled
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
@@ -75,6 +74,8 @@ def overhead(options: Options) -> Iterator[Figure]:
 
 def compiled(options: Options) -> Iterator[Figure]:
     """Steps per second of compiled training, relative to the eager bare loop in float32; compiles for minutes."""
+    from fedbn_flwr.extensions.compiled.passes import is_compiled
+
     steps, device = options.steps, options.device
     torch.set_num_threads(1)
     goals = {(20, False): 1.4, (20, True): None, (128, False): None, (128, True): 1.8}

@@ -21,7 +21,7 @@ from torch import nn
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
-from fedbn_flwr.extensions import declared
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.norms.roles import Role
@@ -29,7 +29,7 @@ from fedbn_flwr.norms.statistics import reestimate
 
 from .evaluation import evaluate_sets
 from .metrics import Metric, name_of
-from .model_tensors import ModelTensors, check_user, copied, exclusive
+from .model_tensors import ModelTensors, copied
 from .node_state import NodeState, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
@@ -51,7 +51,7 @@ class BNClient(NumPyClient):
     ----------
     model
         Any module; its batch norms are found by type. Several clients may share a model as ModelTensors, whose
-        tensors must then not be replaced; if arrays stay on the client (FedBN), it needs `initial`.
+        tensors must then not be replaced; if arrays stay on the client (FedBN), it needs `build`.
     train_data, eval_data
         Iterables of batches, such as a DataLoader, or, for data whose order is a function of the round, an object with
         `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets) or a dict with common
@@ -155,13 +155,14 @@ class BNClient(NumPyClient):
         for metric in metrics:
             name_of(metric)  # refuses unknown ones
         self.metrics = metrics
+        if compile and "compiled" not in declared("passes"):
+            raise ValueError("compile is True, but fedbn_flwr has no folder extensions/compiled; expected False")
         self.seed = seed
         self.channels_last, self.precision, self.compile = channels_last, precision, compile
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.min_batch, self.share_personal = min_batch, share_personal
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
-        self._is_fixed = isinstance(model, ModelTensors)
         self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
@@ -208,7 +209,7 @@ class BNClient(NumPyClient):
         to the other clients and returns the result.
         """
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
-        with exclusive(self.model):
+        with self._parts.exclusive():
             return self._train_round(arrays, config, {} if extras is None else extras, exchange, wanted)
 
     def _train_round(
@@ -228,7 +229,8 @@ class BNClient(NumPyClient):
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self._rate(server_round, config)
         seed = seeding.seed_for(self.seed, "model", server_round, self._number)
-        self._parts.set_training()
+        if not self.model.training:  # setting it takes longer than checking it
+            self.model.train()
         not_begun = list(rules)
 
         def begin() -> None:
@@ -305,7 +307,7 @@ class BNClient(NumPyClient):
         server_round = int(config.get(protocol.ROUND, 1))
         lr = config.get(protocol.TUNE_LR) or self._rate(server_round, config)
         trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
-        self._parts.set_training()
+        self.model.train()
         with seeding.streams(seeding.seed_for(self.seed, "fine-tuning", server_round, self._number), self.device):
             batches = local_batches(self.train_data, server_round, epochs=None, steps=steps)
             self._train(batches, self._make_optimizer(trained, lr), adjust=clipping(trained, self.clip))
@@ -364,9 +366,8 @@ class BNClient(NumPyClient):
     def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int, int]:
         options |= {"device": self.device, "channels_last": self.channels_last, "precision": self.precision}
         if self.compile:
-            from .compiled import compiled_loss  # imports PyTorch's compiler, which takes seconds
-
-            options["compiled"] = compiled_loss(self.model, self.loss, getattr(self.train_data, "batch_size", None))
+            compiled = part("passes", "compiled")  # imports PyTorch's compiler, which takes seconds
+            options["compiled"] = compiled(self.model, self.loss, getattr(self.train_data, "batch_size", None))
         return train(self.model, self._pairs(batches), optimizer, self.loss, **options)
 
     def _sent(self) -> list[str]:
@@ -380,21 +381,13 @@ class BNClient(NumPyClient):
 
     def _load(self, arrays: Arrays, config: Config) -> None:
         """Load the received arrays, and the client's own values of all other arrays."""
-        self._parts.settle()
-        if not (self._is_fixed or self._parts.are_current()):
-            self._parts = ModelTensors(self.model, self.device)
-        self._state = NodeState(self.records, run_of(config))
-        own = self._state.load("local")
-        self._parts.check(arrays, own)
-        if not own.keys().isdisjoint(arrays):
-            own = {key: value for key, value in own.items() if key not in arrays}
         if negative := negative_variance(arrays):
             raise MessageError(
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
                 "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
             )
-        check_user(self._parts, self._number, arrays, own)
-        self._parts.load_all(arrays, own)
+        self._state = NodeState(self.records, run_of(config))
+        self._parts.load_all(arrays, self._state.load("local"), self._number)
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:

@@ -63,8 +63,7 @@ def mean_iou(matrix: Tensor) -> float:
 
 
 def _mean(parts: Tensor, wholes: Tensor) -> float:
-    present = wholes > 0
-    return float((parts[present].double() / wholes[present]).mean())
+    return float((parts.double() / wholes)[wholes > 0].mean())
 
 
 def auc(logits: Tensor, targets: Tensor) -> float:
@@ -72,17 +71,11 @@ def auc(logits: Tensor, targets: Tensor) -> float:
 
     A class that no example has, or all, is left out.
     """
-    scores = logits.double().softmax(1)
-    areas = []
-    for label in range(scores.shape[1]):
-        positive = targets == label
-        pairs = int(positive.sum()) * int((~positive).sum())
-        if pairs:
-            # Mann and Whitney's U; equal scores share the mean of their ranks.
-            _, inverse, counts = scores[:, label].unique(return_inverse=True, return_counts=True)
-            ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]
-            n = int(positive.sum())
-            areas.append((float(ranks[positive].sum()) - n * (n + 1) / 2) / pairs)
+    from sklearn.metrics import roc_auc_score  # takes a second or more
+
+    scores, counts = logits.double().softmax(1), torch.bincount(targets, minlength=logits.shape[1])
+    present = [label for label, count in enumerate(counts.tolist()) if 0 < count < len(targets)]
+    areas = [roc_auc_score(targets == label, scores[:, label]) for label in present]
     return sum(areas) / len(areas) if areas else math.nan
 
 
@@ -92,7 +85,6 @@ _OF_MATRIX: Mapping[str, Callable[[Tensor], float]] = {
     "dice": macro_f1,
     "mean_iou": mean_iou,
 }
-_OF_LOGITS: Mapping[str, MetricFunction] = {"auc": auc}
 
 
 def name_of(metric: Metric) -> str:
@@ -115,7 +107,7 @@ class Measurement:
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self.of_matrix = {key_of(m): _OF_MATRIX[m] for m in metrics if isinstance(m, str) and m in _OF_MATRIX}
-        self.of_logits = {key_of(m): _OF_LOGITS[m] if isinstance(m, str) else m for m in metrics if m not in _OF_MATRIX}
+        self.of_logits = {key_of(m): m if callable(m) else auc for m in metrics if m not in _OF_MATRIX}
         self.matrices: list[Tensor] = []
         self.logits: list[Tensor] = []
         self.targets: list[Tensor] = []

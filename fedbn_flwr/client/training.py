@@ -58,10 +58,10 @@ class LocalOptimizer(Optimizer, Protocol):
 
 
 def by_decay(
-    parameters: Mapping[str, nn.Parameter], weight_decay: float, other_decay: Mapping[str, float]
-) -> dict[float, dict[str, nn.Parameter]]:
+    parameters: Mapping[str, nn.Parameter], weight_decay: float | None, other_decay: Mapping[str, float]
+) -> dict[float | None, dict[str, nn.Parameter]]:
     """The parameters in groups of one weight decay; `other_decay` is that of some parameters, by name."""
-    groups: dict[float, dict[str, nn.Parameter]] = {}
+    groups: dict[float | None, dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         groups.setdefault(other_decay.get(name, weight_decay), {})[name] = parameter
     return groups
@@ -113,7 +113,7 @@ class SGD:
                 foreach=True,
                 lr=self.lr,
                 momentum=self.momentum,
-                weight_decay=weight_decay,
+                weight_decay=weight_decay or 0.0,
                 dampening=self.dampening,
                 nesterov=self.nesterov,
                 maximize=False,

@@ -6,7 +6,7 @@ import difflib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient, is_known
-from fedbn_flwr.client.model_tensors import Initial, ModelTensors
+from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -188,7 +188,7 @@ def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[Mo
 
     if _is_own(run):
         return pool, ModelTensors(build())
-    return pool, ModelTensors(build(), initial=pool.initial(build))
+    return pool, ModelTensors(build(), build=build)
 
 
 def _is_own(run: Settings) -> bool:
@@ -221,14 +221,7 @@ class ModelPool:
 
     def __init__(self) -> None:
         self._lent: list[tuple[ModelTensors, weakref.ref[BNClient]]] = []
-        self._initial: Initial | None = None
         self._lock = threading.Lock()  # clients of a FedTAN round are made concurrently
-
-    def initial(self, build: Callable[[], nn.Module]) -> Initial:
-        """The initial values of these models, which `build` builds."""
-        with self._lock:
-            self._initial = self._initial or Initial(build)
-            return self._initial
 
     def take(self) -> ModelTensors | None:
         """A free model, or None."""
@@ -238,9 +231,7 @@ class ModelPool:
                 return None
             self._lent.remove(free)
         tensors = free[0]
-        if not tensors.are_current():
-            return None
-        tensors.leave()
+        tensors.is_left = True  # the values stay until the next client loads its own or reads them
         return tensors
 
     def lend(self, tensors: ModelTensors, client: BNClient) -> None:

@@ -6,6 +6,7 @@ part, name, and where it is. An extension is imported when one of its parts is u
 only its parts with it. The kinds:
 
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
+- passes: "compiled", the loss of a compiled pass; "decided" and "fill_cache", for what the settings leave to a run
 """
 
 import importlib

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvgM, Krum, Strategy
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import Initial, ModelTensors, initial_arrays
+from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
@@ -212,7 +212,7 @@ def test_private_refuses_a_shared_parameter() -> None:
 @pytest.mark.parametrize("shared", ["module", "tensors", "tensors with initial"])
 def test_arrays_that_stay_on_a_client_do_not_pass_to_another_one(shared: str) -> None:
     module = net()
-    parts = ModelTensors(module, initial=Initial(net) if shared == "tensors with initial" else None)
+    parts = ModelTensors(module, build=net if shared == "tensors with initial" else None)
 
     def make(context: Context) -> BNClient:
         number = int(context.node_config["partition-id"])
@@ -246,7 +246,7 @@ def test_buffers_outside_of_the_state_dict_do_not_pass_to_another_client() -> No
     def counting() -> nn.Module:
         return nn.Sequential(Counts(), *net())
 
-    parts = ModelTensors(counting(), initial=Initial(counting))
+    parts = ModelTensors(counting(), build=counting)
 
     def shared(context: Context) -> BNClient:
         return BNClient(parts, data(int(context.node_config["partition-id"])), context=context)

@@ -143,7 +143,7 @@ def test_a_model_that_the_app_holds_is_copied() -> None:
     for key, value in copy.tensors.items():
         assert torch.equal(value, first[key])
         value += 1
-    assert copy.are_current()
+    assert copy.settle()
     assert all(torch.equal(held.tensors[key], value) for key, value in first.items())
     assert torch.equal(next(copy.model.parameters()), next(model().parameters()) + 1)
 

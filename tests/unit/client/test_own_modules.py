@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import Initial, ModelTensors
+from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.messages.arrays import pack, unpack
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ def test_a_round_is_that_of_a_plain_loop(make: type[nn.Module], shared: bool) ->
     torch.manual_seed(0)
     model, data = make().double(), batches()
     twin = copy.deepcopy(model)
-    tensors = ModelTensors(model, initial=Initial(lambda: make().double())) if shared else model
+    tensors = ModelTensors(model, build=lambda: make().double()) if shared else model
     check_rounds(BNClient(tensors, data, data, lr=0.1), twin, data)
     if make is FrozenBack:
         assert model.state_dict()["back.1.running_mean"].abs().sum() == 0

@@ -58,6 +58,6 @@ def test_the_values_of_a_single_tensor_are_a_copy() -> None:
 def test_moved_tensors_are_no_longer_current() -> None:
     model = net()
     parts = ModelTensors(model)
-    assert parts.are_current()
+    assert parts.settle()
     model.float()
-    assert not parts.are_current()
+    assert not parts.settle()

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from fedbn_flwr.experiment import compiling
-from fedbn_flwr.experiment.compiling import decided
 from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.extensions.compiled import ahead
+from fedbn_flwr.extensions.compiled.ahead import decided
 from tests.support.command import PATIENCE
 from tests.support.experiments import read
 
@@ -52,11 +52,11 @@ def test_a_stopped_process_that_compiles_prints_nothing(
         compiles.send(None)
         time.sleep(PATIENCE)
 
-    monkeypatch.setattr(compiling, "client_of", client_of)
+    monkeypatch.setattr(ahead, "client_of", client_of)
     experiment = load_experiment("quick")
     previous = signal.signal(stop, signal.default_int_handler)
     process = multiprocessing.get_context("fork").Process(
-        target=compiling._compile, args=(experiment, experiment.runs[0], [])
+        target=ahead._compile, args=(experiment, experiment.runs[0], [])
     )
     process.start()
     signal.signal(stop, previous)

@@ -13,7 +13,6 @@ import functools
 import logging
 from collections.abc import Callable, Hashable
 from logging import WARNING
-from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo
@@ -22,16 +21,13 @@ from flwr.common import log
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-
-from .training import Loss
+from fedbn_flwr.client.training import Loss
 
 # The graphs of a process: models of an experiment file, with and without frozen layers. PyTorch's limit is 8, for all
 # models together, since they share the function below; it trains further ones without compiling them.
 _MOST_GRAPHS = 64
 
 _TOOLS = "; install g++ and Python's headers (Debian: g++ python3-dev)"
-
-_tried: dict[Hashable, bool] = {}  # whether a kind of model was compiled
 
 
 def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -41,18 +37,17 @@ def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable
     size, that of the first batch counts. If PyTorch cannot compile the model, a warning is logged once and nothing is
     compiled. Models of one kind share the compiled code.
     """
-    compiled = _compiled(next(model.parameters(), torch.empty(0)).is_cuda)
-    kind = _kind_of(model)
+    compiler, kind = _compiler_of(model), _kind_of(model)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         nonlocal size
         size = len(inputs) if size is None else size
         if len(inputs) == size:
-            if kind not in _tried:
-                _tried[kind] = _try(compiled, model, inputs, targets, loss_fn)
-            if _tried[kind]:
+            if kind not in compiler.tried:
+                compiler.tried[kind] = _try(compiler.compiled, model, inputs, targets, loss_fn)
+            if compiler.tried[kind]:
                 torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step are no longer needed
-                return compiled(model, inputs, targets, loss_fn)
+                return compiler.compiled(model, inputs, targets, loss_fn)
         return loss_fn(model(inputs), targets)
 
     return loss
@@ -60,23 +55,33 @@ def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether this process has compiled models of this kind, with layers in the same modes."""
-    return _tried.get(_kind_of(model), False)
+    return _compiler_of(model).tried.get(_kind_of(model), False)
 
 
-@functools.cache
-def _compiled(cuda: bool) -> Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]:
-    if inductor.cpp.vec_isa_ok is None:
-        # The compiler is assumed to know the processor's instructions. To check it, each process would compile programs
-        # and start a Python process that imports torch for each of them, which takes longer than loading from the disk.
-        inductor.cpp.vec_isa_ok = True
-    inductor.fallback_random = True  # dropout draws what it draws without compilation
-    inductor.compile_threads = 1  # others would be processes beside the workers, one per core
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
-    # On a GPU, a step of a small model takes as long as launching its kernels: this mode records them as CUDA graphs.
-    mode = "reduce-overhead" if cuda else None
-    compiled: Any = torch.compile(_loss, dynamic=False, mode=mode)
-    return compiled  # type: ignore[no-any-return]
+class _Compiler:
+    """PyTorch's compiler, which a process has once, and whether it could compile a kind of model."""
+
+    def __init__(self, cuda: bool) -> None:
+        if inductor.cpp.vec_isa_ok is None:
+            # The compiler is assumed to know the processor's instructions. To check it, each process would compile
+            # programs and start a Python process that imports torch for each: longer than loading from the disk.
+            inductor.cpp.vec_isa_ok = True
+        inductor.fallback_random = True  # dropout draws what it draws without compilation
+        inductor.compile_threads = 1  # others would be processes beside the workers, one per core
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
+        # On a GPU, launching the kernels of a small model takes as long as a step: this mode records CUDA graphs.
+        self.compiled: Callable[[nn.Module, Tensor, Tensor, Loss], Tensor] = torch.compile(
+            _loss, dynamic=False, mode="reduce-overhead" if cuda else None
+        )
+        self.tried: dict[Hashable, bool] = {}
+
+
+_compiler = functools.cache(_Compiler)
+
+
+def _compiler_of(model: nn.Module) -> _Compiler:
+    return _compiler(next(model.parameters(), torch.empty(0)).is_cuda)
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:

@@ -14,22 +14,19 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.experiment.data import load_data, partition_of, resolve
+from fedbn_flwr.experiment.find import run_names
+from fedbn_flwr.experiment.model import choose_device, make_model
+from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies.fixbn import FREEZE  # type: ignore[import-untyped]
-
-from .data import load_data, partition_of, resolve
-from .find import run_names
-from .model import choose_device, make_model
-from .node import client_of
-from .prepare import make_rule
-from .settings import Experiment, Settings
 
 # Compiling takes about a minute of a core and saves about a third of the passes, which a core computes at some 10^11
 # operations per second: with this many, about five minutes are saved.
 _LONG = 1e14
 _PATIENCE = 600  # seconds
-
-_filled: set[str] = set()  # what PyTorch's cache has
 
 
 def decided(run: Settings) -> Settings:
@@ -47,15 +44,11 @@ def decided(run: Settings) -> Settings:
 def fill_cache(experiment: Experiment, run: Settings) -> None:
     """Compile the model in a process of its own; PyTorch's cache on disk then has it for all workers.
 
-    Not in this process: PyTorch refuses backward passes in a process that is forked after one. Runs that differ in
-    their seed, or in a strategy that freezes the same layers, do it once.
+    Not in this process: PyTorch refuses backward passes in a process that is forked after one. For later runs with this
+    model, PyTorch finds all in its cache, which takes seconds.
     """
     freezes = make_rule(run).traits.freezes
     frozen = [protocol.join(freezes)] if freezes else []
-    kind = repr((run.model, run.data, run.train, frozen))
-    if kind in _filled:
-        return
-    _filled.add(kind)
     process = multiprocessing.get_context("fork").Process(target=_compile, args=(experiment, run, frozen), daemon=True)
     process.start()
     process.join(_PATIENCE)

@@ -1,0 +1,9 @@
+"""Training passes by PyTorch's compiler (`train.compile`, `BNClient(compile=True)`)."""
+
+PARTS = {
+    "passes": {
+        "compiled": "passes:compiled_loss",
+        "decided": "ahead:decided",
+        "fill_cache": "ahead:fill_cache",
+    }
+}
