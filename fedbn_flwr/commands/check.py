@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command, check_seconds
+from .common import Commands, add_command, check_seconds, parse_pairs
 
 if TYPE_CHECKING:
     from fedbn_flwr.engines.reach import Check
@@ -64,7 +64,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     from fedbn_flwr.engines.reach import Check, check_authority, check_key, check_server
-    from fedbn_flwr.engines.simulation import parse_pairs
     from fedbn_flwr.experiment.find import load_experiment
     from fedbn_flwr.experiment.site import check_data, check_machine, check_node_config, check_versions
 

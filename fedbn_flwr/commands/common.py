@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,8 @@ from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 
 # Each command adds its parser to these.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's, of --run-config
 
 
 def add_command(
@@ -112,3 +115,19 @@ def about(value: float) -> str:
     if value >= 90:
         return f"{value / 60:.0f} min"
     return f"{value:.2g} s" if value >= 0.1 else f"{value * 1000:.2g} ms"
+
+
+def parse_pairs(values: Sequence[str], option: str) -> dict[str, Any]:
+    """The pairs key=value of an option, as Flower reads them."""
+    from flwr.common.config import parse_config_args
+
+    for value in values:  # Flower leaves out what is not of this form
+        if not value.endswith(".toml") and (rest := _PAIR.sub("", value).split()):
+            raise SettingsError(
+                f"{option} {value!r}: {rest[0]!r} is not of the form key=value; expected pairs separated by blanks, "
+                "with text in quotes, or one file ending in .toml"
+            )
+    try:
+        return dict(parse_config_args(list(values)))
+    except Exception as error:  # any error of Flower's TOML parser
+        raise SettingsError(f"{option} {' '.join(values)!r} cannot be read: {error}") from None

@@ -1,16 +1,17 @@
-"""`fedbn flwr run`: `flwr run` on a SuperLink of its own."""
+"""`fedbn flwr run`: a Flower app in Flower's simulation."""
 
 from __future__ import annotations
 
 import argparse
 import signal
-import subprocess
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from fedbn_flwr.errors import RunFailed, SettingsError, did_you_mean
 
-from .common import Commands, add_command, continued_by
+from .common import Commands, add_command, continued_by, parse_pairs
 
 
 def add(commands: Commands) -> None:
@@ -18,33 +19,57 @@ def add(commands: Commands) -> None:
         commands,
         "flwr",
         flwr,
-        summary="`flwr run` on a temporary SuperLink: fedbn flwr run .",
+        summary="run a Flower app in Flower's simulation, as `flwr run` does: fedbn flwr run .",
         description=(
-            "Run a Flower app like `flwr run`, on a SuperLink that is started for this run and stopped afterwards. "
-            "The app uses the current environment, there is one node per client, logs are streamed, and the exit code "
-            "is 0 only if the run succeeded. Options of `flwr run` are passed on."
+            "Run a Flower app as `flwr run` does, in a process for this run instead of a SuperLink. The app uses the "
+            "current environment, there is one node per client, and the exit code is 0 only if the run succeeded."
         ),
         epilog="Example: fedbn flwr run . --run-config \"set='rounds=10'\"",
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="run [APP] [OPTION ...]")
+    parser.add_argument("run", choices=["run"])
+    parser.add_argument("app", nargs="?", default=".", help="the app's folder, by default this one")
+    parser.add_argument("connection", nargs="?", help=argparse.SUPPRESS)
+    for option, example in (("--run-config", "set='rounds=10'"), ("--federation-config", "num-supernodes=5")):
+        short = ["-c"] if option == "--run-config" else []
+        parser.add_argument(
+            *short, option, action="append", default=[], metavar="PAIRS", help=f"for instance {example}"
+        )
+    parser.add_argument("--stream", action="store_true", help="without effect: logs are always streamed")
+
+
+def _project(app: Path) -> dict[str, Any]:
+    file = app / "pyproject.toml"
+    try:
+        project = tomllib.loads(file.read_text(encoding="utf-8"))
+        project["project"]["name"], project["tool"]["flwr"]["app"]["components"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(
+            f"{str(app)!r} is not a Flower app: its pyproject.toml with [project] name and [tool.flwr.app.components] "
+            f"is missing or incomplete ({type(error).__name__}: {error})"
+        ) from None
+    return project
 
 
 def flwr(arguments: argparse.Namespace) -> int:
-    from fedbn_flwr.engines.simulation import FlwrRun, federation_config, run_app, tool
+    from fedbn_flwr.engines.simulation import federation_config, run_app
 
-    if {"-h", "--help"} & {*arguments.arguments}:
-        return subprocess.call([tool("flwr"), "run", "--help"])
-
-    request = FlwrRun.parse(arguments.arguments)
-    run_config, federation = request.run_config, request.federation_config
+    if arguments.connection:
+        raise SettingsError(
+            f"fedbn flwr run simulates on this machine; for the connection {arguments.connection!r} call "
+            f"flwr run {arguments.app} {arguments.connection} --stream"
+        )
+    app = Path(arguments.app).expanduser().resolve()
+    project = _project(app)
+    run_config = parse_pairs(arguments.run_config, "--run-config")
+    federation = parse_pairs(arguments.federation_config, "--federation-config")
     out, more = None, ""
-    if request.project["project"]["name"] == "fedbn-flwr":
+    if project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.find import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
         from fedbn_flwr.experiment.run import open_folders
         from fedbn_flwr.results.folder import default_out
 
-        defaults = request.project["tool"]["flwr"]["app"]["config"]
+        defaults = project["tool"]["flwr"]["app"]["config"]
         for key, value in run_config.items():
             if key not in defaults:
                 raise SettingsError(f"--run-config has no key {key!r}; {did_you_mean(key, defaults)}")
@@ -65,9 +90,11 @@ def flwr(arguments: argparse.Namespace) -> int:
     began = time.time()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the run's processes are ended, too
-    with continued_by(out, "flwr", *arguments.arguments, *["--run-config", more] * bool(more)), stopped_by_hand(out):
+    words = ["run", arguments.app, *(w for text in arguments.run_config for w in ("--run-config", text))]
+    words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
+    with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)), stopped_by_hand(out):
         try:
-            return run_app(request.app, run_config, federation or "client-resources-num-cpus=1", request.options)
+            run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
         except RunFailed as error:
             if out is None:
                 raise
@@ -75,3 +102,4 @@ def flwr(arguments: argparse.Namespace) -> int:
             # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
             lost = [f"{name}: {why}" for name, why in errors_since(out, began).items() if why not in str(error)]
             raise RunFailed("\n".join([str(error), *lost])) from None
+    return 0

@@ -2,8 +2,8 @@
 
 It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
 through. Otherwise worker processes serve them. They are forked: they share the memory of data loaded before, and only
-messages and states are pickled. With `gpus` they are spawned, because CUDA does not work in forked processes; see
-spawned.py.
+messages and states are pickled. With `gpus` they are spawned, because CUDA does not work in forked processes: the
+workers of the extension `gpu`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Literal, Unpack
 
 from flwr.clientapp import ClientApp
 
+from fedbn_flwr import extensions
+from fedbn_flwr.errors import MissingPackage
+
 from .grid import NodeOptions, WorkersGrid
 from .nodes import Nodes
-from .spawned import Spawned, leave_if_unguarded
-from .worker import Worker
+from .worker import Worker, leave_if_unguarded
 
 
 class LocalGrid(WorkersGrid[Worker]):
@@ -69,14 +71,18 @@ class LocalGrid(WorkersGrid[Worker]):
             raise ValueError(f"gpus is {gpus}, workers {workers}; expected gpus=0, or at least a worker for each GPU")
         if start not in (None, "fork", "spawn") or (gpus and start == "fork"):
             raise ValueError(f"start is {start!r} with gpus={gpus}; expected spawn, or fork without GPUs")
+        if (gpus or start == "spawn") and "spawn" not in extensions.declared("workers"):
+            raise MissingPackage("gpus and start='spawn' need the extension fedbn_flwr.extensions.gpu")
         leave_if_unguarded()
         self._gpus = min(gpus, num_nodes)
         self._spawns = gpus > 0 or start == "spawn"
         super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
 
     def _make_workers(self, served: Nodes, count: int) -> list[Worker]:
-        shared = Spawned(served, self._gpus) if self._spawns else served
-        return [Worker(number, shared) for number in range(count)]
+        if not self._spawns:
+            return [Worker(number, served) for number in range(count)]
+        spawned: list[Worker] = extensions.part("workers", "spawn")(served, count, self._gpus)
+        return spawned
 
     def start(self) -> int:
         """Start the workers now; processes are forked before this one has threads that a fork would lose."""

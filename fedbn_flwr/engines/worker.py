@@ -2,14 +2,11 @@
 
 A forked worker shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that one
 of them holds at the fork stays locked in the new process: a worker that does not start is forked again.
-
-A spawned worker is a new interpreter, because a GPU cannot be used in a process that is forked after its first use.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
@@ -18,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Protocol
@@ -29,8 +25,6 @@ from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed
 
 from .context_cache import keep_freed_memory, return_freed_memory
-from .logs import use_json
-from .spawned import Packed, Spawned, why_ended
 from .transport import receive, send
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -40,7 +34,7 @@ _FORKS = 3  # attempts to start a worker
 _START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
 _WATCH = 2  # seconds between two looks whether the parent lives
 _IDLE = 1  # seconds without a message, after which a worker returns freed memory to the system
-_SPAWN_TIMEOUT = 300  # seconds until a spawned worker has imported PyTorch and the app
+UNGUARDED = 97  # exit code of a process that found its main script unguarded
 
 
 @dataclass(frozen=True)
@@ -118,10 +112,10 @@ class Served(Protocol):
 
 @dataclass
 class Worker:
-    """A process that handles one job at a time; a dead one is replaced."""
+    """A forked process that handles one job at a time; a dead one is replaced."""
 
     number: int
-    served: Served | Spawned  # used by a forked process, or sent to a spawned one
+    served: Served
     current: Job | None = None
     process: BaseProcess | None = None
     connection: Connection = field(init=False)
@@ -145,10 +139,7 @@ class Worker:
         try:
             return job, receive(self.connection)
         except (EOFError, OSError):
-            assert self.process is not None
-            self.process.join(5)
-            code = self.process.exitcode
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            how = self.how_it_ended()
             self.close()
             return job, Lost(f"the client's process died ({how})")
 
@@ -171,68 +162,55 @@ class Worker:
 
     def begin(self) -> None:
         """Start the process if there is none, without waiting until it is ready."""
-        if self.process is not None:
-            return
-        if isinstance(self.served, Spawned):
-            spawn = multiprocessing.get_context("spawn")
-            self.connection, other = spawn.Pipe()
-            level = logging.getLogger("flwr").getEffectiveLevel()
-            packed = self.served.pack(self.number)
-            self.process = spawn.Process(target=_serve_spawned, args=(packed, level, other), daemon=True)
-            resource_tracker.ensure_running()  # the start of the first process would start it, and unblock Ctrl-C
-            with packed.file, self.served.environment(self.number), _without_interrupts():
-                self.process.start()
-        else:
-            return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
-            fork = multiprocessing.get_context("fork")
-            self.connection, other = fork.Pipe()
-            self.process = fork.Process(target=_serve_forked, args=(self.served, self.connection, other), daemon=True)
-            with _without_interrupts():
-                self.process.start()
-        other.close()
+        if self.process is None:
+            other = self.launch()
+            other.close()
 
     def start(self) -> None:
         """Start the process if there is none, and wait until it is ready."""
-        if isinstance(self.served, Spawned):
-            self._spawn()
-        else:
-            self._fork()
-
-    def _spawn(self) -> None:
-        self.begin()
-        if self._is_ready:
-            return
-        assert self.process is not None
-        if not self.connection.poll(_SPAWN_TIMEOUT):
-            self.close()
-            raise RunFailed(f"a worker process was not ready after {_SPAWN_TIMEOUT} s; use fewer workers, or workers=0")
-        try:
-            problem = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(5)
-            problem = why_ended(self.process.exitcode)
-        if problem is not None:
-            self.close()
-            raise RunFailed(problem)
-        self._is_ready = True
-
-    def _fork(self) -> None:
         for _ in range(_FORKS):
             self.begin()
-            if not self._is_ready:
-                if not self.connection.poll(_START_TIMEOUT):
-                    self.close()
-                    continue
-                with contextlib.suppress(EOFError, OSError):  # it died: receive() reports it
-                    if (problem := self.connection.recv()) is not None:
-                        self.close()
-                        raise RunFailed(problem)
-                self._is_ready = True
-            return
+            if self._is_ready or self.becomes_ready(_START_TIMEOUT):
+                return
+            self.close()
         raise RunFailed(
             f"worker processes cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
             "threads of this process use PyTorch's random numbers or its output; end them, or use workers=0"
         )
+
+    def becomes_ready(self, timeout: float) -> bool:
+        """Whether the process, which has been started, is ready within `timeout` seconds; RunFailed if it cannot be."""
+        if not self.connection.poll(timeout):
+            return False
+        try:
+            problem = self.connection.recv()
+        except (EOFError, OSError):
+            problem = self.died_early()
+        if problem is not None:
+            self.close()
+            raise RunFailed(problem)
+        self._is_ready = True
+        return True
+
+    def died_early(self) -> str | None:
+        """Why the process, which was not ready yet, has ended; None: receive() reports it."""
+        return None
+
+    def how_it_ended(self) -> str:
+        assert self.process is not None
+        self.process.join(5)
+        code = self.process.exitcode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+    def launch(self) -> Connection:
+        """Start a process; returns its end of the connection."""
+        return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
+        fork = multiprocessing.get_context("fork")
+        self.connection, other = fork.Pipe()
+        self.process = fork.Process(target=_serve_forked, args=(self.served, self.connection, other), daemon=True)
+        with without_interrupts():
+            self.process.start()
+        return other
 
     def close(self) -> None:
         if self.process is not None:
@@ -247,13 +225,22 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """A process that is started here receives Ctrl-C only when it has decided what to do with it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_if_unguarded() -> None:
+    """End this process if it is a new worker that executes the main script of the process that started it.
+
+    A spawned process imports the main script, in which only code below `if __name__ == "__main__"` is not executed.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(UNGUARDED)
 
 
 def _serve_forked(served: Served, parent: Connection, connection: Connection) -> None:
@@ -263,7 +250,7 @@ def _serve_forked(served: Served, parent: Connection, connection: Connection) ->
     sys.stdout.flush()
     sys.stderr.flush()
     if (problem := fork_problem()) is None:
-        _serve(served, connection)
+        serve(served, connection)
     else:
         with contextlib.suppress(OSError):  # the parent has ended
             connection.send(problem)
@@ -285,18 +272,6 @@ def fork_problem() -> str | None:
     return None
 
 
-def _serve_spawned(packed: Packed, level: int, connection: Connection) -> None:
-    logging.getLogger("flwr").setLevel(level)
-    use_json()
-    try:
-        served = packed.load()
-    except RunFailed as error:
-        with contextlib.suppress(OSError):  # the parent has ended
-            connection.send(str(error))
-    else:
-        _serve(served, connection)
-
-
 def _end_with(parent: int) -> None:
     """End this process when its parent was killed, although a client may still be training."""
     while os.getppid() == parent:
@@ -304,7 +279,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _serve(served: Served, connection: Connection) -> None:
+def serve(served: Served, connection: Connection) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.

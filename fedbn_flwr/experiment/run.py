@@ -26,8 +26,8 @@ from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.ray_settings import set_ray_defaults
-from fedbn_flwr.engines.spawned import leave_if_unguarded
 from fedbn_flwr.engines.watched import WatchedGrid
+from fedbn_flwr.engines.worker import leave_if_unguarded
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol

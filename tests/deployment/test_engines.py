@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -91,35 +90,7 @@ def test_flwr_run_of_this_checkout_gives_the_same_arrays(local: Path, tmp_path: 
     assert arrays(tmp_path / "out") == arrays(local)
 
 
-def living(group: int) -> list[str]:
-    """The processes of a process group, without those that have ended and were not waited for."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            state, _, owner, *_ = file.read_text().rpartition(")")[2].split()
-            found += [file.parent.name] if int(owner) == group and state != "Z" else []
-    return found
-
-
-def test_the_superlink_of_a_killed_flwr_run_ends(tmp_path: Path) -> None:
-    script = (
-        "import subprocess, sys, time\nfrom pathlib import Path\nfrom fedbn_flwr.engines.simulation import _superlink\n"
-        f"with _superlink(Path({str(tmp_path)!r})) as environment:\n"
-        f"    apart = subprocess.Popen(['sleep', '{PATIENCE}'], env=environment, start_new_session=True)\n"
-        f"    print(apart.pid, flush=True)\n    time.sleep({PATIENCE})\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        app = int(process.stdout.readline())  # Flower starts a run's app in a session of its own
-        (listed,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().splitlines()
-        superlink = int(listed.split()[0])
-        assert living(superlink)
-        assert living(app)
-        process.kill()
-    wait_for("the end of the SuperLink and of the app", lambda: not living(superlink) and not living(app))
-
-
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])  # both end as Ctrl-C does
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])  # the first two as Ctrl-C
 def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app: Path, tmp_path: Path) -> None:
     home = tmp_path / ("temporary" + 60 * "x")  # too long for the paths of Ray's sockets
     home.mkdir()
@@ -134,13 +105,14 @@ def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app:
         try:
             wait_for("a round, or the end", lambda: size(history) > 0 or process.poll() is not None)
             assert process.poll() is None, output.read_text()
+            assert living(home)  # the simulation, and Ray's processes
             process.send_signal(sent)
-            assert process.wait(PATIENCE) == 130
+            assert process.wait(PATIENCE) == (-sent if sent == signal.SIGKILL else 130)
         finally:
             process.kill()
-    marked = f"FLWR_HOME={home}".encode()
-    left = [file for file in Path("/proc").glob("[0-9]*/environ") if marked in contents(file)]
-    assert left == []
+    wait_for("the end of the simulation's processes", lambda: not living(home))
+    if sent == signal.SIGKILL:  # nothing could be written
+        return
     summary = json.loads((tmp_path / "out" / "FixBN" / "summary.json").read_text())
     assert (summary["status"], summary.get("error")) == ("interrupted", None)
     words = ["fedbn", "flwr", "run", str(app), "--run-config", run_config, "--run-config", "resume=true"]
@@ -148,6 +120,12 @@ def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app:
         output.read_text()
     )
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def living(temporary: Path) -> list[str]:
+    """The processes with this folder for temporary files."""
+    marked = f"TMPDIR={temporary}\0".encode()
+    return [file.parent.name for file in Path("/proc").glob("[0-9]*/environ") if marked in contents(file)]
 
 
 def size(file: Path) -> int:

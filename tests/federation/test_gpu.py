@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, LocalGrid, client_app, run
+from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.client.training import SGD, Step
 from fedbn_flwr.data.batches import ClientBatches
@@ -116,37 +115,6 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert float(step.loss) > 0
-
-
-def test_workers_share_the_images_and_train_what_one_process_trains(tmp_path: Path) -> None:
-    gpus = torch.cuda.device_count()
-    models = []
-    for number, engine in enumerate(({"workers": 0}, {"workers": 2}, {"workers": 2 * gpus, "gpus": gpus})):
-        result = run(
-            {"rounds": 2, "clients": 4, "train": {"steps": 4}, "strategy": {"name": "FedBN"}},
-            engine={"device": "cuda", **engine},
-            out=tmp_path / str(number),
-            progress=False,
-        )
-        models.append({key: value.double().cpu() for key, value in result.model(client=0).state_dict().items()})
-    for other in models[1:]:
-        close(models[0], other, 1e-3)
-
-
-def test_workers_read_the_images_in_place(capfd: pytest.CaptureFixture[str]) -> None:
-    pixels = torch.zeros(100, dtype=torch.uint8, device=GPU)
-    app = client_app(functools.partial(look, pixels))
-    with LocalGrid(app, 2, workers=2, gpus=1) as grid:
-        grid.start()
-        pixels.fill_(7)
-        torch.cuda.synchronize()
-        replies = list(grid.send_and_receive([Message(RecordDict(), node, "query.keys") for node in (1, 2)]))
-    assert [reply.error.reason.rpartition(" ")[2] for reply in replies] == ["7"] * 2, "what was written after the start"
-    assert "each has a copy" not in capfd.readouterr().err
-
-
-def look(pixels: torch.Tensor, context: Context) -> BNClient:
-    raise ValueError(f"the last pixel is {int(pixels[-1])}")
 
 
 def test_an_experiment_says_what_it_used(tmp_path: Path) -> None:

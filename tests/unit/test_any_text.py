@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from fedbn_flwr import cli
 from fedbn_flwr.client.site_status import read_status
+from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.engines.logs import is_json
 from fedbn_flwr.engines.network import VARIABLE, PollingGrid
-from fedbn_flwr.engines.simulation import FlwrRun, parse_pairs
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.exchange.codec import (
     Agreement,
@@ -78,7 +78,6 @@ def test_any_changes_of_a_run_config(text: str) -> None:
 @given(words, st.sampled_from(["--run-config", "--node-config", "--run-config=", "-c"]))
 def test_any_pairs_for_flower(text: str, option: str) -> None:
     attempt(lambda: parse_pairs([text], option), SettingsError)
-    attempt(lambda: FlwrRun.parse([option, text]), SettingsError)
 
 
 NODE_KEYS = st.sampled_from(["partition-id", "num-partitions", "state", "data-pth", "x"])

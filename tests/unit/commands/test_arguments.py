@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.engines.simulation import FlwrRun, parse_pairs
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.experiment.find import from_run_config
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import default_out
@@ -51,18 +50,13 @@ def test_a_flower_run_is_not_resumed_where_there_is_none(tmp_path: Path, capsys:
     assert not out.exists()
 
 
-def test_options_of_flower_with_a_value_are_passed_on() -> None:
-    words = ["run", str(ROOT), "--format", "json", "-cset='rounds=2'", "--federation=@a/b", "-c", "out='x'"]
-    request = FlwrRun.parse(words)
-    assert request.run_config == {"set": "rounds=2", "out": "x"}
-    assert request.options == ["--federation", "@a/b", "--format", "json"]
-    with pytest.raises(SettingsError, match="--format needs a value, for instance --format json"):
-        FlwrRun.parse(["run", "--format"])
-
-
-def test_the_help_of_flower_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["flwr", "run", str(ROOT), "--help"]) == 0
-    assert "--federation-config" in capfd.readouterr().out
+def test_what_the_simulation_cannot_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["flwr", "ls"])
+    assert "run" in capsys.readouterr().err
+    assert "call flwr run . remote --stream" in refusal(capsys, "flwr", "run", ".", "remote")
+    assert "is not a Flower app" in refusal(capsys, "flwr", "run", str(ROOT / "docs"))
+    assert "has no key 'rounds'" in refusal(capsys, "flwr", "run", str(ROOT), "-cset='seed=1'", "-c", "rounds=2")
 
 
 QUOTED = re.compile(r"--run-config (?:'([^']*)'|\"((?:[^\"\\]|\\.)*)\")")

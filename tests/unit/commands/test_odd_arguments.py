@@ -95,7 +95,7 @@ def test_out_of_another_flower_app_is_its_own(
     summary.status = "running"
     run.write_summary(summary)
 
-    def stopped(_: Path, run_config: dict[str, Any], *__: object) -> int:
+    def stopped(_: Path, run_config: dict[str, Any], __: str) -> None:
         assert run_config["out"] in (5, str(run.path))
         raise KeyboardInterrupt
 

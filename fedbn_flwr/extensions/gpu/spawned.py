@@ -1,14 +1,17 @@
-"""What a worker process gets that is started as a new interpreter: its ClientApp, and one GPU.
+"""Workers that are new interpreters, because a GPU cannot be used in a process that is forked after its first use.
 
-The process imports what the app refers to by name. Tensors in a GPU's memory that the app holds are not copied: all
-processes of that GPU read the same memory (CUDA IPC). Models are copied, because each process trains its own.
+Each gets its ClientApp, and one GPU. It imports what the app refers to by name. Tensors in a GPU's memory that the app
+holds are not copied: all processes of that GPU read the same memory (CUDA IPC). Models are copied, because each process
+trains its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import io
+import logging
 import multiprocessing
 import os
 import pickle
@@ -18,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import WARNING
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd, ForkingPickler
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
@@ -25,12 +30,15 @@ from typing import IO, TYPE_CHECKING, Any
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
+from fedbn_flwr.engines.logs import use_json
+from fedbn_flwr.engines.nodes import Nodes
+from fedbn_flwr.engines.worker import UNGUARDED, Worker, serve, without_interrupts
 from fedbn_flwr.errors import RunFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-UNGUARDED = 97  # exit code of a process that found its main script unguarded
+_START_TIMEOUT = 300  # seconds until a process has imported PyTorch and the app
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _AT_THE_TOP = (
     "it and what it refers to must be at the top of a module: not in a function, nor in a notebook, nor below "
@@ -77,6 +85,59 @@ class Spawned:
                 os.environ[_VISIBLE] = before
 
 
+class SpawnedWorker(Worker):
+    """A process that is a new interpreter; `served` is what it gets."""
+
+    served: Any
+
+    def start(self) -> None:
+        self.begin()
+        if not self._is_ready and not self.becomes_ready(_START_TIMEOUT):
+            self.close()
+            raise RunFailed(f"a worker process was not ready after {_START_TIMEOUT} s; use fewer workers, or workers=0")
+
+    def launch(self) -> Connection:
+        spawn = multiprocessing.get_context("spawn")
+        self.connection, other = spawn.Pipe()
+        packed = self.served.pack(self.number)
+        level = logging.getLogger("flwr").getEffectiveLevel()
+        self.process = spawn.Process(target=_serve, args=(packed, level, other), daemon=True)
+        resource_tracker.ensure_running()  # the start of the first process would start it, and unblock Ctrl-C
+        with packed.file, self.served.environment(self.number), without_interrupts():
+            self.process.start()
+        return other
+
+    def died_early(self) -> str:
+        how = self.how_it_ended()
+        assert self.process is not None
+        if self.process.exitcode == UNGUARDED:
+            return (
+                "a worker process imports the script, and the script trains when it is imported; put what trains below "
+                'if __name__ == "__main__": (docs/python.md), or use workers=0'
+            )
+        return (
+            f"a worker process ended while it started ({how}); the output above may have the reason; or use workers=0"
+        )
+
+
+def spawned(served: Nodes, count: int, gpus: int) -> list[Worker]:
+    """`count` workers, on `gpus` GPUs in turn."""
+    shared = Spawned(served, gpus)
+    return [SpawnedWorker(number, shared) for number in range(count)]
+
+
+def _serve(packed: Packed, level: int, connection: Connection) -> None:
+    logging.getLogger("flwr").setLevel(level)
+    use_json()
+    try:
+        served = packed.load()
+    except RunFailed as error:
+        with contextlib.suppress(OSError):  # the parent has ended
+            connection.send(str(error))
+    else:
+        serve(served, connection)
+
+
 class Packed:
     """A file that a new process reads when it has started. (A full pipe would make this process wait for it.)"""
 
@@ -99,26 +160,6 @@ class Packed:
 
 def _opened(descriptor: Any) -> Packed:
     return Packed(os.fdopen(descriptor.detach(), "rb"))
-
-
-def leave_if_unguarded() -> None:
-    """End this process if it is a new worker that executes the main script of the process that started it.
-
-    A spawned process imports the main script, in which only code below `if __name__ == "__main__"` is not executed.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(UNGUARDED)
-
-
-def why_ended(code: int | None) -> str:
-    """Why a process ended with this exit code before it was ready."""
-    if code == UNGUARDED:
-        return (
-            "a worker process imports the script, and the script trains when it is imported; put what trains below "
-            'if __name__ == "__main__": (docs/python.md), or use workers=0'
-        )
-    how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-    return f"a worker process ended while it started ({how}); the output above may have the reason; or use workers=0"
 
 
 class _Pickler(ForkingPickler):

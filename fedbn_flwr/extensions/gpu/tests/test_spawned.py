@@ -22,8 +22,8 @@ from torch.multiprocessing import reductions
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
-from fedbn_flwr.engines.spawned import Spawned
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.extensions.gpu.spawned import Spawned
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
@@ -122,7 +122,7 @@ def test_workers_for_gpus_train_on_the_images_of_the_main_process(
         results.append(
             run(
                 {"rounds": 2, "clients": 2, "train": {"steps": 2, "batch_size": 8}, "strategy": {"name": "FedBN"}},
-                data={"name": "tests.federation.test_spawned:images"},
+                data={"name": "fedbn_flwr.extensions.gpu.tests.test_spawned:images"},
                 engine={"device": "cpu", "workers": gpus},
                 mods=["message_size_mod"],
                 out=tmp_path / str(gpus),
