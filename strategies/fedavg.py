@@ -291,8 +291,8 @@ class FedAvg(Rule, FlowerFedAvg):
         """The replies whose statistics are within the bounds."""
         if self.bounds is None:
             return replies
-        of = roles(replies[0].arrays)
-        found = self.bounds.outliers([split_by_role(each.arrays, of, {Role.STATISTICS})[0] for each in replies])
+        keys = [key for key, role in roles(replies[0].arrays).items() if role is Role.STATISTICS]
+        found = self.bounds.outliers([reply.arrays for reply in replies], keys)
         refused = [(replies[i].node, reason) for i, reason in found.items()]
         answered = {reply.node: reply.partition for reply in replies}
         nodes = self.admit(what, answered, refused, len(replies))
