@@ -4,10 +4,10 @@ from fedbn_flwr.commands.common import loading
 
 with loading():  # a SuperNode starts a process for each message
     from fedbn_flwr import client_app
-    from fedbn_flwr.client.site_status import record_status
     from fedbn_flwr.engines.logs import log_message, use_json
     from fedbn_flwr.experiment.mods import experiment_mods
     from fedbn_flwr.experiment.node import make_client
+    from fedbn_flwr.extensions import parts
 
 use_json()
-app = client_app(make_client, mods=[log_message, record_status, experiment_mods])
+app = client_app(make_client, mods=[log_message, *parts("client_mods"), experiment_mods])

@@ -12,13 +12,11 @@ from typing import NoReturn
 
 from . import __version__
 from .commands import (
-    check,
     clean,
     completion,
     explain,
     flwr,
     listing,
-    metrics,
     new,
     partition,
     report,
@@ -26,6 +24,7 @@ from .commands import (
     status,
 )
 from .errors import FedbnError, did_you_mean
+from .extensions import parts
 
 COMMANDS = (
     new,
@@ -35,8 +34,6 @@ COMMANDS = (
     report,
     partition,
     listing,
-    check,
-    metrics,
     clean,
     flwr,
     completion,
@@ -107,8 +104,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fedbn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    for add in (*[command.add for command in COMMANDS], *parts("commands")):
+        add(commands)
     return parser
 
 

@@ -205,8 +205,8 @@ class FedAvg(Leaf, FlowerFedAvg):
         if self.bounds is None or not found:
             return {}
         replies = list(found.values())
-        of = roles(replies[0].arrays)
-        outliers = self.bounds.outliers([split_by_role(each.arrays, of, {Role.STATISTICS})[0] for each in replies])
+        keys = [key for key, role in roles(replies[0].arrays).items() if role is Role.STATISTICS]
+        outliers = self.bounds.outliers([reply.arrays for reply in replies], keys)
         return {replies[i].node: reason for i, reason in outliers.items()}
 
     def bounded(self, weights: list[float]) -> list[float]:

@@ -122,7 +122,7 @@ def _plausible(what: str, found: Mapping[int, Contribution], admit: Admit, bound
     """The contributions that are near those of the others."""
     nodes, contributions = list(found), list(found.values())
     tensors = [contribution.tensors for contribution in contributions]
-    reasons = bounds.outliers(tensors)
+    reasons = bounds.outliers(tensors, sorted(tensors[0]))
     refused = [(nodes[i], f"{contributions[i].kind}: {reason}") for i, reason in reasons.items()]
     kept = admit(what, {node: each.partition for node, each in found.items()}, refused, len(nodes))
     return {node: found[node] for node in kept}

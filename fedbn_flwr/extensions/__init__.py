@@ -5,6 +5,8 @@ extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure"
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
 only its parts with it. The kinds:
 
+- commands: a function that adds a command to the parser of `fedbn`, for instance `fedbn check`
+- client_mods: a mod of the ClientApp of experiments
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
 - passes: "compiled", the loss of a compiled pass; "decided" and "fill_cache", for what the settings leave to a run
 """
@@ -23,6 +25,11 @@ def declared(kind: str) -> dict[str, str]:
         package = importlib.import_module(f"{__name__}.{extension}")
         found.update({name: f"{package.__name__}.{where}" for name, where in package.PARTS.get(kind, {}).items()})
     return found
+
+
+def parts(kind: str) -> list[Any]:
+    """All parts of this kind, in the order of extensions and of their declarations."""
+    return [part(kind, name) for name in declared(kind)]
 
 
 def part(kind: str, name: str) -> Any:

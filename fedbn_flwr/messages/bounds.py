@@ -21,8 +21,8 @@ class Bounds(Protocol):
     def of_updates(self) -> Mapping[str, Any]:
         """Those of them that bound nothing but the clients' updates of the model."""
 
-    def outliers(self, cohort: Sequence[Arrays]) -> Mapping[int, str]:
-        """The positions of the clients to leave out, with the reasons; `cohort` has the statistics of each."""
+    def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> Mapping[int, str]:
+        """The positions of the clients to leave out, with the reasons; `keys` are those of their statistics."""
 
     def weights(self, weights: Sequence[float]) -> list[float]:
         """The weights of the mean."""

@@ -27,7 +27,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedbn_flwr.exchange.config import PREFIX, ExchangeConfig
-from fedbn_flwr.results.metrics import METRICS
+from fedbn_flwr.extensions.site.samples import METRICS
 from tests.support.certificates import write_certificate
 from tests.support.command import PATIENCE, fedbn
 from tests.support.network import (

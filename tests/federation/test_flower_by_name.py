@@ -130,12 +130,12 @@ def test_an_experiment_names_its_strategy_in_the_label() -> None:
 @pytest.mark.parametrize("count", [3, 4, 7])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64])
 def test_the_median_keeps_dtypes_and_shapes(count: int, dtype: type) -> None:
-    rows = np.random.default_rng(0).uniform(0, 1e4, size=(count, 3)).astype(dtype)
+    rows: np.ndarray = np.random.default_rng(0).uniform(0, 1e4, size=(count, 3)).astype(dtype)
     for shape in ((3,), (3, 1)):
         found = median([{"bn.running_var": row.reshape(shape)} for row in rows])["bn.running_var"]
         middle = [sorted(column.tolist())[(count - 1) // 2 : count // 2 + 1] for column in rows.T]
         twin = np.array([(each[0] + each[-1]) / 2 for each in middle])
-        expected = (np.rint(twin) if dtype is np.int64 else twin).astype(dtype).reshape(shape)
+        expected: np.ndarray = (np.rint(twin) if dtype is np.int64 else twin).astype(dtype).reshape(shape)
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, expected)
     assert median([{"n": np.array(value)} for value in (3, 5, 10**9)])["n"].tolist() == 5

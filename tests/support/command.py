@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from fedbn_flwr.extensions import declared
 
 # Seconds after which a test gives up on a program. Only one that hangs needs them: a machine that is shared can be many
 # times slower at times.
@@ -31,6 +34,14 @@ def fedbn(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedPro
         timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
     )
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The words of the commands of a page, without those of an extension that is not installed."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    found = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    absent = {"check", "metrics"} - declared("commands").keys()
+    return [words for words in found if words[1] not in absent]
 
 
 def python_blocks(text: str) -> list[str]:

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr import cli
-from fedbn_flwr.client.site_status import read_status
 from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.engines.logs import is_json
 from fedbn_flwr.engines.network import VARIABLE, PollingGrid
@@ -190,15 +189,6 @@ def test_any_content_of_a_checkpoint(checkpoint: CheckpointFile, seed: int, name
     file = CheckpointFile(checkpoint.path.with_name("other"))
     write_store(file.path, entries.items(), durable=False)
     attempt(lambda: (file.round(), file.read(), list(file.clients() or ())), SettingsError)
-
-
-@settings(max_examples=cases(50))
-@given(
-    st.builds(damaged, st.just(b'{"train": {"round": 1, "error": null}}'), st.integers(0, 2**32))
-    | st.binary(max_size=9)
-)
-def test_any_status_of_a_site(data: bytes) -> None:
-    assert isinstance(read_status(data.decode(errors="replace")), dict)
 
 
 @pytest.mark.parametrize("name", ["out", "\0", "~no-such-user/x.yaml", "x" * 5000 + ".yaml", "/dev/null.yaml"])

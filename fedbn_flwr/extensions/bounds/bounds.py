@@ -65,7 +65,7 @@ class Bounds:
     def of_updates(self) -> dict[str, Any]:
         return {name: value for name, value in self.notes().items() if name.startswith("clip_")}
 
-    def outliers(self, cohort: Sequence[Arrays]) -> dict[int, str]:
+    def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> dict[int, str]:
         """The clients that are too far from the cohort's median, by position, with the reasons.
 
         Per array: the distance of a client from the coordinatewise median must be at most `plausible` times the norm
@@ -75,7 +75,7 @@ class Bounds:
         found: dict[int, str] = {}
         if self.plausible is None or len(cohort) < 3:
             return found
-        for key in sorted(cohort[0]):
+        for key in keys:
             rows = np.stack([each[key].reshape(-1) for each in cohort]).astype(np.float64)
             middle = np.median(rows, axis=0)
             with np.errstate(over="ignore"):

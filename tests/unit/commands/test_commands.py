@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from fedbn_flwr import cli
-from tests.support.command import ROOT
+from tests.support.command import ROOT, commands_of
 
 PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 
@@ -18,8 +17,7 @@ def test_the_commands_of_the_page_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    words = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    words = commands_of(PAGE)
     assert len(words) > 8
     for fedbn, *arguments in words:
         assert fedbn == "fedbn"

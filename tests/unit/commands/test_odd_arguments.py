@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.commands.metrics import make_server
 from fedbn_flwr.engines import simulation
-from fedbn_flwr.engines.reach import check_server
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.runs import write_run
@@ -36,7 +28,6 @@ LONG = "x" * 300  # longer than file systems allow
         ["report", LONG],
         ["partition", "quick", "--out", f"{LONG}/x.png"],
         ["clean", "--states", LONG],
-        ["metrics", "--once", LONG],
         ["explain", "quick", f"data.name=/{LONG}"],
     ],
 )
@@ -62,13 +53,6 @@ def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch: 
     monkeypatch.setattr("fedbn_flwr.commands.status.check_seconds", fail)
     with pytest.raises(OSError, match="unheard of"):
         cli.main(["status"])
-
-
-@pytest.mark.parametrize("key", ["data-path", "state"])
-def test_a_path_of_a_site_that_cannot_be_used_is_a_failed_check(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--json", "--node-config", f"{key}='/{LONG}'"]) == 1
-    found = json.loads(capsys.readouterr().out)["checks"]
-    assert any(each["status"] == "failed" and "File name too long" in each["found"] for each in found)
 
 
 def test_standard_output_may_be_closed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,9 +118,8 @@ def test_a_new_experiment_is_named_as_a_shell_reads_it(
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e9", "0", "-1"])
 def test_seconds_have_bounds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["check", "--timeout"], ["status", "--watch", "--every"]):
-        assert cli.main([*words[:-1], f"{words[-1]}={seconds}"]) == 2
-        assert "expected seconds, more than 0 and at most 86400" in capsys.readouterr().err
+    assert cli.main(["status", "--watch", f"--every={seconds}"]) == 2
+    assert "expected seconds, more than 0 and at most 86400" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("digits", [6, 400, 5000])
@@ -146,60 +129,8 @@ def test_ages_have_bounds(digits: int, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["clean", str(tmp_path), "--older-than", "99999w"]) == 0
 
 
-def test_an_address_that_can_be_no_name_is_a_failed_check() -> None:
-    (found,) = check_server("a..b:9092", None, 1.0)
-    assert (found.status, found.found) == ("failed", "the name 'a..b' is unknown here")
-    (found,) = check_server("localhost:" + "9" * 5000, None, 1.0)
-    assert found.status == "failed"
-
-
 def test_the_status_of_a_run_that_diverged_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", "a", config={"rounds": 2, "clients": 2}, lines=[{"accuracy": 0.1, "loss": float("nan")}])
     assert cli.main(["status", "--json", str(tmp_path)]) == 0
     (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (found["accuracy"], found["loss"]) == (0.1, None)
-
-
-@contextmanager
-def serving(host: str) -> Iterator[int]:
-    with make_server(host, 0, lambda: "a 1\n") as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_metrics_are_found_with_a_query_or_a_slash() -> None:
-    with serving("127.0.0.1") as port:
-        for path in ("/metrics?x=1", "/metrics/"):
-            with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
-                assert answer.read() == b"a 1\n"
-        with pytest.raises(HTTPError, match="404"):
-            urlopen(f"http://127.0.0.1:{port}/metrics/other", timeout=10)
-
-
-@pytest.mark.parametrize(("error", "lines"), [(ConnectionResetError, 0), (BrokenPipeError, 0), (ValueError, 1)])
-def test_a_scraper_may_disconnect(error: type[Exception], lines: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with make_server("127.0.0.1", 0, str) as server:
-        try:
-            raise error
-        except Exception:
-            server.handle_error(b"", ("127.0.0.1", 1))
-    assert capsys.readouterr().err.count(error.__name__) == lines
-
-
-def test_metrics_are_served_at_ipv6_addresses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"no IPv6 here: {error}")
-    with serving("::1") as port, urlopen(f"http://[::1]:{port}/metrics", timeout=10) as answer:
-        assert answer.read() == b"a 1\n"
-    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", lambda server: None)
-    assert cli.main(["metrics", "--listen", "[::1]:0"]) == 0
-    assert capsys.readouterr().out.startswith("metrics: http://[::1]:")

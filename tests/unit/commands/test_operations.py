@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.state import STATES
-from tests.support.command import ROOT, fedbn
+from tests.support.command import ROOT, commands_of, fedbn
 from tests.support.runs import write_run
 
 DAY = 86400
@@ -169,14 +168,10 @@ def test_the_commands_of_the_page_succeed(runs: Path, monkeypatch: pytest.Monkey
     folder = runs.rename(runs.with_name("runs"))
     monkeypatch.chdir(folder.parent)
     before = left(folder)
-    lines = [
-        line
-        for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-        for line in block.splitlines()
-    ]
-    assert len(lines) == 5
-    for line in lines:
-        assert cli.main(shlex.split(line)[1:]) == 0
+    words = commands_of(PAGE)
+    assert len(words) >= 4
+    for _, *arguments in words:
+        assert cli.main(arguments) == 0
     assert left(folder) == before
     table = PAGE.split("| status | meaning |")[1].split("\n\n")[0]
     assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == STATES

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import http.client
 import os
 import socket
 import ssl
 import stat
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Literal
 
@@ -75,83 +74,69 @@ def readable_by(file: Path) -> str:
 
 def check_authority(file: Path) -> Check:
     """Whether the certificates of a file with root certificates are valid, and for how long."""
+    name = "root certificate"
     try:
         certificates = x509.load_pem_x509_certificates(file.read_bytes())
     except OSError as error:
-        return Check(
-            "root certificate", "failed", f"{file}: {error.strerror}", "copy ca.crt from the server's deploy/keys"
-        )
+        return Check(name, "failed", f"{file}: {error.strerror}", "copy ca.crt from the server's deploy/keys")
     except ValueError:
-        return Check("root certificate", "failed", f"{file}: not a PEM certificate", "copy ca.crt from the server")
+        return Check(name, "failed", f"{file}: not a PEM certificate", "copy ca.crt from the server")
     first = min(certificates, key=lambda each: each.not_valid_after_utc)
-    return _validity("root certificate", first, str(file), "have the operator of the server create a new authority")
+    return _validity(name, first, str(file), "have the operator of the server create a new authority")
 
 
 def check_server(address: str, authority: Path | None, timeout: float, *, insecure: bool = False) -> list[Check]:
     """Whether a SuperLink can be reached at HOST:PORT, and whether its certificate is valid for that host."""
+
+    def failed(found: str, cure: str) -> list[Check]:
+        return [Check("server", "failed", found, cure)]
+
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
-        return [Check("server", "failed", f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")]
+        return failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
     try:
-        with socket.create_connection((host, int(port)), timeout):
-            pass
+        socket.create_connection((host, int(port)), timeout).close()
     except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name: a..b
-        return [Check("server", "failed", f"the name {host!r} is unknown here", "check the name, and DNS at this site")]
+        return failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site")
     except TimeoutError:
-        return [
-            Check(
-                "server", "failed", f"{address} does not answer within {timeout:g} s",
-                f"let this machine connect to port {port}: a firewall drops it, or the server is off",
-            )
-        ]  # fmt: skip
+        return failed(
+            f"{address} does not answer within {timeout:g} s",
+            f"let this machine connect to port {port}: a firewall drops it, or the server is off",
+        )
     except OSError as error:
-        return [
-            Check(
-                "server", "failed", f"{address}: {error.strerror or str(error)}", "start the SuperLink; check the port"
-            )
-        ]
+        return failed(f"{address}: {error.strerror or str(error)}", "start the SuperLink; check the port")
     if insecure:
         return [Check("server", "warning", f"{address} accepts connections", "use TLS unless this is the same machine")]
     try:
         context = ssl.create_default_context(cafile=str(authority) if authority else None)
-    except (OSError, ssl.SSLError):
-        return [Check("server", "failed", f"{address} cannot be verified", "correct the root certificate first")]
-    try:
-        with (
-            socket.create_connection((host, int(port)), timeout) as plain,
-            context.wrap_socket(plain, server_hostname=host) as secure,
-        ):
-            certificate = x509.load_der_x509_certificate(secure.getpeercert(binary_form=True) or b"")
-    except ssl.SSLError as error:
-        return [Check("server", "failed", *_tls_problem(error, host, int(port), timeout, authority))]
-    except OSError as error:
-        return [
-            Check("server", "failed", f"{address} ends the connection: {error}", "check that a SuperLink listens there")
-        ]
+    except OSError:
+        return failed(f"{address} cannot be verified", "correct the root certificate first")
+    with contextlib.closing(HTTPSConnection(host, int(port), timeout=timeout, context=context)) as connection:
+        try:
+            connection.connect()
+        except ssl.SSLError as error:
+            return failed(*_tls_problem(error, host, int(port), timeout, authority))
+        except OSError as error:
+            return failed(f"{address} ends the connection: {error}", "check that a SuperLink listens there")
+        certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True) or b"")
+        health = _health(address, connection)
     renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
-    return [
-        *_health(address, host, int(port), context, timeout),
-        _validity("server certificate", certificate, f"for {', '.join(_names(certificate))}", renew),
-    ]
+    return [*health, _validity("server certificate", certificate, f"for {', '.join(_names(certificate))}", renew)]
 
 
-def _health(address: str, host: str, port: int, context: ssl.SSLContext, timeout: float) -> list[Check]:
-    connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+def _health(address: str, connection: HTTPSConnection) -> list[Check]:
+    asked = time.time()
     try:
-        connection.connect()
-        asked = time.time()
         connection.request("GET", "/health")
         answer = connection.getresponse()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, HTTPException) as error:
         return [
             Check(
                 "server", "warning", f"{address} has TLS, but answers no HTTP request ({error})",
                 "check that this is the SuperLink's port (8000), not that of the exchange service",
             )
         ]  # fmt: skip
-    finally:
-        connection.close()
     # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
     what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
     checks = [Check("server", "ok", f"{address}: {what}")]
@@ -176,7 +161,9 @@ def _tls_problem(error: ssl.SSLError, host: str, port: int, timeout: float, auth
     code = getattr(error, "verify_code", None)
     if isinstance(error, ssl.SSLCertVerificationError):
         if code in (62, 64) or "doesn't match" in text or "mismatch" in text:
-            names = ", ".join(_server_names(host, port, timeout)) or "other names"
+            names = "other names"
+            with contextlib.suppress(OSError, ValueError):
+                names = ", ".join(_names(presented(host, port, timeout))) or names
             return (
                 f"the certificate of {address} is not for {host!r} but for {names}",
                 f"connect by one of these names, or have the operator add it: deploy/keys.sh --add {host}",
@@ -196,19 +183,9 @@ def _tls_problem(error: ssl.SSLError, host: str, port: int, timeout: float, auth
     return f"{address}: TLS failed ({text.split('] ')[-1]})", "check that this is the SuperLink's address"
 
 
-def _server_names(host: str, port: int, timeout: float) -> Sequence[str]:
-    """The names in a server's certificate, which is not verified: only for the text of an error."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    try:
-        with (
-            socket.create_connection((host, port), timeout) as plain,
-            context.wrap_socket(plain, server_hostname=host) as secure,
-        ):
-            return _names(x509.load_der_x509_certificate(secure.getpeercert(binary_form=True) or b""))
-    except (OSError, ValueError):
-        return ()
+def presented(host: str, port: int, timeout: float) -> x509.Certificate:
+    """The certificate that a server presents, which is not verified."""
+    return x509.load_pem_x509_certificate(ssl.get_server_certificate((host, port), timeout=timeout).encode())
 
 
 def _names(certificate: x509.Certificate) -> list[str]:
@@ -224,10 +201,8 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
     now = datetime.datetime.now(datetime.UTC)
     end, begin = certificate.not_valid_after_utc, certificate.not_valid_before_utc
     if begin > now:
-        return Check(
-            name, "failed", f"{where}: valid only from {begin:%Y-%m-%d %H:%M} UTC",
-            f"set this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC",
-        )  # fmt: skip
+        found = f"{where}: valid only from {begin:%Y-%m-%d %H:%M} UTC"
+        return Check(name, "failed", found, f"set this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC")
     if end < now:
         return Check(name, "failed", f"{where}: expired on {end:%Y-%m-%d}", cure)
     days = (end - now).days

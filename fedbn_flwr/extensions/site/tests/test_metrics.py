@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +18,15 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.client.site_status import record_status
-from fedbn_flwr.commands.metrics import make_server
 from fedbn_flwr.engines.logs import log_message
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.extensions.site.metrics import make_server
+from fedbn_flwr.extensions.site.samples import METRICS
+from fedbn_flwr.extensions.site.status import read_status, record_status
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.results.metrics import METRICS
 from tests.support.certificates import write_certificate
 from tests.support.command import ROOT
 from tests.support.runs import write_run
@@ -131,17 +132,17 @@ def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @contextmanager
-def served(text: str | Exception) -> Iterator[str]:
+def served(text: str | Exception, host: str = "127.0.0.1") -> Iterator[str]:
     def collect() -> str:
         if isinstance(text, Exception):
             raise text
         return text
 
-    with make_server("127.0.0.1", 0, collect) as server:
+    with make_server(host, 0, collect) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
@@ -152,8 +153,12 @@ def test_the_endpoint_answers_only_for_metrics() -> None:
         with urlopen(f"{address}/metrics", timeout=10) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             assert answer.read() == b"fedbn_run_round{} 1.0\n"
-        with pytest.raises(HTTPError, match="404"):
-            urlopen(f"{address}/", timeout=10)
+        for path in ("metrics?x=1", "metrics/"):
+            with urlopen(f"{address}/{path}", timeout=10) as answer:
+                assert answer.read() == b"fedbn_run_round{} 1.0\n"
+        for path in ("", "metrics/other"):
+            with pytest.raises(HTTPError, match="404"):
+                urlopen(f"{address}/{path}", timeout=10)
     with served(OSError("two\nlines")) as address, pytest.raises(HTTPError, match="500: two lines"):
         urlopen(f"{address}/metrics", timeout=10)
 
@@ -167,3 +172,38 @@ def test_wrong_addresses_are_refused(option: str, tmp_path: Path, capsys: pytest
 def test_the_page_describes_all_metrics() -> None:
     table = PAGE.split("| metric |")[1].split("\n\n")[0]
     assert {f"fedbn_{name}" for name in re.findall(r"^\| `fedbn_(\w+)`", table, re.MULTILINE)} == METRICS.keys()
+
+
+@pytest.mark.parametrize(("error", "lines"), [(ConnectionResetError, 0), (BrokenPipeError, 0), (ValueError, 1)])
+def test_a_scraper_may_disconnect(error: type[Exception], lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with make_server("127.0.0.1", 0, str) as server:
+        try:
+            raise error
+        except Exception:
+            server.handle_error(b"", ("127.0.0.1", 1))
+    assert capsys.readouterr().err.count(error.__name__) == lines
+
+
+def test_metrics_are_served_at_ipv6_addresses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with served("a 1\n", "::1") as address, urlopen(f"{address}/metrics", timeout=10) as answer:
+        assert answer.read() == b"a 1\n"
+    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", lambda server: None)
+    assert cli.main(["metrics", "--listen", "[::1]:0"]) == 0
+    assert capsys.readouterr().out.startswith("metrics: http://[::1]:")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"train": 1}', b"\xff", b'{"train":', b"[" * 100_000])
+def test_a_damaged_status_has_no_entries(content: bytes) -> None:
+    assert read_status(content.decode(errors="replace")) == {}
+    assert read_status('{"train": {"round": 1}, "evaluate": 2}') == {"train": {"round": 1}}
+
+
+def test_a_path_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["metrics", "--once", "x" * 300]) == 1
+    assert capsys.readouterr().err == f"fedbn: error: '{'x' * 300}': File name too long\n"

@@ -13,12 +13,11 @@ from collections.abc import Callable
 
 from flwr.app import ConfigRecord, Context, Message
 
+from fedbn_flwr.client.node_state import StateFolder
 from fedbn_flwr.errors import MessageError, StorageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
 from fedbn_flwr.storage import replacing, to_json
-
-from .node_state import StateFolder
 
 FILE = "status.json"
 _FIGURES = {protocol.NUM_EXAMPLES: "images", protocol.TRAIN_LOSS: "loss", "loss": "loss", "accuracy": "accuracy"}
@@ -26,7 +25,6 @@ _FIGURES = {protocol.NUM_EXAMPLES: "images", protocol.TRAIN_LOSS: "loss", "loss"
 
 def record_status(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """A mod of Flower; without a state folder it only passes the message on."""
-    kind = message.metadata.message_type
     if "state" not in context.node_config:
         return call_next(message, context)
     began = time.time()
@@ -37,16 +35,14 @@ def record_status(message: Message, context: Context, call_next: Callable[[Messa
         raise
     if reply.has_error():
         _write(message, context, began, str(reply.error.reason), {})
-        return reply
-    if kind == protocol.COHORT_QUERY:  # one of many in a step of FedTAN: only its failure is recorded
-        return reply
-    figures = {
-        name: float(value)
-        for record in metrics_in(reply.content).values()
-        for key, name in _FIGURES.items()
-        if isinstance(value := record.get(key), int | float)
-    }
-    _write(message, context, began, None, figures)
+    elif message.metadata.message_type != protocol.COHORT_QUERY:  # of its many in a step only a failure is recorded
+        figures = {
+            name: float(value)
+            for record in metrics_in(reply.content).values()
+            for key, name in _FIGURES.items()
+            if isinstance(value := record.get(key), int | float)
+        }
+        _write(message, context, began, None, figures)
     return reply
 
 

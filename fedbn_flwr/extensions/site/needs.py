@@ -1,7 +1,4 @@
-"""Checks what a site needs to train: versions, data, memory, disk and GPU. `fedbn check` prints them.
-
-The checks of its connection are in `fedbn_flwr.engines.reach`.
-"""
+"""Checks what a site needs to train: versions, data, memory, disk and GPU. `fedbn check` prints them."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ from fedbn_flwr.client.rules.fedtan import check_batch
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
-from fedbn_flwr.engines.reach import Check, check_writable
 from fedbn_flwr.errors import FedbnError, MessageError, SettingsError
+from fedbn_flwr.experiment.data import resolve, shape_without_data
+from fedbn_flwr.experiment.model import choose_device, make_model, try_model
+from fedbn_flwr.experiment.node import check_node_keys, data_of, min_batch_of, number_of
+from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.settings import Experiment, Settings
+from fedbn_flwr.experiment.training import own_loss
 
-from .data import resolve, shape_without_data
-from .model import choose_device, make_model, try_model
-from .node import check_node_keys, data_of, min_batch_of, number_of
-from .prepare import make_rule
-from .settings import Experiment, Settings
-from .training import own_loss
+from .connection import Check, check_writable
 
 _LITTLE_MEMORY = 2.0  # GB; PyTorch and Flower take about one
 _LITTLE_DISK = 2.0  # GB

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbn_flwr.commands.common import Commands, add_command, check_seconds, parse_pairs
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command, check_seconds, parse_pairs
-
 if TYPE_CHECKING:
-    from fedbn_flwr.engines.reach import Check
+    from .connection import Check
 
 
 def add(commands: Commands) -> None:
@@ -63,9 +62,10 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
-    from fedbn_flwr.engines.reach import Check, check_authority, check_key, check_server
     from fedbn_flwr.experiment.find import load_experiment
-    from fedbn_flwr.experiment.site import check_data, check_machine, check_node_config, check_versions
+
+    from .connection import Check, check_authority, check_key, check_server
+    from .needs import check_data, check_machine, check_node_config, check_versions
 
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")

@@ -23,9 +23,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from PIL import Image
 
 from fedbn_flwr import cli
+from fedbn_flwr.extensions.site.connection import check_server
 from tests.support.network import make_keys, needs_tools
 
 pytestmark = needs_tools
+LONG = "x" * 300  # longer than file systems allow
 
 
 @pytest.fixture(scope="module")
@@ -293,8 +295,27 @@ def test_a_state_folder_may_be_below_the_home_folder_and_absent(
 
 
 @pytest.mark.parametrize(
-    "words", [["--timeout", "0"], ["--insecure", "--root-certificates", "ca.crt"], ["--node-config", "data-path"]]
+    "words",
+    [
+        *[[f"--timeout={bad}"] for bad in ("0", "inf", "nan", "1e9", "-1")],
+        ["--insecure", "--root-certificates", "ca.crt"],
+        ["--node-config", "data-path"],
+    ],
 )
 def test_wrong_usage_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", *words]) == 2
     assert capsys.readouterr().err.startswith("fedbn: error: --")
+
+
+@pytest.mark.parametrize("key", ["data-path", "state"])
+def test_a_path_of_a_site_that_cannot_be_used_is_a_failed_check(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--json", "--node-config", f"{key}='/{LONG}'"]) == 1
+    found = json.loads(capsys.readouterr().out)["checks"]
+    assert any(each["status"] == "failed" and "File name too long" in each["found"] for each in found)
+
+
+def test_an_address_that_can_be_no_name_is_a_failed_check() -> None:
+    (found,) = check_server("a..b:9092", None, 1.0)
+    assert (found.status, found.found) == ("failed", "the name 'a..b' is unknown here")
+    (found,) = check_server("localhost:" + "9" * 5000, None, 1.0)
+    assert found.status == "failed"

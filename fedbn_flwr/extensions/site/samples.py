@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import datetime
 import re
-import ssl
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cryptography import x509
 
-from fedbn_flwr.client.site_status import FILE, read_status
 from fedbn_flwr.errors import UserError
+from fedbn_flwr.results.state import STATES, RunState, find_folders, read_state
+from fedbn_flwr.results.text import printable
 
-from .state import STATES, RunState, find_folders, read_state
-from .text import printable
+from .connection import presented
+from .status import FILE, read_status
 
 _SHOWN = 50  # runs, and states of sites: those that changed last
 
@@ -124,8 +124,7 @@ def samples_of_server(host: str, port: int, timeout: float = 5) -> list[Sample]:
     labels = {"certificate": f"{host}:{port}"}
     up = {"superlink": f"{host}:{port}"}
     try:
-        text = ssl.get_server_certificate((host, port), timeout=timeout)
-        days = _days(x509.load_pem_x509_certificate(text.encode()))
+        days = _days(presented(host, port, timeout))
     except (OSError, ValueError):
         return [("fedbn_superlink_up", up, 0.0)]
     return [("fedbn_superlink_up", up, 1.0), ("fedbn_certificate_days", labels, days)]

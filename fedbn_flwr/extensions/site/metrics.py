@@ -16,9 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fedbn_flwr.commands.common import Commands, add_command, default_folder
 from fedbn_flwr.errors import SettingsError, UserError
-
-from .common import Commands, add_command, default_folder
 
 if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
@@ -112,7 +111,7 @@ def make_server(host: str, port: int, text: Callable[[], str]) -> ThreadingHTTPS
 
 def _collector(arguments: argparse.Namespace) -> Callable[[], str]:
     """A function that returns the current text."""
-    from fedbn_flwr.results.metrics import (
+    from .samples import (
         Sample,
         exposition,
         samples_of_certificate,

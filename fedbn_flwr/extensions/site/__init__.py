@@ -1,0 +1,6 @@
+"""Operating a site: `fedbn check` before a run, and `fedbn metrics` with a mod that records the last messages."""
+
+PARTS = {
+    "commands": {"check": "check:add", "metrics": "metrics:add"},
+    "client_mods": {"record_status": "status:record_status"},
+}
