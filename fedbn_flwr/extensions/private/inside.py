@@ -1,6 +1,8 @@
-"""The strategies that Private must not contain."""
+"""What a strategy inside Private must not do, by the traits of it and of those inside it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from flwr.serverapp.strategy import QFedAvg, Strategy
 
@@ -8,10 +10,9 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.strategies import (
     FLOWER,
-    FixBN,
     Rule,
-    Traits,
     Wrapper,
+    as_rule,
     is_ours,
     server_optimiser,
     strategies_in,
@@ -20,47 +21,56 @@ from fedbn_flwr.strategies import (
 
 _ROBUST = tuple(of.strategy for of in FLOWER.values() if of.robust)
 
+# The error for each need of a strategy that Private does not meet, in the order in which they are checked. `{name}` is
+# the strategy, and `{value}` describes its need.
+REFUSED = {
+    "open replies": "with {name} the server cannot clip or check the change of a client, as Private does; use one of "
+    "the two",
+    "own noise": "{name} inside Private would clip and add noise twice; leave one of them out",
+    "single replies": "{name} {value}, which Private does not account for",
+    "frozen statistics": "statistics is 'freeze', and {name} freezes them too; leave one of them out",
+    "statistics": "freeze_round of {name} is 'auto', but with statistics {statistics!r} the server has none to "
+    "measure; expected a round or a fraction of the rounds",
+    "different models": "{name} compares the clients' models, and Private shows it only their private mean; leave out "
+    "its bounds on the influence of one client, which the clip of Private bounds already",
+    "other traffic": "{name} also sends what Private does not account for: {value}",
+    "no model": "{name} sends no model, so there is nothing to make private",
+    "returned roles": "mode is {mode!r}, but the clients of {name} would send arrays that they did not receive, whose "
+    "change they do not know; expected global_norm 'initial'",
+    "steps of statistics": "{value} would change statistics by steps of its optimiser; wrap it: "
+    "Private(MeanStatistics({value}(...)), ...)",
+}
 
-def check_inside(strategy: Strategy, traits: Traits, statistics: str, mode: str) -> None:
+
+def check_inside(strategy: Strategy, statistics: str, mode: str) -> None:
     """Refuse a strategy inside Private that would use or release something without noise."""
-    if traits.masked:
-        raise SettingsError(
-            f"with {type(strategy).__name__} the server cannot clip or check the change of a client, as Private does; "
-            "use one of the two"
-        )
-    for inside in strategies_in(strategy):
-        name = type(inside).__name__
-        if name.startswith("DifferentialPrivacy"):
-            raise SettingsError(f"{name} inside Private would clip and add noise twice; leave one of them out")
-        if isinstance(inside, QFedAvg):
-            raise SettingsError(f"{name} weights the clients by the loss of each, which Private does not account for")
-        # FixBN's criterion works with the private mean.
-        extends = isinstance(inside, Wrapper) and is_ours(type(inside))  # the traits are those of the rule inside it
-        if isinstance(inside, Rule) and not extends and (why := use_of_single_replies(inside)):
-            raise SettingsError(f"{name} {why}, which Private does not account for")
-        if isinstance(inside, FixBN) and Role.STATISTICS in inside.freeze and statistics == "freeze":
-            raise SettingsError("statistics is 'freeze', and FixBN freezes them too; leave one of them out")
-        if isinstance(inside, FixBN) and inside.freeze_round == "auto" and statistics != "noise":
-            raise SettingsError(
-                f"freeze_round of FixBN is 'auto', but with statistics {statistics!r} the server has none to "
-                "measure; expected a round or a fraction of the rounds"
-            )
-        if isinstance(inside, _ROBUST) or (isinstance(inside, Rule) and inside.bounds is not None):
-            raise SettingsError(
-                f"{name} compares the clients' models, and Private shows it only their private mean; leave out "
-                "its bounds on the influence of one client, which the clip of Private bounds already"
-            )
-    if traits.traffic is not None or traits.replaces_norm:
-        raise SettingsError(f"{type(strategy).__name__} also sends what Private does not account for: {traits.traffic}")
-    if not traits.has_global_model:
-        raise SettingsError(f"{type(strategy).__name__} sends no model, so there is nothing to make private")
-    if traits.returned and mode != "central":
-        raise SettingsError(
-            f"mode is {mode!r}, but the clients of {type(strategy).__name__} would send arrays that they "
-            "did not receive, whose change they do not know; expected global_norm 'initial'"
-        )
-    if statistics == "noise" and (optimiser := server_optimiser(strategy)) is not None:
-        raise SettingsError(
-            f"{optimiser} would change statistics by steps of its optimiser; wrap it: "
-            f"Private(MeanStatistics({optimiser}(...)), ...)"
-        )
+    traits = as_rule(strategy).traits
+    needs = [(strategy, {"open replies": traits.masked})]
+    needs += [(inside, _needs(inside, statistics)) for inside in strategies_in(strategy)]
+    of_all = {
+        "other traffic": traits.traffic or traits.replaces_norm,
+        "no model": not traits.has_global_model,
+        "returned roles": traits.returned and mode != "central",
+        "steps of statistics": statistics == "noise" and server_optimiser(strategy),
+    }
+    for inside, found in [*needs, (strategy, of_all)]:
+        if need := next((need for need in REFUSED if found.get(need)), None):
+            about = {"name": type(inside).__name__, "value": found[need], "statistics": statistics, "mode": mode}
+            raise SettingsError(REFUSED[need].format(**about))
+
+
+def _needs(inside: Strategy, statistics: str) -> Mapping[str, object]:
+    """The needs of one strategy, besides those that its traits have from the strategies inside it."""
+    if not isinstance(inside, Rule):
+        return {
+            "own noise": type(inside).__name__.startswith("DifferentialPrivacy"),
+            "single replies": isinstance(inside, QFedAvg) and "weights the clients by the loss of each",
+            "different models": isinstance(inside, _ROBUST),
+        }
+    ours = isinstance(inside, Wrapper) and is_ours(type(inside))  # such as FixBN, whose criterion works with the mean
+    return {
+        "single replies": not ours and use_of_single_replies(inside),
+        "frozen statistics": statistics == "freeze" and Role.STATISTICS in getattr(inside, "freeze", ()),
+        "statistics": statistics != "noise" and getattr(inside, "freeze_round", None) == "auto",
+        "different models": inside.bounds is not None,
+    }
