@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 from flwr.serverapp.strategy import QFedAvg, Strategy
 
@@ -45,21 +45,21 @@ REFUSED = {
 def check_inside(strategy: Strategy, statistics: str, mode: str) -> None:
     """Refuse a strategy inside Private that would use or release something without noise."""
     traits = as_rule(strategy).traits
-    needs = [(strategy, {"open replies": traits.masked})]
-    needs += [(inside, _needs(inside, statistics)) for inside in strategies_in(strategy)]
-    of_all = {
+    first: dict[str, Any] = {"open replies": traits.masked}
+    last: dict[str, Any] = {
         "other traffic": traits.traffic or traits.replaces_norm,
         "no model": not traits.has_global_model,
         "returned roles": traits.returned and mode != "central",
         "steps of statistics": statistics == "noise" and server_optimiser(strategy),
     }
-    for inside, found in [*needs, (strategy, of_all)]:
+    each = [(inside, _needs(inside, statistics)) for inside in strategies_in(strategy)]
+    for inside, found in [(strategy, first), *each, (strategy, last)]:
         if need := next((need for need in REFUSED if found.get(need)), None):
             about = {"name": type(inside).__name__, "value": found[need], "statistics": statistics, "mode": mode}
             raise SettingsError(REFUSED[need].format(**about))
 
 
-def _needs(inside: Strategy, statistics: str) -> Mapping[str, object]:
+def _needs(inside: Strategy, statistics: str) -> dict[str, Any]:
     """The needs of one strategy, besides those that its traits have from the strategies inside it."""
     if not isinstance(inside, Rule):
         return {
