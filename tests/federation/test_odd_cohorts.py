@@ -19,7 +19,7 @@ from torch import nn
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.base import GridAround
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import partition_of
@@ -31,10 +31,8 @@ from fedbn_flwr.strategies import (
     FixBN,
     HeteroBN,
     MeanStatistics,
-    Private,
     Round,
     Scaffold,
-    Secure,
 )
 from tests.support.command import PATIENCE, ROOT, environment
 
@@ -185,28 +183,9 @@ def test_statistics_of_other_layers_are_refused_or_end_the_query_by_name(bad: in
         asked("1.running_mean")
 
 
-def test_rules_that_freeze_different_roles_freeze_both() -> None:
-    on = Changed(grid(), "none", list)
-    private = Private(
-        FixBN(FedAvg(**NO_EVALUATION), freeze="affine", freeze_round=1), statistics="freeze", noise_seed=1
-    )
-    before = unpack(pack(initial_arrays(net())))
-    after = trained(private, on, 2)
-    asked = [m.content["config"]["fedbn.freeze"] for m in on.sent if m.metadata.message_type == "train"]
-    assert asked == ["statistics"] * 2 + ["affine,statistics"] * 2
-    assert np.array_equal(before["1.running_mean"], after["1.running_mean"])
+def test_fixbn_around_fixbn() -> None:
     inner = FixBN(FedAvg(**NO_EVALUATION), freeze_round=1, freeze="affine")
     trained(FixBN(inner, freeze_round=3), grid(), 4)
-
-
-def test_private_refuses_a_shared_parameter() -> None:
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, 2))
-        model[2].weight = model[1].weight
-        return model
-
-    with pytest.raises(SettingsError, match=r"'1.weight' and '2.weight' have the same values"):
-        trained(Private(FedAvg(**NO_EVALUATION)), grid(), model=tied)
 
 
 @pytest.mark.parametrize("shared", ["module", "tensors", "tensors with initial"])
@@ -261,36 +240,14 @@ def test_buffers_outside_of_the_state_dict_do_not_pass_to_another_client() -> No
     assert same(*both)
 
 
-def test_frozen_statistics_keep_the_sign_of_zero_under_secure_aggregation() -> None:
-    model = net()
-    model[1].running_mean[0] = -0.0  # type: ignore[index,union-attr]
-    secure = Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=0))
-    found = trained(secure, grid(4), model=lambda: model)
-    assert np.signbit(found["1.running_mean"][0])
-
-
-def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
-    def zero(replies: list[Message]) -> list[Message]:
-        for reply in replies:
-            for record in reply.content.array_records.values():
-                if reply.metadata.src_node_id == 1 and "keys" in record:
-                    record["keys"] = Array(np.zeros_like(record["keys"].numpy()))
-        return replies
-
-    found = trained(Secure(FedAvg(**NO_EVALUATION)), Changed(grid(4), "query.secure", zero))
-    assert not same(found, unpack(pack(initial_arrays(net()))))
-
-
-@pytest.mark.parametrize("kind", [protocol.KEYS_QUERY, "query.secure"])
-def test_each_query_s_answer_has_the_partition(kind: str) -> None:
+def test_the_answer_about_keys_has_the_partition() -> None:
     found: list[int | None] = []
 
     def noted(replies: list[Message]) -> list[Message]:
         found.extend(partition_of(reply.content) for reply in replies)
         return replies
 
-    inner = FixBN(FedAvg(**NO_EVALUATION), freeze_round=1)
-    trained(inner if kind == protocol.KEYS_QUERY else Secure(inner), Changed(grid(4), kind, noted), 2)
+    trained(FixBN(FedAvg(**NO_EVALUATION), freeze_round=1), Changed(grid(4), protocol.KEYS_QUERY, noted), 2)
     assert set(found) == {0, 1, 2, 3}
 
 

@@ -20,9 +20,10 @@ from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.rule import BY_KEY
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Private, Secure
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FixBN, GlobalMomentum
 from tests.support.command import PATIENCE, ROOT
 
 Federations = Callable[..., Any]
@@ -97,8 +98,9 @@ def test_a_client_without_the_client_rule_refuses_the_message(federation: Federa
         fed_nova().start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
-@pytest.mark.parametrize("around", [Secure, Private])
-def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(around: Any, fed_nova: Any) -> None:
+@pytest.mark.parametrize("name", declared("strategies"))
+def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(name: str, fed_nova: Any) -> None:
+    around: Any = STRATEGIES[name]
     with pytest.raises(SettingsError, match=r"FedNova has problem\(\) of its own, which may use the replies of single"):
         around(fed_nova())
     with pytest.raises(SettingsError, match="FedNova has problem"):

@@ -51,10 +51,10 @@ train: {{lr: 0.05, momentum: 0.9, batch_size: 4, steps: 1}}
 evaluate: {{every: 1, clients: true}}
 engine: {{workers: 0, device: cpu}}
 """
+SEEDED = {"Private": ", noise_seed: 0"}
 RULES: dict[str, list[str]] = {
     # A masked reply of Secure is any number: what a client adds to the sum cannot be seen.
-    **{name: [f"strategy={{name: {name}}}"] for name in sorted(STRATEGIES) if name != "Secure"},
-    "Private": ["strategy={name: Private, noise_seed: 0}"],
+    **{name: [f"strategy={{name: {name}{SEEDED.get(name, '')}}}"] for name in sorted(STRATEGIES) if name != "Secure"},
     "HeteroBN": ["strategy={name: HeteroBN, statistics: query}", "model.norm=sbn"],
     "FedWon": ["strategy={name: FedWon}", "model={name: cnn, norm: won}"],
     "FedBS": ["strategy={name: FedBS, epsilon: 100, patience: 3}"],

@@ -62,7 +62,6 @@ MORE: dict[str, str] = {
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
-    "Private local, keep": "strategy: {name: Private, noise_seed: 1, statistics: keep, mode: local}",
     "keep_momentum": "train: {keep_momentum: true}",
     "adamw": "train: {optimizer: adamw, momentum: 0.0, keep_momentum: true}\nevaluate: {metrics: [auc, macro_f1]}",
     "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",
@@ -72,6 +71,8 @@ OPTIMISERS: dict[str, Callable[[], Rule]] = {
     for name in ("FedAdam", "FedYogi", "FedAdagrad", "FedAvgM")
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
+if "Private" in STRATEGIES:
+    CASES["Private local, keep"] = "strategy: {name: Private, noise_seed: 1, statistics: keep, mode: local}"
 CASES |= dict.fromkeys(OPTIMISERS, "")
 CHOICES = {
     "early end": "strategy: {name: FedBN}\n"

@@ -9,13 +9,14 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
 
-from .noise import Change, clipped, gaussian, parts_of
+from .noise import applied, change_of, clipped, gaussian, parts_of
 
 CLIP = "fedbn.private-clip"
 NOISE = "fedbn.private-noise"
 STATISTICS_CLIP = "fedbn.private-statistics-clip"
 STATISTICS_NOISE = "fedbn.private-statistics-noise"
 NOISE_SEED = "fedbn.private-noise-seed"
+KEYS = {"weights": (CLIP, NOISE), "statistics": (STATISTICS_CLIP, STATISTICS_NOISE)}  # by part of a change
 
 
 class Private(ClientRule):
@@ -46,32 +47,24 @@ class Private(ClientRule):
             if key in self.local.parameters or of[key] is Role.STATISTICS
         }
         parts = parts_of(changed, of, frozenset(Role) - frozen_roles(config))
-        if parts.statistics and STATISTICS_CLIP not in config:
+        if parts["statistics"] and STATISTICS_CLIP not in config:
             raise MessageError(
                 f"the server asks for private changes ({CLIP}), and for statistics without {STATISTICS_CLIP}"
             )
-        change = parts.change(before, update.arrays)
-        change = Change(
-            clipped(change.weights, float(config[CLIP])),
-            clipped(change.statistics, float(config.get(STATISTICS_CLIP, 0.0))),
-        )
+        if parts["statistics"] and NOISE in config and STATISTICS_NOISE not in config:
+            raise MessageError(f"the server asks for private changes ({NOISE}), and for statistics without noise")
+        change = change_of(parts, before, update.arrays)
+        for part, (clip, noise) in KEYS.items():
+            norm = float(config.get(clip, 0.0))
+            change[part] = clipped(change[part], norm)
+            if NOISE in config:
+                deviation = float(config.get(noise, 0.0)) * norm
+                change[part] = change[part] + gaussian(change[part].size, deviation, self._seed(part))
         if NOISE in config:
-            change = self._noised(change)
             update.metrics.pop(protocol.TRAIN_LOSS, None)
             update.metrics[protocol.NUM_EXAMPLES] = 1
-        after = parts.apply(change, before)
+        after = applied(parts, change, before)
         update.arrays = {key: after.get(key, before[key]) for key in update.arrays}
-
-    def _noised(self, change: Change) -> Change:
-        config = self.local.config
-        deviation = float(config[NOISE]) * float(config[CLIP])
-        of_statistics = float(config.get(STATISTICS_NOISE, 0.0)) * float(config.get(STATISTICS_CLIP, 0.0))
-        if change.statistics.size and STATISTICS_NOISE not in config:
-            raise MessageError(f"the server asks for private changes ({NOISE}), and for statistics without noise")
-        return Change(
-            change.weights + gaussian(change.weights.size, deviation, self._seed("weights")),
-            change.statistics + gaussian(change.statistics.size, of_statistics, self._seed("statistics")),
-        )
 
     def _seed(self, part: str) -> int | None:
         config = self.local.config

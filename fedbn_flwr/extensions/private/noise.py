@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,42 +22,8 @@ MEAN, VARIANCE = "running_mean", "running_var"
 _LEAST_VARIANCE = 1e-10  # a smaller one counts as this: batch norm adds 1e-5
 _MOST = 20.0  # the largest change of the logarithm of a variance that is applied, so that no value becomes infinite
 
-
-@dataclass(frozen=True)
-class Change:
-    """A change of a model; vectors in float64."""
-
-    weights: Array
-    statistics: Array
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The keys of a model that a change covers."""
-
-    weights: tuple[str, ...]
-    statistics: tuple[str, ...]
-
-    def change(self, before: Arrays, after: Arrays) -> Change:
-        weights = [after[key].astype(np.float64) - before[key].astype(np.float64) for key in self.weights]
-        statistics = [_statistics_change(key, before, after) for key in self.statistics]
-        return Change(_joined(weights), _joined(statistics))
-
-    def apply(self, change: Change, before: Arrays) -> dict[str, Array]:
-        """The arrays of these keys after a change."""
-        after, start = {}, 0
-        for key in self.weights:
-            old = before[key]
-            step = change.weights[start : start + old.size].reshape(old.shape)
-            after[key] = _finite(old.astype(np.float64) + step, old.dtype)
-            start += old.size
-        start = 0
-        for key in self.statistics:
-            old = before[key]
-            step = change.statistics[start : start + old.size].reshape(old.shape)
-            after[key] = _finite(_changed_statistics(key, before, step), old.dtype)
-            start += old.size
-        return after
+Change = Mapping[str, Array]  # a change of a model: a vector in float64 for each part
+Parts = Mapping[str, Sequence[str]]  # the keys of a model that each part of a change covers
 
 
 def parts_of(
@@ -67,11 +32,31 @@ def parts_of(
     """The keys of `arrays` that a change of these roles covers: those with floating-point numbers."""
     numbers = [key for key, value in arrays.items() if value.dtype.kind == "f" and of[key] in roles]
     statistics = [key for key in numbers if of[key] is Role.STATISTICS]
-    return Parts(tuple(key for key in numbers if of[key] is not Role.STATISTICS), tuple(statistics))
+    return {"weights": [key for key in numbers if of[key] is not Role.STATISTICS], "statistics": statistics}
 
 
-def _joined(arrays: Sequence[Array]) -> Array:
-    return np.concatenate([np.empty(0), *(array.reshape(-1) for array in arrays)])
+def change_of(parts: Parts, before: Arrays, after: Arrays) -> dict[str, Array]:
+    steps = {"weights": _weights_change, "statistics": _statistics_change}
+    return {
+        part: np.concatenate([np.empty(0), *(steps[part](key, before, after).reshape(-1) for key in keys)])
+        for part, keys in parts.items()
+    }
+
+
+def applied(parts: Parts, change: Change, before: Arrays) -> dict[str, Array]:
+    """The arrays of the parts' keys after a change."""
+    after = {}
+    for part, keys in parts.items():
+        pieces = np.split(change[part], np.cumsum([before[key].size for key in keys])[:-1])
+        for key, piece in zip(keys, pieces, strict=bool(keys)):
+            old, step = before[key], piece.reshape(before[key].shape)
+            new = _changed_statistics(key, before, step) if part == "statistics" else old.astype(np.float64) + step
+            after[key] = _finite(new, old.dtype)
+    return after
+
+
+def _weights_change(key: str, before: Arrays, after: Arrays) -> Array:
+    return np.asarray(after[key].astype(np.float64) - before[key].astype(np.float64))
 
 
 def _variance(values: Array) -> Array:
@@ -87,7 +72,7 @@ def _deviation(key: str, before: Arrays) -> Array | float:
 def _statistics_change(key: str, before: Arrays, after: Arrays) -> Array:
     if key.endswith(VARIANCE):
         return np.asarray(np.log(_variance(after[key])) - np.log(_variance(before[key])))
-    return np.asarray((after[key].astype(np.float64) - before[key].astype(np.float64)) / _deviation(key, before))
+    return np.asarray(_weights_change(key, before, after) / _deviation(key, before))
 
 
 def _changed_statistics(key: str, before: Arrays, step: Array) -> Array:

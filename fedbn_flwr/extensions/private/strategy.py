@@ -24,8 +24,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from logging import INFO
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -38,12 +39,12 @@ from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
 from fedbn_flwr.messages.screening import with_arrays
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.strategies.fixbn import FREEZE, frozen_roles  # type: ignore[import-untyped]
 
 from . import client as keys
-from .noise import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
+from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, in_words, parts_of
 
 # By `statistics`: the properties that the strategy inside must have (`fedbn_flwr.strategies._compose`).
 _MEAN = {
@@ -56,7 +57,12 @@ _NEEDS = {
     "keep": _MEAN | _UNMEASURED,
     "freeze": _MEAN | _UNMEASURED | {"free statistics": "statistics is 'freeze' too; leave one of them out"},
 }
-_LEAST_NOISE = 0.01  # epsilon is above 5000 with less
+_Norm = Annotated[float, Gt(0), Lt(math.inf), "a norm above zero"]
+# Epsilon is above 5000 with less than 0.01.
+_Multiple = Annotated[
+    Annotated[float, Ge(0.01), Lt(math.inf)] | Annotated[float, Ge(0), Le(0)],
+    "a multiple of the norm: 0.01 or more, or 0 for none",
+]
 
 
 @dataclass(frozen=True)
@@ -122,46 +128,29 @@ class Private(Wrapper):
         self,
         strategy: Strategy,
         *,
-        clip: float = 1.0,
-        noise: float = 1.0,
+        clip: _Norm = 1.0,
+        noise: _Multiple = 1.0,
         statistics: Literal["noise", "keep", "freeze"] = "noise",
-        statistics_clip: float = 1.0,
-        statistics_noise: float | None = None,
+        statistics_clip: _Norm = 1.0,
+        statistics_noise: _Multiple | None = None,
         mode: Literal["central", "client-clipping", "local"] = "central",
-        delta: float = 1e-5,
-        noise_seed: int | None = None,
+        delta: Annotated[float, Gt(0), Lt(1), "a number between 0 and 1"] = 1e-5,
+        noise_seed: Annotated[int | None, "an integer, or None for secret noise"] = None,
         constants: Sequence[str] = (),
         metrics: bool = False,
     ) -> None:
-        self.needs = _NEEDS.get(statistics, {})
+        self.needs = _NEEDS[statistics]
         super().__init__(strategy)
         self._check_sent(mode)
         statistics_noise = noise if statistics_noise is None else statistics_noise
-        for name, value in {"clip": clip, "statistics_clip": statistics_clip}.items():
-            _check_number(name, value, "a norm above zero", 0 < value < math.inf if _is_number(value) else False)
-        for name, value in {"noise": noise, "statistics_noise": statistics_noise}.items():
-            fits = value == 0 or _LEAST_NOISE <= value < math.inf if _is_number(value) else False
-            _check_number(name, value, f"a multiple of the norm: {_LEAST_NOISE} or more, or 0 for none", fits)
-        _check_number("delta", delta, "a number between 0 and 1", 0 < delta < 1 if _is_number(delta) else False)
-        if statistics not in ("noise", "keep", "freeze"):
-            raise SettingsError(f"statistics is {statistics!r}; expected 'noise', 'keep' or 'freeze'")
-        if mode not in ("central", "client-clipping", "local"):
-            raise SettingsError(f"mode is {mode!r}; expected 'central', 'client-clipping' or 'local'")
-        if noise_seed is not None and (not isinstance(noise_seed, int) or isinstance(noise_seed, bool)):
-            raise SettingsError(f"noise_seed is {noise_seed!r}; expected an integer, or None for secret noise")
-        self.clip = float(clip)
-        self.noise = float(noise)
-        self.statistics = statistics
-        if statistics == "freeze":
-            self.traits = replace(self.traits, freezes=self.traits.freezes | {Role.STATISTICS})
-        self.statistics_clip = float(statistics_clip)
-        self.statistics_noise = float(statistics_noise)
-        self.mode = mode
-        self.delta = float(delta)
-        self.noise_seed = noise_seed
+        self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
+        self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}
+        self.parts = tuple(self.clips) if statistics == "noise" else ("weights",)  # which have noise
+        self.statistics, self.mode, self.delta, self.noise_seed = statistics, mode, float(delta), noise_seed
+        self.freeze = frozenset({Role.STATISTICS} if statistics == "freeze" else ())
         self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
-        self.metrics_shown = metrics
-        self.traits = replace(self.traits, hides="releases only with noise")
+        self.metrics = metrics and mode != "local"
+        self.traits = replace(self.traits, hides="releases only with noise", freezes=self.traits.freezes | self.freeze)
         # A round that is repeated after a stop is a release of its own, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
         if statistics == "keep":
@@ -199,15 +188,14 @@ class Private(Wrapper):
             )
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        frozen = frozen_roles(round.config) | {Role.STATISTICS}
-        asks: dict[str, Any] = {FREEZE: protocol.join(frozen)} if self.statistics == "freeze" else {}
-        if self.mode == "central":
-            return asks
-        noised = self.statistics == "noise"
-        asks |= {keys.CLIP: self.clip} | ({keys.STATISTICS_CLIP: self.statistics_clip} if noised else {})
-        if self.mode == "local":
-            asks |= {keys.NOISE: self.noise} | ({keys.STATISTICS_NOISE: self.statistics_noise} if noised else {})
-            asks |= {} if self.noise_seed is None else {keys.NOISE_SEED: self.noise_seed}
+        asks: dict[str, Any] = {}
+        if self.freeze:
+            asks[FREEZE] = protocol.join(frozen_roles(round.config) | self.freeze)
+        for part in self.parts if self.mode != "central" else ():
+            clip, noise = keys.KEYS[part]
+            asks |= {clip: self.clips[part]} | ({noise: self.noises[part]} if self.mode == "local" else {})
+        if self.mode == "local" and self.noise_seed is not None:
+            asks[keys.NOISE_SEED] = self.noise_seed
         return asks
 
     def unusable(self, round: Round, reply: Reply) -> str | None:
@@ -230,7 +218,7 @@ class Private(Wrapper):
         asked, before = self._asked, unpack(round.arrays)
         assert asked is not None
         self._charge(asked)
-        mean = {**before, **asked.parts.apply(self._mean(round.number, asked, before, replies), before)}
+        mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, replies), before)}
         arrays = {key: mean[key] for key in asked.expected}
         return [self._shown(reply, arrays) for reply in replies]
 
@@ -241,8 +229,7 @@ class Private(Wrapper):
 
     def notes(self) -> dict[str, Any]:
         """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
-        report = self._report()
-        return {**super().notes(), "privacy": {**report, "in_words": in_words(report)}}
+        return {**super().notes(), "privacy": self._report()}
 
     # --- messages ---
 
@@ -261,43 +248,29 @@ class Private(Wrapper):
         expected = tuple(key for key in arrays if key in sent or of[key] in returned)
         received = tuple(key for key in expected if of[key] not in hidden)
         frozen, before = frozen_roles(asked), unpack(arrays)
-        released = frozenset(Role) - frozen - (frozenset() if self.statistics == "noise" else {Role.STATISTICS})
+        released = frozenset(Role) - frozen - (frozenset() if "statistics" in self.parts else {Role.STATISTICS})
         constant = {key for name in self.constants for key in fnmatch.filter(arrays, name)}
         parts = parts_of({key: before[key] for key in received if key not in constant}, of, released)
         nodes = tuple(message.metadata.dst_node_id for message in messages)
-        multipliers = [self.noise] * bool(parts.weights) + [self.statistics_noise] * bool(parts.statistics)
-        cost = math.fsum(1 / noise**2 for noise in multipliers if noise)  # without noise the report has no epsilon
+        # Without noise the report has no epsilon.
+        cost = math.fsum(1 / self.noises[part] ** 2 for part, some in parts.items() if some and self.noises[part])
         self._asked = _Asked(nodes, expected, received, frozen, parts, cost)
         self.memory.total += cost
         self.memory.releases += 1
         if returned & hidden:
             messages = [_asking_for(message, returned - hidden) for message in messages]
-        return self._without(messages, hidden)
+        return _without(messages, hidden)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         messages = list(super().configure_evaluate(server_round, arrays, config, grid))
         self.memory.evaluated |= bool(messages)
-        return self._without(messages, {Role.COUNTER, *self.traits.kept})
-
-    def _without(self, messages: Sequence[Message], hidden: Iterable[Role]) -> list[Message]:
-        """The messages without the arrays of these roles."""
-        wanted = frozenset(hidden)
-        reduced: dict[int, ArrayRecord] = {}  # the messages of a round share their arrays
-
-        def remaining(sent: ArrayRecord) -> ArrayRecord:
-            if id(sent) not in reduced:
-                of = roles(sent)
-                kept = {key: value for key, value in sent.items() if of[key] not in wanted}
-                reduced[id(sent)] = sent if len(kept) == len(sent) else record_of(kept)
-            return reduced[id(sent)]
-
-        return [with_arrays(message, remaining) for message in messages]
+        return _without(messages, frozenset({Role.COUNTER}) | self.traits.kept)
 
     def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
-        kept = {**reply.metrics} if self.metrics_shown and self.mode != "local" else {}
-        metrics = MetricRecord({**kept, protocol.NUM_EXAMPLES: 1, self.weighted_by_key: 1})
+        shown = reply.metrics if self.metrics else {}
+        metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.weighted_by_key: 1})
         content = RecordDict({"arrays": pack(arrays), "metrics": metrics, **configs_in(reply.message.content)})
         return replace(reply, arrays=arrays, metrics=metrics, message=with_content(reply.message, content))
 
@@ -305,22 +278,18 @@ class Private(Wrapper):
 
     def _mean(self, server_round: int, asked: _Asked, before: Arrays, replies: Sequence[Reply]) -> Change:
         """The mean change, with noise."""
-        local = self.mode == "local"
-        total = asked.parts.change(before, before)  # zeros
+        total, local = change_of(asked.parts, before, before), self.mode == "local"  # zeros
         for reply in replies:
-            change = asked.parts.change(before, reply.arrays)
-            if not local:
-                change = Change(clipped(change.weights, self.clip), clipped(change.statistics, self.statistics_clip))
-            total = Change(total.weights + change.weights, total.statistics + change.statistics)
+            for part, change in change_of(asked.parts, before, reply.arrays).items():
+                total[part] = total[part] + (change if local else clipped(change, self.clips[part]))
         if local:  # the noise is in the replies
-            return Change(total.weights / len(replies), total.statistics / len(replies))
-        parts = [("weights", total.weights, self.noise * self.clip)]
-        parts += [("statistics", total.statistics, self.statistics_noise * self.statistics_clip)]
-        noised = []
-        for name, vector, deviation in parts:
-            fixed = None if self.noise_seed is None else seeding.seed_for(self.noise_seed, name, server_round)
-            noised.append((vector + gaussian(vector.size, deviation, fixed)) / len(asked.nodes))
-        return Change(*noised)
+            return {part: value / len(replies) for part, value in total.items()}
+        mean = {}
+        for part, value in total.items():
+            fixed = None if self.noise_seed is None else seeding.seed_for(self.noise_seed, part, server_round)
+            noise = gaussian(value.size, self.noises[part] * self.clips[part], fixed)
+            mean[part] = (value + noise) / len(asked.nodes)
+        return mean
 
     def _charge(self, asked: _Asked) -> None:
         """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
@@ -336,39 +305,44 @@ class Private(Wrapper):
         # A client took part in the rounds with its partition, and perhaps in those whose clients are not all known:
         # rounds that were not finished are among them.
         most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.total - memory.known)
-        bare = not self.noise or (self.statistics == "noise" and not self.statistics_noise)
-        mu = math.inf if bare else math.sqrt(most)
+        noised, local = all(self.noises[part] for part in self.parts), self.mode == "local"
+        mu = math.sqrt(most) if noised else math.inf
         replaced = epsilon_of(2 * mu, self.delta)  # a replaced change differs by up to twice the norm
         # Against the server there is no other: it sees who takes part.
-        epsilon = replaced if self.mode == "local" else epsilon_of(mu, self.delta)
-        unprotected = None
-        if math.isinf(mu):
-            unprotected = "there is no noise"
-        elif self.noise_seed is not None:
+        epsilon = replaced if local else epsilon_of(mu, self.delta)
+        unprotected = "" if noised else "there is no noise"
+        if noised and self.noise_seed is not None:
             unprotected = f"the noise can be repeated: noise_seed is {self.noise_seed}"
-        report: dict[str, Any] = {
+        of_statistics = {"statistics_clip": self.clips["statistics"], "statistics_noise": self.noises["statistics"]}
+        unaccounted = ["metrics of the clients' training"] if self.metrics else []
+        unaccounted += ["metrics of evaluations on clients"] if memory.evaluated else []
+        report = {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": self.delta,
-            "neighbours": f"one client's changes {'replaced by any others' if self.mode == 'local' else 'left out'}",
+            "neighbours": f"one client's changes {'replaced by any others' if local else 'left out'}",
             "epsilon_replace_one": replaced if math.isfinite(replaced) else None,
-            "against": "the server" if self.mode == "local" else "all who see the model, but not the server",
-            "private": unprotected is None,
-            "clip": self.clip,
-            "noise": self.noise,
+            "against": "the server" if local else "all who see the model, but not the server",
+            "private": not unprotected,
+            "clip": self.clips["weights"],
+            "noise": self.noises["weights"],
             "norm_statistics": self.statistics,
             "releases": memory.releases,
+            **({"not_private_because": unprotected} if unprotected else {}),
+            **(of_statistics if self.statistics == "noise" else {}),
+            **({"not_accounted": unaccounted} if unaccounted else {}),
         }
-        if unprotected is not None:
-            report["not_private_because"] = unprotected
-        if self.statistics == "noise":
-            report |= {"statistics_clip": self.statistics_clip, "statistics_noise": self.statistics_noise}
-        open_metrics = ["metrics of the clients' training"] if self.metrics_shown and self.mode != "local" else []
-        open_metrics += ["metrics of evaluations on clients"] if memory.evaluated else []
-        return {**report, "not_accounted": open_metrics} if open_metrics else report
+        return {**report, "in_words": in_words(report)}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if round.number == round.total:
-            log(INFO, "%s", in_words(self._report()))
+            log(INFO, "%s", self._report()["in_words"])
+
+
+def _without(messages: Sequence[Message], hidden: frozenset[Role]) -> list[Message]:
+    """The messages without the arrays of these roles."""
+    given = {id(each): each for each in (arrays_of(message.content) for message in messages)}  # most share one
+    reduced = {key: record_of(split_by_role(record, roles(record), hidden)[1]) for key, record in given.items()}
+    return [with_arrays(message, lambda record: reduced[id(record)]) for message in messages]
 
 
 def _asking_for(message: Message, returned: frozenset[Role]) -> Message:
@@ -378,10 +352,6 @@ def _asking_for(message: Message, returned: frozenset[Role]) -> Message:
         asks = {key: value for key, value in config.items() if key != protocol.RETURN}
         changed.content[name] = ConfigRecord(asks | ({protocol.RETURN: protocol.join(returned)} if returned else {}))
     return changed
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _equal_weights(arrays: Arrays) -> tuple[str, str] | None:
@@ -394,8 +364,3 @@ def _equal_weights(arrays: Arrays) -> tuple[str, str] | None:
             if other != key:
                 return other, key
     return None
-
-
-def _check_number(name: str, value: Any, expected: str, fits: bool) -> None:
-    if not fits:
-        raise SettingsError(f"{name} is {value!r}; expected {expected}")

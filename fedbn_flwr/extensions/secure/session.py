@@ -170,7 +170,9 @@ class Session:
         if len(survivors) < self.threshold:
             reasons = [f"node {r.metadata.src_node_id}: {r.error.reason}" for r in failed if r.has_error()]
             raise self._too_few("masked replies", len(survivors), len(self._peers[part]), reasons)
-        total = np.sum([to_vector(records) for _, records in found.values()], axis=0, dtype=np.uint64)
+        total: Fixed = np.zeros(1, np.uint64)
+        for _, records in found.values():
+            total = total + to_vector(records)
         self._remove_masks(total, part, survivors)
         return Sums([reply for reply, _ in found.values()], from_vector(total, most[0]), failed)
 
@@ -243,8 +245,8 @@ class Session:
         Nodes that do not answer before the session begins take no part in it.
         """
         config = ConfigRecord({**self._config, secure.STAGE: stage, **more})
-        sent = {"config": config, **({"secure": pack(arrays)} if arrays else {})}
-        messages = [Message(RecordDict(sent), node, secure.QUERY) for node in nodes]
+        sent = RecordDict({"config": config, "secure": pack(arrays)})
+        messages = [Message(RecordDict({**sent}), node, secure.QUERY) for node in nodes]
         replies = gate(self._grid.send_and_receive(messages, timeout=self._timeout))
         found: dict[int, Any] = {}
         errors: dict[int, Message] = {}

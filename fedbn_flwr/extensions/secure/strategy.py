@@ -268,14 +268,14 @@ class _MaskedRound(GridAround):
                     change = _not_negative(change, fixed.resolution("statistics") / (by or 1))
                 mean[key] = cast(change, whole[key].dtype)
             content[name] = pack({key: mean[key] for key in whole if key in mean})
-        return RecordDict({**content, "metrics": MetricRecord(metrics)})
+        return RecordDict({**content, "metrics": metrics})
 
 
-def _totals(fixed: FixedPoint, opened: Sums, weight_key: str) -> tuple[float, dict[str, float]]:
+def _totals(fixed: FixedPoint, opened: Sums, weight_key: str) -> tuple[float, MetricRecord]:
     """The sum of the weights, and the mean metrics."""
     totals, count = opened.sums[TOTALS], len(opened.replies)
     weight = fixed.added(weight_key, totals[weight_key], count, kind=kind_of_metric(weight_key, weight_key))
-    metrics = {}
+    metrics = MetricRecord()
     for key, total in totals.items():
         if (kind := kind_of_metric(key, weight_key)) == "statistics":
             metrics[key] = float(fixed.mean(key, total, kind, weight))

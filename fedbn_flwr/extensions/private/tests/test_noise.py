@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest, norm
 
-from fedbn_flwr.extensions.private.noise import clipped, delta_of, epsilon_of, gaussian, parts_of
+from fedbn_flwr.extensions.private.noise import applied, change_of, clipped, delta_of, epsilon_of, gaussian, parts_of
 from fedbn_flwr.norms.roles import roles
 
 # --- epsilon and delta -------------------------------------------------------
@@ -105,26 +105,26 @@ def model(seed: int) -> dict[str, np.ndarray]:
 def test_a_change_has_no_counters_and_no_integers() -> None:
     before, after = model(0), model(1)
     parts = parts_of(before, roles(before))
-    assert parts.weights == ("conv.weight", "bn.weight")
-    assert parts.statistics == ("bn.running_mean", "bn.running_var")
-    change = parts.change(before, after)
-    expected = np.concatenate([(after[key].astype(float) - before[key]).ravel() for key in parts.weights])
-    np.testing.assert_array_equal(change.weights, expected)
+    assert parts["weights"] == ["conv.weight", "bn.weight"]
+    assert parts["statistics"] == ["bn.running_mean", "bn.running_var"]
+    change = change_of(parts, before, after)
+    expected = np.concatenate([(after[key].astype(float) - before[key]).ravel() for key in parts["weights"]])
+    np.testing.assert_array_equal(change["weights"], expected)
 
 
 def test_statistics_are_in_deviations_and_logarithms_and_come_back() -> None:
     before, after = model(0), model(1)
     parts = parts_of(before, roles(before))
-    change = parts.change(before, after)
+    change = change_of(parts, before, after)
     np.testing.assert_allclose(
-        change.statistics,
+        change["statistics"],
         [
             *(after["bn.running_mean"] - before["bn.running_mean"]) / np.sqrt(before["bn.running_var"]),
             *np.log(after["bn.running_var"] / before["bn.running_var"]),
         ],
         rtol=1e-5,
     )
-    for key, value in parts.apply(change, before).items():
+    for key, value in applied(parts, change, before).items():
         np.testing.assert_allclose(value, after[key], rtol=1e-6)
         assert value.dtype == after[key].dtype
 
@@ -138,9 +138,9 @@ def test_a_variance_is_positive_and_finite_after_any_noise(dtype: type, size: fl
     }
     before["running_var"][0] = 0
     parts = parts_of(before, roles(before))
-    change = parts.change(before, before)
-    noised = type(change)(change.weights, change.statistics + gaussian(128, size, 5))
-    variance = parts.apply(noised, before)["running_var"]
+    change = change_of(parts, before, before)
+    noised = {**change, "statistics": change["statistics"] + gaussian(128, size, 5)}
+    variance = applied(parts, noised, before)["running_var"]
     assert np.isfinite(variance).all()
     assert (variance >= 0).all()
     if dtype is not np.float16:  # which has no 1e-10

@@ -24,7 +24,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import carry_out
-from fedbn_flwr.extensions.private.noise import epsilon_of, parts_of
+from fedbn_flwr.extensions.private.noise import change_of, epsilon_of, parts_of
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import (
@@ -136,7 +136,7 @@ def test_replacing_a_client_changes_the_sum_by_at_most_the_sensitivity(
     def mean(change: Any) -> Any:
         private = Private(FedAvg(), clip=clip, statistics_clip=clip, noise=0, statistics=statistics)
         model = one_round(private, Replying(fed, change), arrays)
-        return parts.change(before, {**before, **model})
+        return change_of(parts, before, {**before, **model})
 
     def others(client: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return arrays
@@ -157,10 +157,10 @@ def test_replacing_a_client_changes_the_sum_by_at_most_the_sensitivity(
             return {key: value if key in fixed else sent(value, size) for key, value in arrays.items()}
 
         other = mean(replaced)
-        assert np.linalg.norm(other.weights - plain.weights) <= 2 * clip / 3 * (1 + 1e-9)
-        assert np.linalg.norm(other.statistics - plain.statistics) <= 2 * clip / 3 * (1 + 1e-9)
+        assert np.linalg.norm(other["weights"] - plain["weights"]) <= 2 * clip / 3 * (1 + 1e-9)
+        assert np.linalg.norm(other["statistics"] - plain["statistics"]) <= 2 * clip / 3 * (1 + 1e-9)
         if statistics != "noise":
-            assert not other.statistics.any()
+            assert not other["statistics"].any()
 
 
 def test_a_client_that_does_not_answer_counts_as_a_change_of_zero(federation: Federations) -> None:
@@ -201,12 +201,12 @@ def test_the_noise_in_the_model_has_the_declared_size(federation: Federations, m
         FedAvg(), clip=0.5, noise=2.0, statistics_clip=0.25, statistics_noise=1.0, noise_seed=2, mode=mode
     )
     grid = silent(fed) if mode == "central" else fed.grid()
-    change = parts_of(before, roles(before)).change(before, one_round(private, grid, fed.arrays()))
-    assert change.weights.size > 1800
-    assert kstest(change.weights / (2.0 * 0.5 * per_client), "norm").pvalue > 1e-3
+    change = change_of(parts_of(before, roles(before)), before, one_round(private, grid, fed.arrays()))
+    assert change["weights"].size > 1800
+    assert kstest(change["weights"] / (2.0 * 0.5 * per_client), "norm").pvalue > 1e-3
     if mode == "central":  # clients that train at all change their statistics
-        assert change.statistics.size == 128
-        assert kstest(change.statistics / (1.0 * 0.25 * per_client), "norm").pvalue > 1e-3
+        assert change["statistics"].size == 128
+        assert kstest(change["statistics"] / (1.0 * 0.25 * per_client), "norm").pvalue > 1e-3
 
 
 def test_only_secret_noise_is_called_private_and_it_differs(federation: Federations) -> None:

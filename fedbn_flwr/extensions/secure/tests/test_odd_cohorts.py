@@ -1,0 +1,62 @@
+"""Legal but unusual under masks: a negative zero, a useless key, a strategy with a `start` of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, Message
+
+from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.extensions.secure.protocol import QUERY
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.gate import partition_of
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, Secure
+from tests.federation.test_foreign import with_start
+from tests.federation.test_odd_cohorts import NO_EVALUATION, Changed, grid, net, same, trained
+
+Federations = Callable[..., Any]
+
+
+def test_frozen_statistics_keep_the_sign_of_zero_under_secure_aggregation() -> None:
+    model = net()
+    model[1].running_mean[0] = -0.0  # type: ignore[index,union-attr]
+    secure = Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=0))
+    found = trained(secure, grid(4), model=lambda: model)
+    assert np.signbit(found["1.running_mean"][0])
+
+
+def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
+    def zero(replies: list[Message]) -> list[Message]:
+        for reply in replies:
+            for record in reply.content.array_records.values():
+                if reply.metadata.src_node_id == 1 and "keys" in record:
+                    record["keys"] = Array(np.zeros_like(record["keys"].numpy()))
+        return replies
+
+    found = trained(Secure(FedAvg(**NO_EVALUATION)), Changed(grid(4), QUERY, zero))
+    assert not same(found, unpack(pack(initial_arrays(net()))))
+
+
+def test_each_stage_s_answer_has_the_partition() -> None:
+    found: list[int | None] = []
+
+    def noted(replies: list[Message]) -> list[Message]:
+        found.extend(partition_of(reply.content) for reply in replies)
+        return replies
+
+    trained(Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=1)), Changed(grid(4), QUERY, noted), 2)
+    assert set(found) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("wrap", [Secure, lambda s: Secure(FixBN(s, freeze_round=1))])
+@pytest.mark.parametrize("cls", [FedAvg, FedTAN])
+def test_a_strategy_derived_from_ours_keeps_its_start(federation: Federations, cls: Any, wrap: Any) -> None:
+    fed, theirs = federation((8, 12)), with_start(cls)(min_batch=2) if cls is FedTAN else with_start(cls)()
+    own = wrap(theirs).start(fed.grid(), fed.arrays(), num_rounds=2)
+    plain = wrap(cls(min_batch=2) if cls is FedTAN else cls()).start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert theirs.seen == [2, 1, 2]
+    for key, value in unpack(plain.arrays).items():
+        np.testing.assert_array_equal(unpack(own.arrays)[key], value, key)
