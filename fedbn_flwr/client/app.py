@@ -18,6 +18,7 @@ from flwr.common import log
 
 from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean
 from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
+from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
@@ -31,11 +32,9 @@ from .layerwise import (
     model_of_round,
     parked_rounds,
     train_by_messages,
-    train_over_stream,
 )
 from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rules import Update, known_keys
-from .rules.fedtan import check_batch
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
@@ -126,8 +125,8 @@ def client_app(
         if protocol.COHORT_STEP in config:
             return answer("train", _train_by_messages, message, context)
         if parked_rounds:
-            abandon_parked(context)  # this message starts another round, so the server has ended the parked one
-        return answer("train", _train_over_stream if protocol.DIRECT in config else _train, message, context)
+            abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
+        return answer("train", _train, message, context)
 
     @app.evaluate(mods=around["evaluate"])
     def evaluate(message: Message, context: Context) -> Message:
@@ -300,7 +299,7 @@ def _masked(content: RecordDict, before: Arrays, message: Message, context: Cont
 
 def _model_of_round(message: Message, context: Context) -> Arrays:
     config = _config(message)
-    if protocol.DIRECT in config:
+    if protocol.COHORT in config and protocol.COHORT_STEP not in config:
         raise MessageError("exchanges over streams are not masked; expected exchanges by messages (strategy.direct)")
     return model_of_round(message.content, config, context)
 
@@ -321,11 +320,6 @@ def _train_by_messages(make: Make, message: Message, context: Context) -> Record
     record, config = sent_model(message.content), _plain(_config(message))
     outcome = train_by_messages(_bn_client(make), message.content, config, _extras(message, record), context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
-
-
-def _train_over_stream(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = sent_model(message.content), _plain(_config(message))
-    return _reply(train_over_stream(_bn_client(make), unpack(record), config, _extras(message, record)))
 
 
 def _bn_client(make: Make) -> Callable[[], BNClient]:

@@ -157,6 +157,19 @@ class Robust:
         """The average of the clients' statistics, or of the tensors of an exchange."""
         return self._average(self.statistics, replies, capped(weights, self.max_share), what)
 
+    def outliers(self, replies: Sequence[Arrays]) -> dict[int, str]:
+        return self.implausible(replies, sorted(replies[0]))
+
+    def of_exchange(self, kind: str, tensors: Sequence[Arrays], weights: Sequence[float], what: str) -> Arrays:
+        """The average of the contributions to an exchange of FedTAN."""
+        if kind != "moments":
+            return self.average(tensors, weights, what)
+        means = self.average([{"mean": each["mean"]} for each in tensors], weights, what)
+        # A client's variance around the agreed mean, as in the exchange of "variance".
+        around = [each["var"] + (each["mean"].astype(np.float64) - means["mean"]) ** 2 for each in tensors]
+        variances = self.average([{"var": each} for each in around], weights, what)
+        return {**means, "var": cast(variances["var"], tensors[0]["var"].dtype)}
+
     def _average(self, rule: str, replies: Sequence[Arrays], weights: Sequence[float], what: str) -> Arrays:
         if rule == "mean":
             return weighted_mean(replies, weights)

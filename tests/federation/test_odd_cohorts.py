@@ -298,8 +298,7 @@ ABANDONED = """
 import torch
 from torch import nn
 from fedbn_flwr.exchange.codec import Contribution
-from fedbn_flwr.exchange.session import Session
-from fedbn_flwr.client.layerwise import parked_rounds
+from fedbn_flwr.client.layerwise import Session, parked_rounds
 
 class Waiting(torch.autograd.Function):
     @staticmethod
@@ -318,7 +317,7 @@ class Parked:
     session = Session(work)
 
 Parked.session.advance()
-parked_rounds[0, 0] = Parked
+parked_rounds["", 0, 0] = Parked
 print("waiting")
 """
 

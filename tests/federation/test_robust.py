@@ -16,12 +16,10 @@ from flwr.serverapp.strategy import FedMedian
 from benchmarks import robust
 from fedbn_flwr import client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.codec import Contribution, contribution_from_records, contribution_to_records
-from fedbn_flwr.exchange.round import agree
+from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_from_records, contribution_to_records
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
@@ -182,12 +180,16 @@ def contributions(kind: str, names: tuple[str, ...], count: int = 7) -> list[Con
     return [Contribution(kind, each, 4, 0, examples=10, partition=i) for i, each in enumerate(tensors)]
 
 
+def agree(clients: list[Contribution], rule: Any) -> Agreement:
+    return FedTAN(robust=rule).agree("exchange", clients)
+
+
 @pytest.mark.parametrize("rule", ["median", "trimmed"])
 @pytest.mark.parametrize("kind", ["mean", "variance", "gradients"])
 def test_exchanges_agree_on_the_robust_mean(kind: str, rule: Any) -> None:
     names = {"mean": ("mean",), "variance": ("var",), "gradients": ("mean", "var")}[kind]
     clients = contributions(kind, names)
-    found = agree(clients, lambda each: each.examples, Robust(robust=rule))
+    found = agree(clients, rule)
     for name in names:
         ordered = np.sort(np.stack([each.tensors[name] for each in clients]), axis=0)
         twin = np.median(ordered, axis=0) if rule == "median" else ordered[2:-2].mean(axis=0)
@@ -197,16 +199,16 @@ def test_exchanges_agree_on_the_robust_mean(kind: str, rule: Any) -> None:
 
 @pytest.mark.parametrize("rule", ["median", "trimmed"])
 def test_mean_and_variance_together_are_those_of_one_after_the_other(rule: Any) -> None:
-    robust, clients = Robust(robust=rule), contributions("moments", ("mean", "var"))
-    both = agree(clients, lambda each: each.examples, robust).tensors
+    clients = contributions("moments", ("mean", "var"))
+    both = agree(clients, rule).tensors
     means = [replace(each, kind="mean", tensors={"mean": each.tensors["mean"]}) for each in clients]
-    mean = agree(means, lambda each: each.examples, robust).tensors["mean"]
+    mean = agree(means, rule).tensors["mean"]
     around = [
         replace(each, kind="variance", tensors={"var": each.tensors["var"] + (each.tensors["mean"] - mean) ** 2})
         for each in clients
     ]
     assert both["mean"].tolist() == mean.tolist()
-    assert both["var"].tolist() == agree(around, lambda each: each.examples, robust).tensors["var"].tolist()
+    assert both["var"].tolist() == agree(around, rule).tensors["var"].tolist()
 
 
 def exchanging(fed: Any, value: float) -> Any:

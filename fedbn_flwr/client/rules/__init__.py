@@ -20,6 +20,7 @@ from torch import nn
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.client.training import Gradient, LocalOptimizer
 from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Key as Key
@@ -102,6 +103,9 @@ def rules_by_key() -> Mapping[str, type[ClientRule]]:
     """All client rules by their keys: those of this package, and every other subclass that is imported."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
+    importlib.import_module("fedbn_flwr.strategies")
+    for key in declared("client_keys"):
+        part("client_keys", key)
     return _BY_KEY
 
 
