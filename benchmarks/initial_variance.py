@@ -11,11 +11,11 @@ centralised SGD with batch size 32 and momentum 0.9, without and with FedWon's c
 import sys
 
 import torch
+from fedbn_flwr.strategies.fedwon import clip_adaptively  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import build_model, convert_norm
-from fedbn_flwr.client.rules.fedwon import clip_adaptively
 from fedbn_flwr.data.load import load
 
 STAGES = {"resnet20": ("stages.2", "stages.5", "stages.8"), "resnet18": ("layer1", "layer2", "layer3", "layer4")}

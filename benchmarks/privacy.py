@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 from fedbn_flwr import run
-from fedbn_flwr.messages.privacy import epsilon_of
+from fedbn_flwr.extensions.private.noise import epsilon_of
 from fedbn_flwr.results.folder import environment
 
 ROUNDS, DELTA, SEEDS = 15, 1e-5, (0,)

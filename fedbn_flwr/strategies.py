@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from strategies import *  # noqa: F403
+    from strategies import __getattr__ as __getattr__
 else:
     __path__ = [str(Path(__file__).resolve().parent.parent / "strategies")]
-    from fedbn_flwr.strategies.__init__ import *  # noqa: F403
+    from fedbn_flwr.strategies.__init__ import __dir__ as __dir__
+    from fedbn_flwr.strategies.__init__ import __getattr__ as __getattr__

@@ -1,37 +1,18 @@
-"""The strategies, one file each; import them from `fedbn_flwr.strategies`."""
+"""The strategies, one file each; import them from `fedbn_flwr.strategies`.
 
-from fedbn_flwr.messages.gate import Reply as Reply
+A client imports the file of a rule that the server asks for; all others are imported when a name of them is used.
+"""
 
-from ._flower import FLOWER as FLOWER
-from ._records import CannotSave as CannotSave
-from ._registry import Description as Description
-from ._registry import build_strategy as build_strategy
-from ._registry import check_strategy as check_strategy
-from ._registry import describe as describe
-from ._registry import register
-from ._rule import Round as Round
-from ._rule import Rule as Rule
-from ._rule import Traits as Traits
-from ._wrapper import Wrapper as Wrapper
-from ._wrapper import as_rule as as_rule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# One line for each strategy: `register` collects the registry from these names.
-from .fedavg import FedAvg as FedAvg
-from .fedbn import FedBN as FedBN
-from .fedbs import FedBS as FedBS
-from .fedprox import FedProx as FedProx
-from .fedtan import FedAvgGlobalStats as FedAvgGlobalStats
-from .fedtan import FedTAN as FedTAN
-from .fedtan import FedTANII as FedTANII
-from .fedwon import FedWon as FedWon
-from .fixbn import FixBN as FixBN
-from .globalmomentum import GlobalMomentum as GlobalMomentum
-from .heterobn import HeteroBN as HeteroBN
-from .meanstatistics import MeanStatistics as MeanStatistics
-from .private import Private as Private
-from .scaffold import Scaffold as Scaffold
-from .secure import Secure as Secure
-from .silobn import SiloBN as SiloBN
-from .standalone import Standalone as Standalone
+if TYPE_CHECKING:
+    from ._names import *  # noqa: F403
 
-STRATEGIES = register(globals())
+
+def __getattr__(name: str) -> Any:
+    return getattr(import_module("._names", __package__), name)
+
+
+def __dir__() -> list[str]:
+    return dir(import_module("._names", __package__))

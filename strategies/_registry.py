@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,31 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.extensions import declared, part
 
 from ._flower import FLOWER, FlowerRule
 from ._rule import Rule, Traits
 from ._wrapper import Wrapper, as_rule
 
-STRATEGIES: dict[str, type[Rule]] = {}
+
+class Registry(Mapping[str, type[Rule]]):
+    """The strategies by name: those of this package, and those of extensions, which are imported when they are used."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, type[Rule]] = {}
+
+    def __getitem__(self, name: str) -> type[Rule]:
+        rule: type[Rule] = self.own[name] if name in self.own else part("strategies", name)
+        return rule
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.own, **declared("strategies")})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+STRATEGIES = Registry()
 
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
 _NOT_IN_FILES = {
@@ -26,10 +45,10 @@ _NOT_IN_FILES = {
 }  # fmt: skip
 
 
-def register(names: Mapping[str, Any]) -> dict[str, type[Rule]]:
+def register(names: Mapping[str, Any]) -> Registry:
     """Fill STRATEGIES with the rules among the names of this package."""
     rules = {name: value for name, value in names.items() if isinstance(value, type) and issubclass(value, Rule)}
-    STRATEGIES.update({name: rule for name, rule in rules.items() if rule not in (Rule, Wrapper)})
+    STRATEGIES.own.update({name: rule for name, rule in rules.items() if rule not in (Rule, Wrapper)})
     return STRATEGIES
 
 

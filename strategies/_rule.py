@@ -1,31 +1,41 @@
 """The base class of rules: hooks, fixed properties in `traits`, and the rule's state in `memory`.
 
-The hooks in the order of a run: `check` and `begin` prepare it. In each round, `instructions` and `records` are sent to
-the clients, `problem` checks each reply, `weights` and `combine` compute the new model, and `after_round` updates the
-state. `global_model` returns the model to evaluate, and `notes` what the summary reports. A rule overrides only the
-hooks whose behaviour it changes.
+A rule may be around another one; together they are a chain, whose innermost rule chooses the clients. The outermost
+runs the round for all of them, and calls the hooks of each rule in this order:
+
+- `check` and `begin` prepare a run.
+- `instructions` and `records` are sent to the clients, those of the outermost rule first.
+- `received` may change the replies before they are read, and `problem` refuses single ones.
+- `shown` may change the replies for the rules inside.
+- `weights` and `combine` make the new model; a rule calls those of the rule inside it by `super()`.
+- `after_round` updates the state, that of the innermost rule first.
+- `global_model` returns the model to evaluate, and `notes` what the summary reports.
+
+A rule overrides only the hooks whose behaviour it changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.engines.gated import GatedGrid
-from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.messages import protocol
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
-from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.gate import Reply
-from fedbn_flwr.messages.robust import Robust
+from fedbn_flwr.messages.arrays import pack, record_of, unpack
+from fedbn_flwr.messages.gate import Reply, read_reply
+from fedbn_flwr.messages.screening import record_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._records import load, save
+
+if TYPE_CHECKING:
+    from ._leaf import Leaf
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +53,6 @@ class Round:
 class Traits:
     """The properties of a rule that do not change during a run."""
 
-    personal: bool = False  # each client trains its own model, which is evaluated on that client
-    has_global_model: bool = True  # the server's arrays are a trained model
     replaces_norm: bool = False  # clients replace the arithmetic of batch norm
     # The mean of the clients' first steps must be the step along the mean of their gradients: SGD without clipping.
     linear_steps: bool = False
@@ -52,31 +60,25 @@ class Traits:
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
+    freezes: frozenset[Role] = frozenset()  # the roles that clients are asked to freeze, from some round on
     min_batch: int = 0  # images that a batch must have for its statistics to be exchanged; 0: none are exchanged
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
-    # What the rule does with replies of single clients, if their mean is not enough; "": nothing.
-    individual: str | None = None
-    masked: bool = False  # the server learns only the mean of the replies; no rule may be around it
-    private: bool = False  # its results have noise that hides single clients; no rule may be around it
+    hides: str | None = None  # what the server does with replies instead of reading single ones, in words
+
+    @property
+    def personal(self) -> bool:
+        """Whether each client trains a model of its own, which is evaluated on that client."""
+        return bool(self.kept)
+
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the server's arrays are a trained model."""
+        return self.kept != frozenset(Role)
 
 
-def is_ours(part: type | Callable[..., Any]) -> bool:
-    """Whether a class or function is of this package, and not the user's."""
-    return part.__module__.startswith(f"{__package__}.")
-
-
-def use_of_single_replies(rule: Rule) -> str | None:
-    """What a rule does with the replies of single clients, or None if their mean is enough."""
-    if rule.traits.individual is not None:
-        return rule.traits.individual or None
-    for hook in ("problem", "weights", "combine", "after_round"):
-        if not is_ours(getattr(type(rule), hook)):
-            return (
-                f"has {hook}() of its own, which may use the replies of single clients (if it uses only their mean, "
-                'declare this: traits = Traits(individual=""))'
-            )
-    return None
+# Hooks that may use the replies of single clients.
+_OF_SINGLE_REPLIES = ("received", "problem", "shown", "weights", "combine", "after_round")
 
 
 class Rule(Strategy):
@@ -92,24 +94,43 @@ class Rule(Strategy):
 
     traits: Traits = Traits()
     memory: Memory
+    # What a rule around this one may need and this one does not have, with the reason; and what this one needs of the
+    # rules inside it, with the rest of the error. `_compose` names these properties and compares them. A class with a
+    # hook that sees the replies of single clients must declare what it lacks.
+    lacks: Mapping[str, str] = {}
+    needs: Mapping[str, str] = {}
+    restores: ClassVar[Collection[str]] = ()  # what the rules inside lack and this one has
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
     num_rounds: int | None = None
-    # The weight of each reply in the last mean, by node id and in the order of the sum. None if the strategy does not
-    # report it.
-    shares: Mapping[int, float] | None = None
-    robust: Robust | None = None  # bounds on the influence of one client, if they are on
-    weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
-    used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
+    round: Round | None = None  # the current one
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = [hook for hook in _OF_SINGLE_REPLIES if hook in vars(cls)]
+        if own and "lacks" not in vars(cls):
+            reason = f"has {own[0]}() of its own, which may use the replies of single clients"
+            cls.lacks = {**cls.lacks, "mean": f"{reason} (if it uses only their mean, declare this: lacks = {{}})"}
+
+    @property
+    def name(self) -> str:
+        """The strategy's name in messages."""
+        return type(self).__name__
+
+    def chain(self) -> Iterator[Rule]:
+        """This rule, the one inside it, and so on to the innermost."""
+        yield self
+
+    @property
+    def leaf(self) -> Leaf:
+        """The innermost rule of the chain."""
+        raise NotImplementedError
 
     # --- the hooks ---
 
     def check(self, num_rounds: int) -> None:
         """Raise SettingsError if the settings do not suit this number of rounds. No data are loaded yet."""
-
-    def check_clients(self, clients: int) -> None:
-        """Raise SettingsError if a run with this number of clients has too few for the settings."""
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
@@ -138,13 +159,25 @@ class Rule(Strategy):
         """
         return {}
 
+    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
+        """The replies of the round, before they are read."""
+        return replies
+
+    def unusable(self, round: Round, reply: Reply) -> str | None:
+        """The reason why a reply does not have what the messages of the round ask for, or None."""
+        raise NotImplementedError
+
     def problem(self, round: Round, reply: Reply) -> str | None:
         """The reason to refuse a reply, or None."""
         return None
 
+    def shown(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The usable replies as the rules inside this one see them."""
+        return replies
+
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         """p_i, the weight of each reply, up to scale: by default the client's number of examples."""
-        return [reply.number(self.weighted_by_key) for reply in replies]
+        raise NotImplementedError
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new model."""
@@ -164,6 +197,50 @@ class Rule(Strategy):
     def notes(self) -> Mapping[str, Any]:
         """The rule's entries in the run's summary, for instance the round in which it froze batch norm."""
         return {}
+
+    # --- the round ---
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The round of the whole chain, which this rule is the outermost of."""
+        chain, leaf, round, what = list(self.chain()), self.leaf, self.round, f"round {server_round}"
+        leaf.shares, leaf.used = {}, ()
+        if round is None or not leaf.asked:
+            return None, None
+        for rule in chain:
+            replies = rule.received(round, replies)
+        names = [name for rule in chain for name in rule.records(round)]
+
+        def read(message: Message) -> Reply:
+            reply = read_reply(message, leaf.arrayrecord_key, names)
+            problem = self.unusable(round, reply)
+            for rule in chain:
+                problem = problem or rule.problem(round, reply)
+            if problem:
+                raise MessageError(problem)
+            return reply
+
+        def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
+            problems = leaf.compare(round, found)
+            for name in names:
+                problems = {**problems, **record_problems(found, name, unpack(round.arrays))}
+            return problems
+
+        found: Sequence[Reply] = leaf.screen(what, replies, leaf.asked, read, compare)
+        for rule in chain:
+            found = rule.shown(round, found)
+        weights = self.weights(round, found)
+        if not sum(weights) > 0:
+            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({leaf.weighted_by_key}) are zero")
+        weights = leaf.bounded(weights)
+        leaf.shares = {reply.node: weight for reply, weight in zip(found, weights, strict=True)}
+        model = pack(self.combine(round, found, weights))
+        if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
+            model = record_of({**round.arrays, **model})
+        for rule in reversed(chain):
+            rule.after_round(round, found, weights)
+        return model, leaf.metrics(found)
 
     # --- the run ---
 
@@ -200,6 +277,19 @@ class Rule(Strategy):
         self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
         return GatedGrid(grid)
+
+
+def refuse_bounds(rule: Rule) -> None:
+    """Raise SettingsError if the rule has bounds that do not bound all that it averages."""
+    bounds = rule.leaf.bounds
+    if bounds is None:
+        return
+    refused = bounds.of_updates() if type(rule).records is not Rule.records else {}
+    reason = f"{rule.name} averages more than the model, which one client could set to any value"
+    if not rule.traits.has_global_model:
+        refused, reason = bounds.notes(), f"{rule.name} has no model of all clients, on which one could have influence"
+    for key, value in refused.items():
+        raise SettingsError(f"bounds.{key} is {value!r}, but {reason}")
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.

@@ -13,9 +13,8 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, Never, TypedDict, TypeVar
+from typing import Any, Never, TypedDict
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -25,20 +24,19 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules.fedbn import RETURN
-from fedbn_flwr.engines.base import capabilities, wait_for_nodes
-from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
-from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, one_line, partition_of, read_reply
-from fedbn_flwr.messages.robust import Robust, RobustRule, StatisticsRule
-from fedbn_flwr.messages.screening import evaluation_key, reason_of, refuse_records
+from fedbn_flwr.messages.bounds import Bounds, as_bounds
+from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, partition_of
+from fedbn_flwr.messages.screening import common_metrics, evaluation_key
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Round, Rule, returned_roles, unknown_argument
+from ._leaf import Leaf
+from ._rule import Round, refuse_bounds, returned_roles, unknown_argument
 
-Content = TypeVar("Content")
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
@@ -57,20 +55,13 @@ class FedAvgOptions(TypedDict, total=False):
     evaluate_metrics_aggr_fn: MeanOfMetrics | None
     seed: int
     node_timeout: float
-    robust: RobustRule | None
-    robust_statistics: StatisticsRule | None
-    malicious: int | float
-    max_share: float
-    clip_norm: float | None
-    clip_factor: float | None
-    plausible: float | None
+    bounds: Bounds | Mapping[str, Any] | None
 
 
-class FedAvg(Rule, FlowerFedAvg):
+class FedAvg(Leaf, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
-    It has the arguments of Flower's FedAvg and those below. From `robust` on they bound the influence of one client,
-    and are off by default (docs/robustness.md).
+    It has the arguments of Flower's FedAvg and those below.
 
     Parameters
     ----------
@@ -78,34 +69,11 @@ class FedAvg(Rule, FlowerFedAvg):
         The seed for the choice of clients, if not all take part.
     node_timeout : float (default: 600)
         Seconds to wait for enough nodes to connect.
-    robust : "median" | "trimmed" | "krum" or None (default: None)
-        Replaces the mean of weights, gamma and beta: "median" and "trimmed" are the median and the trimmed mean of each
-        value over the clients, "krum" is the mean of the models that are nearest to their neighbours. Each client
-        counts once, whatever number of examples it reports.
-    robust_statistics : "mean" | "median" | "trimmed" or None (default: None)
-        Replaces the mean of batch norm's statistics and counters, and the means of FedTAN's exchanges. By default the
-        median with robust: median and krum, the trimmed mean with robust: trimmed, and otherwise the mean.
-    malicious : int | float (default: 0.2)
-        The assumed number of faulty or malicious clients in a round, or their share, which is rounded up. "trimmed"
-        leaves out this many values at each end, "krum" this many models.
-    max_share : float (default: 1.0)
-        The largest share of one client in the weights of the mean.
-    clip_norm : float or None (default: None)
-        The largest L2 norm of a client's update of weights, gamma and beta; a longer one is shortened to it.
-    clip_factor : float or None (default: None)
-        The same, relative to the median norm of the round's updates.
-    plausible : float or None (default: None)
-        Leaves out clients whose statistics are further from the cohort's median than this factor times the norm of the
-        median, or times the clients' median distance from it if that is larger. It applies to the tensors of FedTAN's
-        exchanges too.
+    bounds : Bounds | dict | None (default: None)
+        Bounds on the influence of one client, for instance `{"max_share": 0.2}` (docs/robustness.md).
     """
 
-    @dataclass
-    class Memory(Rule.Memory):
-        partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
-
-    memory: Memory
-    shares: dict[int, float]
+    lacks = {}
 
     def __init__(
         self,
@@ -122,38 +90,25 @@ class FedAvg(Rule, FlowerFedAvg):
         *,
         seed: int = 0,
         node_timeout: float = 600,
-        robust: RobustRule | None = None,
-        robust_statistics: StatisticsRule | None = None,
-        malicious: int | float = 0.2,
-        max_share: float = 1.0,
-        clip_norm: float | None = None,
-        clip_factor: float | None = None,
-        plausible: float | None = None,
+        bounds: Bounds | Mapping[str, Any] | None = None,
         **options: Never,
     ) -> None:
         if options:
             raise unknown_argument(type(self).__name__, next(iter(options)), FedAvgOptions.__annotations__)
-        super().__init__(
-            fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
+        Leaf.__init__(self)
+        FlowerFedAvg.__init__(
+            self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,
             train_metrics_aggr_fn or mean_of_metrics, evaluate_metrics_aggr_fn or mean_of_metrics,
         )  # fmt: skip
         self.seed = seed
         self.node_timeout = node_timeout
-        self.memory = self.Memory()
-        self.shares = {}
-        self.round: Round | None = None  # the current one
-        self.asked = 0  # number of clients that received the model in this round
-        self.left_out: list[str] = []  # this round's unusable replies: client and reason
-        bounds = (robust, robust_statistics, malicious, max_share, clip_norm, clip_factor, plausible)
-        if bounds != (None, None, 0.2, 1.0, None, None, None):
-            self.robust = Robust(*bounds)
+        self.bounds = as_bounds(bounds)
+        if self.bounds is not None:
+            self.lacks = {**self.lacks, "mean": "compares the replies of single clients (bounds)"}
+        refuse_bounds(self)
 
     # --- sending ---
-
-    def check_clients(self, clients: int) -> None:
-        if self.robust is not None:
-            self.robust.check_clients(self._count(clients, self.fraction_train, self.min_train_nodes))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -163,11 +118,9 @@ class FedAvg(Rule, FlowerFedAvg):
         self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
-        if self.robust is not None and server_round == 1:
-            self.robust.check_clients(len(nodes))
         instructions = dict(self.instructions(round))
         if self.traits.returned and (returned := returned_roles(self.traits, roles(arrays).values())):
-            instructions[RETURN] = protocol.join(returned)
+            instructions[protocol.RETURN] = protocol.join(returned)
         records = {name: pack(values) for name, values in self.records(round).items() if values}
         return self._messages(round, records, instructions, nodes, MessageType.TRAIN)
 
@@ -241,65 +194,26 @@ class FedAvg(Rule, FlowerFedAvg):
         answered = {r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()}
         self._note_partitions(round.grid, answered)
 
-    def _note_partitions(self, grid: Grid | None, answered: Mapping[int, int | None]) -> list[tuple[int, str]]:
-        """Note the partitions that nodes report; returns the nodes that report a wrong one, each with the reason."""
-        known = self.memory.partitions
-        found = {node: number for node, number in answered.items() if number not in (None, known.get(node))}
-        wrong = capabilities(grid).partition_problems(found) if found and grid is not None else {}
-        self.memory.partitions.update({node: number for node, number in found.items() if node not in wrong})
-        return list(wrong.items())
-
-    def _position(self, node: int) -> tuple[int, int, int]:
-        """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
-        partition = self.memory.partitions.get(node)
-        return (1, 0, node) if partition is None else (0, partition, node)
-
-    def _who(self, node: int) -> str:
-        partition = self.memory.partitions.get(node)
-        return f"node {node}" if partition is None else f"client {partition} (node {node})"
-
     # --- receiving ---
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        self.shares, self.used = {}, ()
-        round, messages = self.round, list(replies)
-        if round is None or self.fraction_train == 0.0:
-            return None, None
-        if names := list(self.records(round)):
-            messages = refuse_records(gate(messages), names, unpack(round.arrays))
-        usable = self.screen(f"round {server_round}", messages, self.asked, self.read)
-        if self.robust is not None:
-            usable = self._plausible(round, usable, self.robust)
-        weights = self.weights(round, usable)
-        if not sum(weights) > 0:
-            raise RunFailed(
-                f"round {server_round}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero"
-            )
-        if self.robust is not None:
-            weights = self.robust.weights(weights)
-        self.shares = {reply.node: weight for reply, weight in zip(usable, weights, strict=True)}
-        self.used = [*self.shares]
-        model = pack(self.combine(round, usable, weights))
-        if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
-            model = record_of({key: model.get(key, value) for key, value in round.arrays.items()})
-        self.after_round(round, usable, weights)
-        contents = {message.metadata.src_node_id: message.content for message in messages if message.has_content()}
-        return model, self.train_metrics_aggr_fn([contents[node] for node in self.used], self.weighted_by_key)
+    def unusable(self, round: Round, reply: Reply) -> str | None:
+        weight = number_problem(reply.metrics, self.weighted_by_key)
+        return weight or fault(reply.arrays, unpack(round.arrays), self.expected(round.arrays))
 
-    def read(self, message: Message) -> Reply:
-        """The content of a reply of this round that has passed the gate; MessageError if it is unusable."""
-        assert self.round is not None
-        arrays = self.round.arrays
-        reply = read_reply(message, self.arrayrecord_key, list(self.records(self.round)))
-        if problem := (
-            number_problem(reply.metrics, self.weighted_by_key)
-            or fault(reply.arrays, unpack(arrays), self.expected(arrays))
-            or self.problem(self.round, reply)
-        ):
-            raise MessageError(problem)
-        return reply
+    def compare(self, round: Round, found: Mapping[int, Reply]) -> Mapping[int, str]:
+        """Statistics must be within the bounds."""
+        if self.bounds is None or not found:
+            return {}
+        replies = list(found.values())
+        of = roles(replies[0].arrays)
+        outliers = self.bounds.outliers([split_by_role(each.arrays, of, {Role.STATISTICS})[0] for each in replies])
+        return {replies[i].node: reason for i, reason in outliers.items()}
+
+    def bounded(self, weights: list[float]) -> list[float]:
+        return weights if self.bounds is None else self.bounds.weights(weights)
+
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
+        return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)
@@ -312,84 +226,26 @@ class FedAvg(Rule, FlowerFedAvg):
 
         # A missing evaluation must not end the run, so no reply is required.
         usable = self.screen(f"round {server_round}, evaluation", messages, 0, read)
-        self.used = [message.metadata.src_node_id for message in usable]
         return self.evaluate_metrics_aggr_fn([message.content for message in usable], key) if usable else None
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
-        if self.robust is None:
-            return weighted_mean((reply.arrays for reply in replies), weights)
-        arrays = [reply.arrays for reply in replies]
-        return self.robust.combine(arrays, weights, unpack(round.arrays), f"round {round.number}")
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        if self.bounds is not None:
+            arrays = self.bounds.updated(arrays, unpack(round.arrays), f"round {round.number}")
+        return weighted_mean(arrays, weights)
 
     def notes(self) -> dict[str, Any]:
-        """The options that bound the influence of one client, if they are on."""
-        return {} if self.robust is None else self.robust.notes()
-
-    def _plausible(self, round: Round, replies: Sequence[Reply], robust: Robust) -> list[Reply]:
-        """The replies whose statistics are near those of the others."""
-        of = roles(round.arrays)
-        keys = [key for key in replies[0].arrays if of[key] is Role.STATISTICS]
-        found = robust.implausible([reply.arrays for reply in replies], keys)
-        if not found:
-            return list(replies)
-        refused = [(replies[i].node, reason) for i, reason in found.items()]
-        answered = {reply.node: reply.partition for reply in replies}
-        nodes = self.admit(f"round {round.number}", answered, refused, len(replies))
-        return [reply for reply in replies if reply.node in nodes]
-
-    def screen(
-        self, what: str, replies: Iterable[Message], asked: int, read: Callable[[Message], Content]
-    ) -> list[Content]:
-        """What `read` returns for each reply, in the order of partitions; a MessageError refuses one. See `admit`."""
-        usable: dict[int, Content] = {}
-        answered: dict[int, int | None] = {}
-        refused: list[tuple[int, str]] = []  # not a dict: all error replies for lost nodes have the SuperLink's node id
-        for reply in gate(replies):
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                refused.append((node, reason_of(reply)))
-                continue
-            answered[node] = partition_of(reply.content)
-            try:
-                usable[node] = read(reply)
-            except MessageError as error:
-                refused.append((node, str(error)))
-        return [usable[node] for node in self.admit(what, answered, refused, asked)]
-
-    def admit(
-        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
-    ) -> list[int]:
-        """The nodes of `answered` that are not in `refused`, in the order of partitions.
-
-        `answered` maps a node to the partition that it reports, `refused` are pairs of node and reason. The log names
-        the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the `asked` clients remain;
-        with `asked` 0 no client is required.
-        """
-        refused = [*refused, *self._note_partitions(None if self.round is None else self.round.grid, answered)]
-        reasons = sorted(f"{self._who(node)}: {reason}" for node, reason in refused)
-        usable = list(answered.keys() - {node for node, _ in refused})
-        if (silent := asked - len(usable) - len(refused)) > 0:
-            reasons.append(f"{silent} of {asked} clients did not answer in time")
-        self.left_out += reasons
-        needed = max(1, min(self.min_train_nodes, asked)) if asked else 0
-        if len(usable) < needed:
-            listed = "".join(f"\n  - {one_line(reason)}" for reason in self.left_out) or " no reply"
-            raise RunFailed(
-                f"{what}: {len(usable)} of {asked} clients sent a usable reply, {needed} are needed:{listed}"
-            )
-        for reason in reasons:
-            log(WARNING, "%s: left out %s", what, one_line(reason))
-        return sorted(usable, key=self._position)
+        """The bounds on the influence of one client, if there are any."""
+        return {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
 
 
 def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
-    """The mean of each metric that all clients sent, without identifiers and numbers of examples."""
-    records = [metrics_of(content) for content in contents]
-    common = set.intersection(*(set(record) for record in records))
-    counts = {name for name in common if name.endswith(protocol.NUM_EXAMPLES)}  # of other test sets too
-    common -= {protocol.PARTITION, protocol.BATCH_EXAMPLES, *counts} - {key}
-    kept = [MetricRecord({name: value for name, value in record.items() if name in common}) for record in records]
+    """The mean of each metric that is one number in all replies, without identifiers and numbers of examples."""
+    records = common_metrics([metrics_of(content) for content in contents])
+    left_out = {protocol.PARTITION, protocol.BATCH_EXAMPLES}
+    left_out |= {name for name in records[0] if name.endswith(protocol.NUM_EXAMPLES)}  # of other test sets too
+    kept = [MetricRecord({n: v for n, v in record.items() if n == key or n not in left_out}) for record in records]
     if not any(record[key] for record in records):
         return MetricRecord()  # all weights are zero, so there is no mean
     return aggregate_metricrecords([RecordDict({"metrics": record}) for record in kept], key)

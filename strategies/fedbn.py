@@ -43,7 +43,7 @@ class LocalNorm(FedAvg):
             raise SettingsError(f"global_norm is {global_norm!r}; expected 'average' or 'initial'")
         self.global_norm = global_norm
         returned = self.kept if global_norm == "average" else frozenset[Role]()
-        self.traits = Traits(personal=True, client_memory="their own batch norm", kept=self.kept, returned=returned)
+        self.traits = Traits(client_memory="their own batch norm", kept=self.kept, returned=returned)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

@@ -23,13 +23,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from fedbn_flwr.client.rules.fedprox import PROXIMAL_MU
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import Reply
 
-from ._rule import Round, Traits
+from ._rule import Round
 from .fedavg import FedAvg, FedAvgOptions
+from .fedprox import PROXIMAL_MU
 
 
 class FedBS(FedAvg):
@@ -47,7 +47,7 @@ class FedBS(FedAvg):
         mu of FedProx, after the switch.
     """
 
-    traits = Traits(individual="weights the clients by the loss of each")
+    lacks = {"mean": "weights the clients by the loss of each"}
 
     @dataclass
     class Memory(FedAvg.Memory):
@@ -65,8 +65,6 @@ class FedBS(FedAvg):
         **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
-        if self.robust is not None:
-            self.robust.refuse(("robust",), "FedBS weights clients by their loss, and a robust rule counts each once")
         if not epsilon >= 0:
             raise SettingsError(f"epsilon is {epsilon!r}; expected zero or more")
         if not patience >= 1:

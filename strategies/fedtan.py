@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.client.rules import ClientRule, Key
-from fedbn_flwr.client.rules.fixbn import frozen_roles
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.client.training import SGD, Gradient, Loss
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
@@ -33,12 +32,11 @@ from fedbn_flwr.exchange.round import run_exchanges
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import normalised, weighted_mean
-from fedbn_flwr.messages.robust import capped
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
-from .fixbn import FixBN
+from .fixbn import FixBN, frozen_roles
 
 
 class FedTAN(FedAvg):
@@ -65,6 +63,7 @@ class FedTAN(FedAvg):
         messages; False always uses messages.
     """
 
+    lacks = {}
     backward = True  # the backward pass exchanges gradients
     traits = Traits(
         replaces_norm=True,  # clients normalise over the batches of all clients
@@ -132,29 +131,24 @@ class FedTAN(FedAvg):
                 f"round {server_round}",
                 self.agree,
                 self.admit,
-                outliers=None if self.robust is None else self.robust.outliers,
+                outliers=None if self.bounds is None else self.bounds.outliers,
                 report=engine.report,
                 per_layer=(1 if self.exchange == "fused" else 2) + self.backward,
             )
         )
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
+        """The result of the exchange that messages call `what`."""
         p = [each.examples if self.weights_by == "data" else each.images for each in contributions]
         if not any(p):
             raise RunFailed(f"{what}: the weights of all {len(p)} clients are zero")
-        if self.robust is not None and self.robust.statistics != "mean":
-            tensors = [each.tensors for each in contributions]
-            average = self.robust.of_exchange(contributions[0].kind, tensors, p, what)
-            return Agreement(average, sum(each.images for each in contributions))
-        return algorithm_3(contributions, p if self.robust is None else capped(p, self.robust.max_share))
+        return algorithm_3(contributions, p if self.bounds is None else self.bounds.weights(p))
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             replies, self.asked = carrier.finish(replies)
-        return super().aggregate_train(server_round, replies)
+        return replies
 
 
 def algorithm_3(contributions: Sequence[Contribution], weights: Sequence[float]) -> Agreement:
@@ -177,7 +171,7 @@ def algorithm_3(contributions: Sequence[Contribution], weights: Sequence[float])
     return Agreement({name: value.astype(tensors[0][name].dtype) for name, value in agreed.items()}, images)
 
 
-class FirstStep(ClientRule):
+class FedTANClient(ClientRule):
     """The client's part: in the first local step, batch norm normalises over the batches of all clients."""
 
     keys = {

@@ -8,7 +8,8 @@ additional communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any, Literal
@@ -20,18 +21,21 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.client.rules.fixbn import FREEZABLE, FREEZE, frozen_roles
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, same_values
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import Reply, one_line
+from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round
 from ._wrapper import Wrapper
-from .meanstatistics import server_optimiser
+
+FREEZE = "fedbn.freeze"
+FREEZABLE = frozenset({Role.STATISTICS, Role.AFFINE})
 
 
 class FixBN(Wrapper):
@@ -64,6 +68,7 @@ class FixBN(Wrapper):
         changes: dict[str, list[float]] = field(default_factory=dict)  # with "auto": their changes in W rounds
 
     memory: Memory
+    lacks = {}
     argument = "freeze_round"  # the name of the argument T*, for errors
 
     def __init__(
@@ -75,6 +80,15 @@ class FixBN(Wrapper):
         window: int = 10,
         threshold: float = 1e-4,
     ) -> None:
+        if freeze_round == "auto":
+            reason = "compares the statistics of each client (auto)"
+            self.lacks = {**self.lacks, **dict.fromkeys(("known", "no statistics"), reason)}
+        if "statistics" in freeze:
+            self.lacks = {**self.lacks, "free statistics": "freezes the statistics"}
+            self.needs = {
+                "statistics": "FixBN would freeze what is no statistic of the data; wrap it: "
+                "FixBN(MeanStatistics({inside}(...)), ...)"
+            }
         super().__init__(strategy)
         is_number = isinstance(freeze_round, int | float) and not isinstance(freeze_round, bool)
         if freeze_round != "auto" and not (is_number and freeze_round >= 0):
@@ -94,17 +108,9 @@ class FixBN(Wrapper):
             raise SettingsError(f"window is {window}; expected at least 2 rounds, since a variance needs two values")
         if not threshold > 0:
             raise SettingsError(f"threshold is {threshold}; expected a number above zero")
-        if "statistics" in names and (name := server_optimiser(strategy)) is not None:
-            raise SettingsError(
-                f"FixBN freezes batch norm's statistics, which {name} changes by steps of its optimiser, so that they "
-                f"are no statistics of the data; wrap it: FixBN(MeanStatistics({name}(...)), ...)"
-            )
-        if freeze_round == "auto":
-            self.traits = replace(
-                self.traits, individual="with freeze_round 'auto' compares the statistics of each client"
-            )
         self.freeze_round = freeze_round
         self.freeze = frozenset(Role(name) for name in names)
+        self.traits = replace(self.traits, freezes=self.traits.freezes | self.freeze)
         self.window = window
         self.threshold = threshold
         self._asks = True  # before the first round, whether clients honour the freeze
@@ -190,9 +196,9 @@ class FixBN(Wrapper):
                 self.memory.last_free = round.number
         if round.number != self.memory.last_free or round.number == self.num_rounds:
             return
-        if getattr(self.innermost, "fraction_train", 1.0) != 1:
+        if getattr(self.leaf, "fraction_train", 1.0) != 1:
             return
-        if absent := sorted({*self.known_partitions.values()} - {reply.partition for reply in replies}):
+        if absent := sorted({*self.leaf.memory.partitions.values()} - {reply.partition for reply in replies}):
             log(
                 WARNING,
                 "FixBN: the statistics of round %d, which are frozen from now on, are without clients %s",
@@ -228,6 +234,19 @@ class FixBN(Wrapper):
             del changes[: -self.window]
         self.memory.last[who] = vector
         return len(changes) == self.window and float(np.var(changes)) < self.threshold
+
+
+class FixBNClient(ClientRule):
+    """Freezes the statistics, or gamma and beta, at the received values."""
+
+    keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
+
+    def around(self) -> AbstractContextManager[None]:
+        return frozen_norm(self.local.model, frozen_roles(self.local.config))
+
+
+def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:
+    return protocol.roles_of(config, FREEZE, FREEZABLE)
 
 
 _TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers

@@ -14,15 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.client.rules.globalmomentum import MOMENTUM, MOMENTUM_RECORD
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.client.model_tensors import copied
+from fedbn_flwr.client.rule import ClientRule, Key, Update
+from fedbn_flwr.client.training import SGD
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
 
-from ._rule import Round
+from ._rule import Round, refuse_bounds
 from ._wrapper import Wrapper
+
+MOMENTUM = "fedbn.momentum"
+MOMENTUM_RECORD = "momentum"
 
 
 class GlobalMomentum(Wrapper):
@@ -36,6 +42,11 @@ class GlobalMomentum(Wrapper):
         momentum: Arrays = field(default_factory=dict)  # empty before the first round
 
     memory: Memory
+    lacks = {}
+    needs = {
+        "weights": "GlobalMomentum averages with the weights of its base; wrap one of fedbn_flwr.strategies, for "
+        "instance GlobalMomentum(FedAvg())"
+    }
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
@@ -43,15 +54,7 @@ class GlobalMomentum(Wrapper):
         of_base = self.traits.traffic
         traffic = f"{of_base}; {momentum}" if of_base else momentum
         self.traits = replace(self.traits, traffic=traffic, averages_momentum=True)
-        if self.shares is None:
-            raise SettingsError(
-                f"GlobalMomentum averages with the weights of its base, and {type(strategy).__name__} does not report "
-                "them; wrap one of fedbn_flwr.strategies, for instance GlobalMomentum(FedAvg())"
-            )
-
-        if self.robust is not None:
-            reason = "GlobalMomentum averages the clients' momentum too, which one client could set to any value"
-            self.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
+        refuse_bounds(self)
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {MOMENTUM: True}
@@ -61,3 +64,36 @@ class GlobalMomentum(Wrapper):
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         self.memory.momentum = weighted_mean((reply.records[MOMENTUM_RECORD] for reply in replies), weights)
+
+
+class GlobalMomentumClient(ClientRule):
+    """Begins with the received momentum and sends it back; without the key (`keep_momentum`) the state of the
+    optimiser stays on the client.
+    """
+
+    keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
+
+    def begin(self) -> None:
+        optimizer, state = self.local.optimizer, dict(self.local.state.load("momentum"))
+        if self.local.config.get(MOMENTUM):
+            if not isinstance(optimizer, SGD):
+                raise MessageError(
+                    f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains by another "
+                    "optimizer; expected optimizer sgd"
+                )
+            if not optimizer.momentum:
+                raise MessageError(
+                    f"the server maintains momentum ({MOMENTUM!r}), but this client trains without it (momentum is 0); "
+                    "expected a momentum above zero"
+                )
+            state.update(self.local.records.get(MOMENTUM_RECORD, {}))
+        optimizer.load_state(state)
+
+    def finish(self, update: Update) -> None:
+        new = {**self.local.state.load("momentum"), **copied(self.local.optimizer.state())}
+        if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
+            sent = {name: p for name, p in self.local.parameters.items() if name in self.local.received}
+            # Zero if a parameter has had no gradient yet.
+            zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if name not in new})
+            update.extras[MOMENTUM_RECORD] = {name: new.pop(name) if name in new else zeros[name] for name in sent}
+        self.local.state.save("momentum", new)

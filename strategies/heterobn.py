@@ -10,6 +10,7 @@ implemented.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -22,7 +23,7 @@ from fedbn_flwr.messages.gate import Reply, number_problem, read_reply
 from fedbn_flwr.messages.screening import fault_problems
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round, Traits
+from ._rule import Round
 from .fedavg import FedAvg, FedAvgOptions
 
 
@@ -53,7 +54,7 @@ class HeteroBN(FedAvg):
         self.statistics = statistics
         self.query_timeout = query_timeout
         if statistics == "query":
-            self.traits = Traits(individual="queries the statistics of each client's data")
+            self.lacks = {**self.lacks, "mean": "queries the statistics of each client's data"}
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
@@ -83,17 +84,18 @@ class HeteroBN(FedAvg):
                 raise MessageError(f"it sent {wrong[0]!r}; expected only statistics of batch norm")
             return reply
 
-        replies = self.screen(what, answers, len(nodes), read)
-        problems = fault_problems({reply.node: reply.arrays for reply in replies})
-        left = self.admit(what, {reply.node: reply.partition for reply in replies}, [*problems.items()], len(replies))
-        replies = [reply for reply in replies if reply.node in left]
+        def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
+            problems = fault_problems({node: reply.arrays for node, reply in found.items()})
+            left = {node: reply for node, reply in found.items() if node not in problems}
+            forms = {node: {key: value.shape for key, value in reply.arrays.items()} for node, reply in left.items()}
+            if other := next((node for node in forms if forms[node] != forms[next(iter(forms))]), None):
+                both = f"nodes {next(iter(forms))} and {other}"
+                raise RunFailed(f"{what}: {both} sent statistics of different layers; expected the same model on all")
+            return {**problems, **self.compare(round, left)}
+
+        replies = self.screen(what, answers, len(nodes), read, compare)
         weights = self.weights(round, replies)
         if not sum(weights) > 0:
             raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
         arrays = [reply.arrays for reply in replies]
-        forms = [{key: value.shape for key, value in each.items()} for each in arrays]
-        if other := next((reply for reply, form in zip(replies, forms, strict=True) if form != forms[0]), None):
-            both = f"nodes {replies[0].node} and {other.node}"
-            raise RunFailed(f"{what}: {both} sent statistics of different layers; expected the same model on all nodes")
-        mean = weighted_mean(arrays, weights) if self.robust is None else self.robust.average(arrays, weights, what)
-        return record_of({**round.arrays, **pack(mean)})
+        return record_of({**round.arrays, **pack(weighted_mean(arrays, self.bounded(weights)))})

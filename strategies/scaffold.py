@@ -1,8 +1,7 @@
 """SCAFFOLD (Karimireddy et al. 2020, "Stochastic Controlled Averaging", https://arxiv.org/abs/1910.06378, Algorithm 1).
 
 Each client i keeps a control variate c_i, an estimate of its gradient, and the server keeps their mean c. Local steps
-use g_i(y) + c - c_i, which corrects the drift of the clients. The client rule (`fedbn_flwr/client/rules/scaffold.py`)
-sends back the change of c_i with the model.
+use g_i(y) + c - c_i, which corrects the drift of the clients. Clients send back the change of c_i with the model.
 
 Choices that the paper leaves open:
 
@@ -16,14 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
-from fedbn_flwr.client.rules.scaffold import CONTROL, CONTROL_RECORD
+import torch
+
+from fedbn_flwr.client.model_tensors import copied, tensor_like
+from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
 
 from ._rule import Round, Traits
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
+
+CONTROL = "fedbn.control"
+CONTROL_RECORD = "control"  # the server sends c and receives c_i+ - c_i
 
 
 class Scaffold(FedAvg):
@@ -32,6 +37,7 @@ class Scaffold(FedAvg):
     The arguments are FedAvg's.
     """
 
+    lacks = {}
     traits = Traits(
         client_memory="their control variates",
         equal=frozenset({CONTROL_RECORD}),
@@ -44,17 +50,11 @@ class Scaffold(FedAvg):
 
     memory: Memory
 
-    def __init__(self, **options: Unpack[FedAvgOptions]) -> None:
-        super().__init__(**options)
-        if self.robust is not None:
-            reason = "Scaffold averages control variates too, which one client could set to any value"
-            self.robust.refuse(("robust", "clip_norm", "clip_factor"), reason)
-
     def instructions(self, round: Round) -> dict[str, Any]:
         return {CONTROL: True}
 
     def records(self, round: Round) -> dict[str, Arrays]:
-        return {CONTROL_RECORD: self.memory.control}  # the server sends c and receives c_i+ - c_i
+        return {CONTROL_RECORD: self.memory.control}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: c <- c + |S|/N * 1/|S| sum_i (c_i+ - c_i)"""
@@ -65,3 +65,37 @@ class Scaffold(FedAvg):
         self.memory.control = c | {
             key: (c.get(key, 0.0) + share * change).astype(change.dtype) for key, change in mean.items()
         }
+
+
+class ScaffoldClient(ClientRule):
+    """Lines 7 to 14: steps along g_i(y) + c - c_i; then c_i+ is the mean of the g_i."""
+
+    keys = {CONTROL: Key("true", "correct gradients by control variates, received and sent in the record `control`")}
+    order = -1  # before the other rules: g_i is the unchanged gradient
+
+    def begin(self) -> None:
+        c, own = self.local.records.get(CONTROL_RECORD, {}), self._own()
+        parameters = self.local.parameters.items()
+        self.corrections = {p: tensor_like(c.get(name), p) - tensor_like(own.get(name), p) for name, p in parameters}
+        self.sums = {p: torch.zeros_like(p) for _, p in parameters}
+        self.steps = 0
+
+    def adjust(self) -> None:
+        self.steps += 1
+        gradients = {parameter: parameter.grad for parameter in self.sums if parameter.grad is not None}
+        if gradients:
+            found = list(gradients.values())
+            torch._foreach_add_([self.sums[parameter] for parameter in gradients], found)
+            torch._foreach_add_(found, [self.corrections[parameter] for parameter in gradients])
+
+    def finish(self, update: Update) -> None:
+        before = self._own()
+        new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.parameters.items()})
+        self.local.state.save("control", {**before, **new})  # parameters that are frozen now keep their c_i
+        update.extras[CONTROL_RECORD] = {
+            name: value - before[name] if name in before else value for name, value in new.items()
+        }
+
+    def _own(self) -> Arrays:
+        """c_i; zero in the first round, in which the server has no c: a stored c_i belongs to an earlier run then."""
+        return self.local.state.load("control") if CONTROL_RECORD in self.local.records else {}

@@ -8,12 +8,10 @@ client.)
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Traits
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 
 
 class Standalone(FedAvg):
@@ -22,9 +20,4 @@ class Standalone(FedAvg):
     The arguments are FedAvg's.
     """
 
-    traits = Traits(personal=True, has_global_model=False, client_memory="their models", kept=frozenset(Role))
-
-    def __init__(self, **options: Unpack[FedAvgOptions]) -> None:
-        super().__init__(**options)
-        if self.robust is not None:
-            self.robust.refuse(tuple(self.robust.notes()), "Standalone sends no arrays to the server")
+    traits = Traits(client_memory="their models", kept=frozenset(Role))

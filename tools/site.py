@@ -7,13 +7,18 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from fedbn_flwr.extensions import declared
+
 ROOT = Path(__file__).parents[1]
-MODULES = sorted(file for file in (ROOT / "strategies").glob("*.py") if not file.name.startswith("_"))
+MODULES = {  # by the name of the page
+    **{file.stem: f"strategies.{file.stem}" for file in (ROOT / "strategies").glob("[!_]*.py")},
+    **{where.split(".")[2]: where.split(":")[0] for where in declared("strategies").values()},
+}
 
 
-def title(module: Path) -> str:
+def title(name: str) -> str:
     """The heading of a strategy's page."""
-    with (ROOT / "docs" / "strategies" / f"{module.stem}.md").open(encoding="utf-8") as page:
+    with (ROOT / "docs" / "strategies" / f"{name}.md").open(encoding="utf-8") as page:
         return page.readline().removeprefix("# ").strip()
 
 
@@ -22,21 +27,22 @@ def directive(module: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    pages = [{title(module): f"strategies/{module.stem}.md"} for module in MODULES]
+    pages = [{title(name): f"strategies/{name}.md"} for name in sorted(MODULES)]
     assert config.nav is not None
     config.nav = [{"Strategies": pages} if "Strategies" in entry else entry for entry in config.nav]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for module in MODULES:
-        page = ROOT / "docs" / "strategies" / f"{module.stem}.md"
-        content = page.read_text(encoding="utf-8") + f"\n## Reference\n\n{directive(f'strategies.{module.stem}')}"
-        if (ROOT / "fedbn_flwr" / "client" / "rules" / module.name).is_file():
-            content += f"\n## On the client\n\n{directive(f'fedbn_flwr.client.rules.{module.stem}')}"
-        if (written := files.get_file_from_path(f"strategies/{module.stem}.md")) is not None:
+    for name, module in MODULES.items():
+        page = ROOT / "docs" / "strategies" / f"{name}.md"
+        content = page.read_text(encoding="utf-8") + f"\n## Reference\n\n{directive(module)}"
+        client = f"fedbn_flwr.extensions.{name}.client"
+        if (ROOT / f"{client.replace('.', '/')}.py").is_file():
+            content += f"\n## On the client\n\n{directive(client)}"
+        if (written := files.get_file_from_path(f"strategies/{name}.md")) is not None:
             files.remove(written)
-        files.append(File.generated(config, f"strategies/{module.stem}.md", content=content))
+        files.append(File.generated(config, f"strategies/{name}.md", content=content))
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(
         File.generated(config, "changelog.md", content=changes.replace("[README](README.md#architecture)", "README"))

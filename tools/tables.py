@@ -21,14 +21,13 @@ from results import TABLES as MEASURED
 from results import Row, Table
 
 from fedbn_flwr.cli import parser
-from fedbn_flwr.client.rules import rules_by_key
+from fedbn_flwr.client.rule import known_keys
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.check import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.trackers import TRACKERS
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
@@ -151,7 +150,7 @@ def leaves() -> Table:
     rows: list[Row] = []
     for name in STRATEGIES:
         traits = describe(name).traits
-        sends = "in a sum" if traits.masked else "yes"
+        sends = "in a sum" if name == "Secure" else "yes"
         sent = [
             sends if role not in traits.kept else "by default" if role in traits.returned else "no"
             for role in _TRAVELLING
@@ -231,10 +230,8 @@ def small(content: Mapping[str, Any]) -> str:
 
 
 def keys() -> Table:
-    rules = [rule for rule in rules_by_key().values() if rule.__module__.startswith("fedbn_flwr.")]
-    known = protocol.RUN_KEYS | protocol.EVALUATION_KEYS | protocol.SECURE_KEYS
-    known |= {key: text for rule in rules for key, text in rule.keys.items()}
-    return ("key", "value", "asks the client to"), [(f"`{name}`", key.value, key.asks) for name, key in known.items()]
+    rows: list[Row] = [(f"`{name}`", key.value, key.asks) for name, key in known_keys().items()]
+    return ("key", "value", "asks the client to"), rows
 
 
 def command(name: str) -> Callable[[], Table]:

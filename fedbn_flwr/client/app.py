@@ -19,6 +19,7 @@ from flwr.common import log
 from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean
 from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
 from fedbn_flwr.exchange.step import check_batch
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
@@ -29,12 +30,11 @@ from .client import BNClient, Config
 from .layerwise import (
     abandon_parked,
     continue_parked,
-    model_of_round,
     parked_rounds,
     train_by_messages,
 )
 from .node_state import NodeState, return_to_round, run_of, stored_state
-from .rules import Update, known_keys
+from .rule import Update, known_keys
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
@@ -103,17 +103,19 @@ def client_app(
                 client.attach(context)
             return client
 
+        def handled(message: Message, context: Context) -> Message:
+            content = handle(make, message, context)
+            if metric_names:
+                _rename_metrics(content, metric_names)
+            return Message(content, reply_to=message)
+
         try:
             on_disk = "state" in context.node_config
             with stored_state(message, _config(message), context) if on_disk else nullcontext():
-                masks = protocol.SECURE in _config(message) and handle is not _secure
-                before = _model_of_round(message, context) if masks else {}
-                content = handle(make, message, context)
-                if metric_names:
-                    _rename_metrics(content, metric_names)
-                if masks:
-                    content = _masked(content, before, message, context)
-                return Message(content, reply_to=message)
+                call: Handled = handled
+                for mod in _mods_of(message) if handle is not _extension else ():
+                    call = functools.partial(mod, call_next=call)
+                return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             if protocol.RUN not in _config(message):  # in experiments the server reports it
                 _log_once(task, described(error))
@@ -152,9 +154,8 @@ def client_app(
     def keys(message: Message, context: Context) -> Message:
         return answer(protocol.KEYS_TASK, _keys, message, context)
 
-    @app.query(protocol.SECURE_QUERY.split(".")[1], mods=around["query"])
-    def secure(message: Message, context: Context) -> Message:
-        return answer("take part in secure aggregation", _secure, message, context)
+    for action in declared("queries"):
+        app.query(action, mods=around["query"])(functools.partial(answer, f"answer query.{action}", _extension))
 
     if not around["query"]:
         app.exchange = _exchange
@@ -162,6 +163,13 @@ def client_app(
 
 
 _KINDS = ("train", "evaluate", "query")
+Handled = Callable[[Message, Context], Message]
+
+
+def _mods_of(message: Message) -> list[Callable[..., Message]]:
+    """The mods of extensions that the keys of a message select."""
+    where = declared("client_mods")
+    return list(dict.fromkeys(part("client_mods", key) for key in _config(message) if key in where))
 
 
 def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str, list[Mod]]:
@@ -203,7 +211,7 @@ def _train(make: Make, message: Message, context: Context) -> RecordDict:
     if isinstance(client, BNClient):
         return _reply(client.train_round(unpack(record), config, _extras(message, record)))
     # A NumPyClient identifies arrays by position, not by name: the reply uses the names of the message.
-    _check_known(client, config, protocol.OF_RUN | protocol.SECURE_KEYS.keys())
+    _check_known(client, config, protocol.OF_RUN)
     values, num_examples, extra = client.fit([a.numpy() for a in record.values()], _plain(config))
     if len(values) != len(record):
         raise MessageError(f"fit() received {len(record)} arrays and returned {len(values)}; expected the same number")
@@ -280,28 +288,9 @@ def _personal(make: Make, message: Message, context: Context) -> RecordDict:
     return _reply(Update(sent, client.identity, {}))
 
 
-# --- secure aggregation -------------------------------------------------------
-
-# Imported when needed: most runs do not use it.
-
-
-def _secure(make: Make, message: Message, context: Context) -> RecordDict:
-    from . import secure
-
-    return RecordDict({**secure.answer(message.content, context), **_claim(context)})
-
-
-def _masked(content: RecordDict, before: Arrays, message: Message, context: Context) -> RecordDict:
-    from . import secure
-
-    return secure.masked(content, before, _config(message), context)
-
-
-def _model_of_round(message: Message, context: Context) -> Arrays:
-    config = _config(message)
-    if protocol.COHORT in config and protocol.COHORT_STEP not in config:
-        raise MessageError("exchanges over streams are not masked; expected exchanges by messages (strategy.direct)")
-    return model_of_round(message.content, config, context)
+def _extension(make: Make, message: Message, context: Context) -> RecordDict:
+    action = message.metadata.message_type.split(".")[1]
+    return RecordDict({**part("queries", action)(message.content, context), **_claim(context)})
 
 
 # --- layer-wise rounds -------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import nn
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.norms.roles import Role
@@ -32,8 +33,7 @@ from .model_tensors import ModelTensors, check_user, copied, exclusive
 from .node_state import NodeState, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
-from .rules import ALWAYS_KNOWN, ClientRule, LocalRound, Update, known_keys, rules_by_key
-from .rules.globalmomentum import GlobalMomentum
+from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, Update, known_keys, rule_of
 from .training import SGD, Batch, Epochs, LocalOptimizer, Loss, clipping, cross_entropy, local_batches, size_of, train
 
 Config = Mapping[str, Any]
@@ -207,9 +207,7 @@ class BNClient(NumPyClient):
         `extras` are the message's other records of arrays, by name. `exchange` sends the tensors of a layer-wise step
         to the other clients and returns the result.
         """
-        wanted = rules_for(config)
-        if self.keep_momentum:
-            wanted.add(GlobalMomentum)
+        wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
         with exclusive(self.model):
             return self._train_round(arrays, config, {} if extras is None else extras, exchange, wanted)
 
@@ -254,7 +252,9 @@ class BNClient(NumPyClient):
             )
             begin()  # if the round had no step
         self._parts.settle()
-        returned, received = frozenset[Role]().union(*(rule.returned() for rule in rules)), set(arrays)
+        returned, received = frozenset[Role](), set(arrays)
+        if protocol.RETURN in config:
+            returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
         if config.get(protocol.REPORT_BATCH):
@@ -325,8 +325,8 @@ class BNClient(NumPyClient):
         return [value.copy() for value in taken.values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Any]:
-        if protocol.SECURE in config:  # Flower's ClientApp would send the arrays without masks
-            raise MessageError(f"{protocol.SECURE!r} needs a ClientApp made by fedbn_flwr.client_app")
+        if key := next((key for key in declared("client_mods") if key in config), None):
+            raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # which has the mod
         update = self.train_round(self._named(parameters), config)
         metrics = dict(update.metrics)
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
@@ -399,7 +399,13 @@ class BNClient(NumPyClient):
 
 def rules_for(config: Config) -> set[type[ClientRule]]:
     """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
-    by_key = rules_by_key()
-    if any(key.startswith(protocol.PREFIX) and key not in by_key and key not in ALWAYS_KNOWN for key in config):
+    selected = {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
+    if not all(map(is_known, config)):
         protocol.check_known(config, known_keys())
-    return {by_key[key] for key, value in config.items() if key in by_key and value}
+        selected = {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
+    return selected
+
+
+def is_known(key: str) -> bool:
+    """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
+    return not key.startswith(protocol.PREFIX) or key in ALWAYS_KNOWN or key in BY_KEY or key in declared("client_mods")

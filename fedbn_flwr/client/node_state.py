@@ -24,6 +24,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
 from fedbn_flwr.errors import MessageError, StorageError
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -84,8 +85,8 @@ def stored_state(message: Message, config: Mapping[str, Any], context: Context) 
     """Restores the state from the state folder before a message is handled, and saves it there after training."""
     folder = StateFolder.of(config, context)
     kind = message.metadata.message_type
-    # A stage of secure aggregation uses secrets only, which are never in the folder.
-    if folder is None or protocol.ROUND not in config or kind == protocol.SECURE_QUERY:
+    # An extension's query uses volatile records only, which are never in the folder.
+    if folder is None or protocol.ROUND not in config or kind.removeprefix("query.") in declared("queries"):
         yield
         return
     server_round = int(config[protocol.ROUND])
@@ -150,8 +151,7 @@ class StateFolder:
         if isinstance(owner, ConfigRecord) and owner.get("name") == self.run and owner.get("round", 0) == wanted:
             return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
         records = self._read(wanted) if wanted else RecordDict()
-        if (secret := context.state.get(protocol.SECRET)) is not None:
-            records[protocol.SECRET] = secret
+        records.update(protocol.volatile(context.state))
         context.state.clear()
         context.state.update(records)
 

@@ -88,8 +88,7 @@ class Contexts:
             except ValueError:  # an array of a type that cannot be stored: it stays in memory
                 continue
             write_store(self._file(other), [("state", data)], durable=False)  # it need not outlive this process
-            secret = self._contexts[other].state.get(protocol.SECRET)  # which `dump` leaves out
-            self._contexts[other].state = RecordDict() if secret is None else RecordDict({protocol.SECRET: secret})
+            self._contexts[other].state = protocol.volatile(self._contexts[other].state)  # which `dump` leaves out
             self._spilled.add(other)
 
     def _file(self, node: int) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.messages.gate import gate, refused, valid_partition
+from fedbn_flwr.messages.gate import Gated, gate, refused, valid_partition
 
 from .base import GridAround
 
@@ -37,7 +37,7 @@ class GatedGrid(GridAround):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return self._passed(super().pull_messages(message_ids))
 
-    def _passed(self, replies: Iterable[Message]) -> list[Message]:
+    def _passed(self, replies: Iterable[Message]) -> Gated:
         found = list(replies)
         passed = gate(found)
         reported = {
@@ -50,11 +50,11 @@ class GatedGrid(GridAround):
             for before, after in zip(found, passed, strict=True)
             if before.has_content() and after.has_error()
         }
-        return [
+        return Gated(
             reply if reason is None else refused(reply, self._named(reply.metadata.src_node_id, reason))
             for reply in passed
             for reason in [reasons.get(reply.metadata.src_node_id)]
-        ]
+        )
 
     def _named(self, node: int, reason: str) -> str:
         """The reason with the number of the client, as the errors that clients send have it."""

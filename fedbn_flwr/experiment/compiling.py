@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.rules.fixbn import FREEZE
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.strategies import FixBN, Private, Rule, Wrapper
+from fedbn_flwr.strategies.fixbn import FREEZE  # type: ignore[import-untyped]
 
 from .data import load_data, partition_of, resolve
 from .find import run_names
@@ -52,7 +50,8 @@ def fill_cache(experiment: Experiment, run: Settings) -> None:
     Not in this process: PyTorch refuses backward passes in a process that is forked after one. Runs that differ in
     their seed, or in a strategy that freezes the same layers, do it once.
     """
-    frozen = _frozen(make_rule(run))
+    freezes = make_rule(run).traits.freezes
+    frozen = [protocol.join(freezes)] if freezes else []
     kind = repr((run.model, run.data, run.train, frozen))
     if kind in _filled:
         return
@@ -62,18 +61,6 @@ def fill_cache(experiment: Experiment, run: Settings) -> None:
     process.join(_PATIENCE)
     if process.is_alive():
         process.kill()  # the workers will compile, or log why they cannot
-
-
-def _frozen(rule: Rule) -> list[str]:
-    """The roles that the rounds of a run may freeze, as a message names them."""
-    found = []
-    while isinstance(rule, Wrapper):
-        if isinstance(rule, FixBN):
-            found.append(protocol.join(rule.freeze))
-        if isinstance(rule, Private) and rule.statistics == "freeze":
-            found.append(protocol.join({Role.STATISTICS}))
-        rule = rule.rule
-    return found
 
 
 def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:

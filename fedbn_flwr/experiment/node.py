@@ -15,9 +15,8 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from fedbn_flwr import named
-from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.client import BNClient, is_known
 from fedbn_flwr.client.model_tensors import Initial, ModelTensors
-from fedbn_flwr.client.rules import known_keys
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -107,7 +106,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
 
 def _import_rule(run: Settings, config: Mapping[str, Any]) -> None:
     """Import the user's strategy if a message has keys of an unknown rule: its module imports the client's half."""
-    if any(key.startswith(protocol.PREFIX) and key not in known_keys() for key in config):
+    if not all(map(is_known, config)):
         spec: Any = run.strategy
         while isinstance(spec, Mapping):
             if is_name(name := str(spec["name"])):

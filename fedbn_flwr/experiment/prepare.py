@@ -166,7 +166,6 @@ def make_rule(run: Settings) -> Rule:
     )
     rule = as_rule(strategy)
     rule.check(run.rounds)
-    rule.check_clients(run.trained)
     if run.evaluate.clients is False and not rule.traits.has_global_model:
         raise SettingsError(
             f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "
@@ -183,10 +182,10 @@ def make_rule(run: Settings) -> Rule:
             "expected a strategy with a model per client: FedBN, SiloBN or Standalone"
         )
     for key, reads in (("matrix", "the models of single clients"), ("dynamics", "the statistics of single clients")):
-        if (rule.traits.masked or rule.traits.private) and getattr(run.evaluate, key):
-            hides = "hides from the server" if rule.traits.masked else "releases only with noise"
+        if rule.traits.hides and getattr(run.evaluate, key):
             raise SettingsError(
-                f"evaluate.{key} is true and reads {reads}, which {strategy_name(run.strategy)} {hides}; "
+                f"evaluate.{key} is true and reads {reads}, which {strategy_name(run.strategy)} "
+                f"{rule.traits.hides}; "
                 f"leave evaluate.{key} out"
             )
     return rule

@@ -31,7 +31,7 @@ from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.gate import number_of
+from fedbn_flwr.messages.gate import gate, number_of
 from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import is_taken
@@ -147,17 +147,17 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     messages = list(rule.configure_train(number, state.arrays, config, state.grid))
     for listener in listeners:
         listener.on_messages(state)
-    replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
+    replies = gate(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
     arrays, metrics = rule.aggregate_train(number, replies)
     if arrays is not None:
         state.arrays = arrays
     state.model, state.round = state.arrays, number
-    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.used]
+    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.leaf.used]
     trained = [number_of(reply) for reply in used]
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    state.clients = {} if rule.traits.private else values_of(used, "images")
+    state.clients = {} if rule.traits.hides else values_of(used, "images")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)

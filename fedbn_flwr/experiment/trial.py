@@ -30,7 +30,6 @@ from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
-from fedbn_flwr.messages.robust import Robust
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.ledger import MeteredGrid
@@ -229,9 +228,8 @@ def _demand(rule: Strategy) -> _Demand:
     """The nodes that a strategy needs; that of the innermost one counts."""
     while isinstance(inner := getattr(rule, "strategy", None), Strategy):
         rule = inner
-    robust: Robust | None = getattr(rule, "robust", None)
     return _Demand(
-        trained=max(int(getattr(rule, "min_train_nodes", 1)), 1 if robust is None else robust.least()),
+        trained=int(getattr(rule, "min_train_nodes", 1)),
         connected=int(getattr(rule, "min_available_nodes", 1)),
         fraction=float(getattr(rule, "fraction_train", 1.0)),
     )

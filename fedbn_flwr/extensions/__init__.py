@@ -3,7 +3,9 @@
 A core module never imports an extension. It asks here for the parts that the installed ones declare: the package of an
 extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure": "strategy:Secure"}`, that is kind of
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
-only its parts with it.
+only its parts with it. The kinds:
+
+- bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
 """
 
 import importlib

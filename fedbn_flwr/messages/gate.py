@@ -6,8 +6,7 @@ Behind the gate
 
 - arrays are NumPy arrays of numbers with the declared dtype and shape,
 - metrics are finite numbers or lists of them, and numbers of examples are between 0 and 2**31,
-- a partition is a whole number, zero or more,
-- a metric has the same form (one number, or so many numbers) in all replies to the messages of a round.
+- a partition is a whole number, zero or more.
 
 What depends on the model or the round (`fault`, `Rule.problem`) is checked where these are known.
 """
@@ -17,7 +16,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +35,15 @@ _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no oppos
 _TEXT_LIMIT = 2000  # bytes of a reason
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
-_SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
 
 
-def gate(replies: Iterable[Message]) -> list[Message]:
-    """The replies to the messages of a round; each one that may not pass is replaced by an error with the reason."""
-    passed = [_passed(reply) for reply in replies]
-    odd = _odd_metrics(passed)
-    return [refused(reply, odd[i]) if i in odd else reply for i, reply in enumerate(passed)] if odd else passed
+class Gated(list[Message]):
+    """Replies that have passed the gate."""
+
+
+def gate(replies: Iterable[Message]) -> Gated:
+    """The replies; each one that may not pass is replaced by an error with the reason."""
+    return replies if isinstance(replies, Gated) else Gated(map(_passed, replies))
 
 
 def checked(content: RecordDict) -> RecordDict:
@@ -105,47 +104,6 @@ def _check_whole(key: str, value: object) -> None:
         raise MessageError(f"its {key!r} is {shown(value)}, expected a whole number from 0 to 2**31")
 
 
-def _odd_metrics(replies: list[Message]) -> dict[int, str]:
-    """The replies with a metric that is unlike that of most others, by position, and the reasons.
-
-    A metric has the same form in most replies: one number, or a list of so many numbers. Accuracies and other shares
-    are between 0 and 1, and a batch is no larger than its data set, unless that is not so for most clients: some
-    ClientApps report percentages, or equal weights as numbers of examples.
-    """
-    contents = [reply.content if reply.has_content() else RecordDict() for reply in replies]
-    records = [record for content in contents for record in metrics_in(content).values()]
-    unusual = {
-        key: None
-        for record in records
-        for key, value in record.items()
-        if isinstance(value, list) or _beyond(key, value, record)
-    }
-    found: dict[int, str] = {}
-    for key in unusual:
-        each = {i: r for i, content in enumerate(contents) for r in metrics_in(content).values() if key in r}
-        forms = {i: len(value) if isinstance(value := record[key], list) else -1 for i, record in each.items()}
-        counts = Counter(forms.values())
-        most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
-        form = "one number" if most < 0 else f"a list of {most} numbers"
-        odd = {i: f"that of other clients is {form}" for i in each if forms[i] != most}
-        beyond = {i: why for i, record in each.items() if i not in odd and (why := _beyond(key, record[key], record))}
-        if 2 * len(beyond) <= len(each) - len(odd):
-            odd |= beyond
-        found |= {i: f"its metric {shown(key)} is {shown(each[i][key])}, {why}" for i, why in odd.items()}
-    return found
-
-
-def _beyond(key: str, value: object, metrics: MetricRecord) -> str | None:
-    """The range of a number that only an unusual client leaves, if it is outside."""
-    if isinstance(value, int | float):
-        if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
-            return "expected a number from 0 to 1"
-        examples = metrics.get(protocol.NUM_EXAMPLES)
-        if key == protocol.BATCH_EXAMPLES and isinstance(examples, int | float) and value > examples:
-            return f"more than its {protocol.NUM_EXAMPLES!r}, {examples}"
-    return None
-
-
 # --- the typed content of a reply --------------------------------------------
 
 
@@ -157,8 +115,8 @@ class Reply:
     partition: int | None  # None if the client does not report it
     arrays: Arrays  # of the model
     metrics: MetricRecord
-    records: Mapping[str, Arrays]  # the additional records that the rule requested, by name
-    message: Message  # without these records
+    records: Mapping[str, Arrays]  # the additional records that the rules requested, by name
+    message: Message
 
     def number(self, key: str) -> float:
         """The metric `key`; NaN if it is missing or a list."""
@@ -173,10 +131,9 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
     """
     content = message.content
     extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
-    if extras:
-        message = with_content(message, RecordDict({k: record for k, record in content.items() if k not in records}))
-    arrays = unpack(arrays_of(message.content, name))
-    return Reply(message.metadata.src_node_id, partition_of(content), arrays, metrics_of(content), extras, message)
+    arrays = arrays_of(RecordDict({key: content[key] for key in content if key not in extras}), name)
+    node = message.metadata.src_node_id
+    return Reply(node, partition_of(content), unpack(arrays), metrics_of(content), extras, message)
 
 
 def partition_of(content: RecordDict) -> int | None:

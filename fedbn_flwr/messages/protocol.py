@@ -2,8 +2,8 @@
 
 These keys begin with `fedbn.`. A client refuses a message with such a key that it does not know, since ignoring the
 key would train the wrong model. Other unknown keys are ignored. A key is absent if the strategy does not need it. This
-module defines the keys of runs and exchanges; all other keys are declared by the client rules in
-`fedbn_flwr/client/rules`.
+module defines the keys of runs and exchanges; all other keys are declared by client rules
+(`fedbn_flwr.client.rule`).
 
 Replies contain `arrays` with the keys that were sent and `metrics` with `num-examples` and `train-loss`. A client's
 `partition-id`, if it has one, is in a ConfigRecord `client`; the server sorts replies by it and names clients by it.
@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from flwr.app import RecordDict
 
 from fedbn_flwr.errors import MessageError, did_you_mean
 from fedbn_flwr.norms.roles import Role
@@ -33,12 +35,14 @@ READY = "fedbn.ready"
 TOKEN = "fedbn.run-token"  # noqa: S105 (the name of a key)
 KEPT_ROUND = "fedbn.kept-round"
 LR_FACTOR = "fedbn.lr-factor"
+RETURN = "fedbn.return"
 OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
     LR_FACTOR: Key("float", "multiply the learning rate of the round by it, since the strategy froze or switched"),
+    RETURN: Key("roles, comma separated", "send these roles back too, in addition to those received"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
@@ -60,34 +64,13 @@ COHORT_BATCH = "fedbn.cohort-batch"
 COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
 
-# The keys of secure aggregation, which fedbn_flwr.client.secure answers.
-SECURE = "fedbn.secure"
-SECURE_STAGE = "fedbn.secure-stage"
-SECURE_PARTS = "fedbn.secure-parts"
-SECURE_THRESHOLD = "fedbn.secure-threshold"
-SECURE_PART = "fedbn.secure-part"
-SECURE_PEERS = "fedbn.secure-peers"
-SECURE_RANGES = "fedbn.secure-ranges"
-SECURE_WEIGHT = "fedbn.secure-weight"
-SECURE_EQUAL = "fedbn.secure-equal"
-SECURE_KEYS = {
-    SECURE: Key("32 hexadecimal digits", "send everything under the masks of this session of secure aggregation"),
-    SECURE_STAGE: Key("`keys`, `shares` or `unmask`", "(with `query.secure`) send public keys, or shares of secrets"),
-    SECURE_PARTS: Key("int", "(stage `keys`) how many replies of the session are masked"),
-    SECURE_THRESHOLD: Key("int", "(stage `shares`) how many clients can reveal a secret together"),
-    SECURE_PART: Key("int", "which of these replies this is: 0 that to the train message, k exchange k of FedTAN"),
-    SECURE_PEERS: Key("bytes", "the node ids of the clients whose masks must cancel, 8 bytes each"),
-    SECURE_RANGES: Key("three floats", "the largest change of a parameter, value of a statistic, and weight"),
-    SECURE_WEIGHT: Key("name of a metric", "the metric by which values are weighted"),
-    SECURE_EQUAL: Key("names, comma separated", "records in which all clients count equally"),
-}
-SECRET = "fedbn.secret"  # the record in a client's state with the secrets of a session; it is never written to disk  # noqa: S105 (the name of a key)
-
 # Images that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
 # smaller batches reveal.
 MIN_BATCH = 32
 
 ROUND = "server-round"
+
+VOLATILE = "fedbn.volatile/"  # records in a client's state with names that begin so are never written to disk
 
 # Metrics of replies.
 PARTITION = "partition-id"
@@ -108,7 +91,6 @@ METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 # with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
-SECURE_QUERY = "query.secure"  # the stages of secure aggregation that SECURE_STAGE names
 KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours
 KEYS_TASK = "report the config keys that it honours"  # in the error of a client that cannot be made
 PERSONAL_QUERY = "query.personal"  # reply: the arrays that stay on the client, if it was made with share_personal
@@ -126,6 +108,11 @@ def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
                 f"{did_you_mean(key, known)}. Install the same version of fedbn-flwr on server and clients, and import "
                 "your own client rules in the ClientApp"
             )
+
+
+def volatile(state: RecordDict) -> RecordDict:
+    """The records of a client's state that are never written to disk."""
+    return RecordDict({name: record for name, record in state.items() if name.startswith(VOLATILE)})
 
 
 def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:

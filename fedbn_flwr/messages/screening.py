@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from . import protocol
 from .aggregate import Arrays, fault
-from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
-from .gate import arrays_of, metrics_of, one_line, refuse, with_content
+from .arrays import metrics_in, record_of
+from .gate import Reply, arrays_of, one_line, shown, with_content
+
+_SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
 
 
 def reason_of(reply: Message) -> str:
@@ -29,21 +30,16 @@ def reason_of(reply: Message) -> str:
     )
 
 
-def record_problems(replies: Iterable[Message], name: str, model: Arrays) -> dict[int, str]:
+def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:
     """The reasons why the record `name` of replies is unusable, by node.
 
     The record must have an array for each parameter that clients train. The server does not know these parameters,
     since it cannot distinguish buffers and frozen parameters, so it expects the set of keys that most replies have.
     """
     like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
-    read: dict[int, Arrays] = {}
-    problems: dict[int, str] = {}
-    for reply in replies:
-        if (record := arrays_in(reply.content).get(name)) is None:
-            reason = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
-            problems[reply.metadata.src_node_id] = reason
-        else:
-            read[reply.metadata.src_node_id] = unpack(record)
+    missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
+    problems = {node: missing for node, reply in found.items() if name not in reply.records}
+    read = {node: reply.records[name] for node, reply in found.items() if name in reply.records}
     votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
     keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
     problems |= {node: problem for node, arrays in read.items() if (problem := fault(arrays, like, keys)) is not None}
@@ -85,14 +81,6 @@ def overflow(arrays: Arrays, sent: Arrays) -> str | None:
     return None
 
 
-def refuse_records(replies: Sequence[Message], names: Iterable[str], model: Arrays) -> list[Message]:
-    """The replies, where each reply with an unusable record among `names` is replaced by an error with the reason."""
-    problems: dict[int, str] = {}
-    for name in names:
-        problems = record_problems([reply for reply in replies if reply.has_content()], name, model) | problems
-    return refuse(replies, problems)
-
-
 def with_records(messages: Iterable[Message], records: Mapping[str, ArrayRecord]) -> list[Message]:
     """Copies of the messages with additional records; the originals keep their content."""
     return [with_content(message, RecordDict({**message.content, **records})) for message in messages]
@@ -114,51 +102,46 @@ def evaluation_key(replies: Iterable[Message], key: str) -> str:
     return key if any(key in record for record in records) else protocol.NUM_EXAMPLES
 
 
-def with_metric(replies: Iterable[Message], key: str, like: str) -> list[Message]:
-    """The replies, where the metric `key` has the value of another one."""
-
-    def changed(content: RecordDict) -> RecordDict:
-        more = {n: MetricRecord({**r, key: r[like]}) for n, r in metrics_in(content).items() if like in r}
-        return RecordDict({**content, **more})
-
-    return [with_content(reply, changed(reply.content)) if reply.has_content() else reply for reply in replies]
-
-
 def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
     """The arrays without statistics and counters of batch norm."""
     return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])
 
 
-def alike(replies: Iterable[Message]) -> list[Message]:
-    """The replies with the names of records that most have, and with the metrics that all of them have.
+def odd_metrics(found: Mapping[int, MetricRecord]) -> dict[int, str]:
+    """The reasons to refuse replies with a metric of another form than that of most clients, by node.
 
-    Flower's strategies end the run if clients differ. A client leaves out a metric that its images do not define, such
-    as the AUC of images of one class.
+    A form is one number, so many numbers, or one number out of range: some ClientApps report percentages, or equal
+    weights as numbers of examples, but then most clients do.
     """
-    messages = list(replies)
-    contents = [message.content for message in messages if message.has_content()]
-    names = Counter(_names(content) for content in contents)
-    keys = [metrics_of(content).keys() for content in contents]
-    if len(names) < 2 and all(each == keys[0] for each in keys):
-        return messages
-    common = set(keys[0]).intersection(*keys)
-    of_arrays, of_metrics = names.most_common(1)[0][0]
-
-    def changed(content: RecordDict) -> RecordDict:
-        metrics = {key: value for key, value in metrics_of(content).items() if key in common}
-        arrays = zip([of_arrays], arrays_in(content).values(), strict=False)  # an evaluation has none
-        return RecordDict({**configs_in(content), **dict(arrays), of_metrics: MetricRecord(metrics)})
-
-    return [with_content(reply, changed(reply.content)) if reply.has_content() else reply for reply in messages]
+    problems: dict[int, str] = {}
+    for key in dict.fromkeys(key for metrics in found.values() for key in metrics):
+        forms = {node: _form(key, metrics) for node, metrics in found.items() if key in metrics}
+        counts = Counter(forms.values())
+        most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
+        problems |= {
+            node: f"its metric {shown(key)} is {shown(found[node][key])}, that of other clients is {most[1]}"
+            for node, form in forms.items()
+            if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
+        }
+    return problems
 
 
-def _names(content: RecordDict) -> tuple[str, str]:
-    return next(iter(arrays_in(content)), "arrays"), next(iter(metrics_in(content)))
+def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
+    value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
+    if isinstance(value, list):
+        return 2, f"a list of {len(value)} numbers"
+    if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
+        return 1, "above 1"
+    if key == protocol.BATCH_EXAMPLES and isinstance(examples, int | float) and value > examples:
+        return 1, f"above its {protocol.NUM_EXAMPLES!r}"
+    return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
 
 
-def check_some_left(what: str, replies: Sequence[Message]) -> None:
-    """Raise RunFailed if every reply is an error, since Flower's strategies would continue with the old model."""
-    if replies and not any(reply.has_content() for reply in replies):
-        reasons = sorted(f"node {r.metadata.src_node_id}: {reason_of(r)}" for r in replies)
-        listed = "".join(f"\n  - {reason}" for reason in reasons)
-        raise RunFailed(f"{what}: 0 of {len(replies)} clients sent a usable reply:{listed}")
+def common_metrics(records: Sequence[MetricRecord]) -> list[MetricRecord]:
+    """Of each record the metrics that are one number in all of them, since only these have a mean.
+
+    A client leaves out a metric that its images do not define, such as the AUC of images of one class.
+    """
+    numbers = [{key for key, value in record.items() if not isinstance(value, list)} for record in records]
+    common = set.intersection(*numbers) if numbers else set()
+    return [MetricRecord({key: value for key, value in record.items() if key in common}) for record in records]

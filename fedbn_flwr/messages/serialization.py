@@ -24,13 +24,13 @@ _KINDS: dict[str, type[MetricRecord] | type[ConfigRecord]] = {"metrics": MetricR
 def dump(records: RecordDict) -> bytes:
     """The bytes of the records; ValueError if safetensors does not support the dtype of an array.
 
-    The secrets of a client are left out: what has them stays in memory.
+    Volatile records are left out: they stay in memory.
     """
     from safetensors.numpy import save
 
     tensors: dict[str, np.ndarray] = {}
     entries: list[list[Any]] = []
-    stored = [(name, record) for name, record in records.items() if name != protocol.SECRET]
+    stored = [(name, record) for name, record in records.items() if not name.startswith(protocol.VOLATILE)]
     for number, (name, record) in enumerate(stored):
         if isinstance(record, ArrayRecord):
             for key, value in unpack(record).items():

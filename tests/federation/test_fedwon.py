@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedbn_flwr.strategies.fedwon import clip_adaptively  # type: ignore[import-untyped]
 from flwr.app import ConfigRecord, Context
 from timm.layers import ScaledStdConv2d
 from timm.utils.agc import adaptive_clip_grad
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, build_model, client_app, convert_norm
-from fedbn_flwr.client.rules.fedwon import clip_adaptively
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.wsconv import RELU_GAMMA, WSConv2d

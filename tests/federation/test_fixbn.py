@@ -368,11 +368,11 @@ def test_a_client_that_cannot_be_made_does_not_prevent_the_run(federation: Feder
 
 def test_around_a_server_optimiser_it_needs_mean_statistics() -> None:
     adam = flower.FedAdam()
-    with pytest.raises(SettingsError, match=r"which FedAdam changes .* FixBN\(MeanStatistics\(FedAdam\(...\)\), ...\)"):
+    with pytest.raises(SettingsError, match=r"FedAdam changes .* FixBN\(MeanStatistics\(FedAdam\(...\)\), ...\)"):
         FixBN(adam)
-    with pytest.raises(SettingsError, match="which FedAvgM changes"):
+    with pytest.raises(SettingsError, match="FedAvgM changes statistics"):
         FixBN(flower.FedAvgM())
-    with pytest.raises(SettingsError, match="which FedAdam changes"):
+    with pytest.raises(SettingsError, match="FedAdam changes statistics"):
         FixBN(private(adam))
     FixBN(MeanStatistics(adam))
     FixBN(adam, freeze=["affine"])

@@ -11,13 +11,16 @@ import pytest
 import yaml
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedMedian
 
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.strategies import FLOWER, build_strategy
+from fedbn_flwr.strategies import FLOWER, MeanStatistics, build_strategy
+from strategies.meanstatistics import median
 from tests.support.experiments import read
+from tests.support.federations import last_model
 from tests.support.sessions import outcome
 
 from .test_own_parts import session
@@ -119,3 +122,27 @@ def test_the_list_of_strategies_tells_flower_s_apart(capsys: pytest.CaptureFixtu
 
 def test_an_experiment_names_its_strategy_in_the_label() -> None:
     assert read(yaml.safe_dump(settings("Krum"))).label == "Krum"
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64])
+def test_the_median_keeps_dtypes_and_shapes(count: int, dtype: type) -> None:
+    rows = np.random.default_rng(0).uniform(0, 1e4, size=(count, 3)).astype(dtype)
+    for shape in ((3,), (3, 1)):
+        found = median([{"bn.running_var": row.reshape(shape)} for row in rows])["bn.running_var"]
+        middle = [sorted(column.tolist())[(count - 1) // 2 : count // 2 + 1] for column in rows.T]
+        twin = np.array([(each[0] + each[-1]) / 2 for each in middle])
+        expected = (np.rint(twin) if dtype is np.int64 else twin).astype(dtype).reshape(shape)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, expected)
+    assert median([{"n": np.array(value)} for value in (3, 5, 10**9)])["n"].tolist() == 5
+
+
+@pytest.mark.parametrize(("statistics", "large"), [("mean", True), ("median", False)])
+def test_the_median_of_statistics_withstands_one_client(
+    statistics: Any, large: bool, federation: Callable[..., Any]
+) -> None:
+    fed = federation((8, 8, 8, 8, 8))
+    rule = MeanStatistics(FedMedian(fraction_evaluate=0.0), statistics=statistics)
+    found = last_model(fed, rule, 1, fed.grid(poisoned(fed.app())))
+    assert (float(found["1.running_var"].max()) > 1e4) == large

@@ -277,11 +277,11 @@ def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
                     record["keys"] = Array(np.zeros_like(record["keys"].numpy()))
         return replies
 
-    found = trained(Secure(FedAvg(**NO_EVALUATION)), Changed(grid(4), protocol.SECURE_QUERY, zero))
+    found = trained(Secure(FedAvg(**NO_EVALUATION)), Changed(grid(4), "query.secure", zero))
     assert not same(found, unpack(pack(initial_arrays(net()))))
 
 
-@pytest.mark.parametrize("kind", [protocol.KEYS_QUERY, protocol.SECURE_QUERY])
+@pytest.mark.parametrize("kind", [protocol.KEYS_QUERY, "query.secure"])
 def test_each_query_s_answer_has_the_partition(kind: str) -> None:
     found: list[int | None] = []
 

@@ -18,14 +18,15 @@ from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.model_tensors import ModelTensors
-from fedbn_flwr.client.rules import rules_by_key
+from fedbn_flwr.client.rule import BY_KEY
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Private, Secure, Traits
+from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Private, Secure
 from tests.support.command import PATIENCE, ROOT
 
 Federations = Callable[..., Any]
+PAGE = "# strategies/fednova.py"  # the first line of its code
 
 
 def code(first_line: str) -> str:
@@ -38,14 +39,13 @@ def code(first_line: str) -> str:
 def fed_nova() -> Iterator[Any]:
     """The documented strategy, its client rule registered during a test."""
     scope: dict[str, Any] = {"__name__": "mine"}
-    for first_line in ("# client/rules/fednova.py", "# strategies/fednova.py"):
-        exec(compile(code(first_line), first_line, "exec", dont_inherit=True), scope)
+    exec(compile(code(PAGE), PAGE, "exec", dont_inherit=True), scope)
     yield scope["FedNova"]
-    rules_by_key().pop("fedbn.steps", None)  # type: ignore[attr-defined]
+    BY_KEY.pop("fedbn.steps", None)
 
 
 def test_the_walk_through_is_short() -> None:
-    lines = (code("# client/rules/fednova.py") + code("# strategies/fednova.py")).splitlines()
+    lines = code(PAGE).splitlines()
     assert len([line for line in lines if line.strip()]) < 60
 
 
@@ -91,7 +91,7 @@ def test_it_composes_and_is_saved(federation: Federations, fed_nova: Any) -> Non
 
 
 def test_a_client_without_the_client_rule_refuses_the_message(federation: Federations, fed_nova: Any) -> None:
-    rules_by_key().pop("fedbn.steps")  # type: ignore[attr-defined]
+    BY_KEY.pop("fedbn.steps")
     fed = federation()
     with pytest.raises(RunFailed, match=r"asks for 'fedbn\.steps'"):
         fed_nova().start(fed.grid(), fed.arrays(), num_rounds=1)
@@ -105,26 +105,19 @@ def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(aro
         around(FixBN(fed_nova(), freeze_round=1))
 
     class Harmless(FedAvg):
-        traits = Traits(individual="")
+        lacks = {}
 
         def combine(self, round: Any, replies: Any, weights: Any) -> Any:
             return super().combine(round, replies, weights)
 
     around(Harmless())
     with pytest.raises(SettingsError, match=r"Own has combine\(\) of its own"):
-        around(type("Own", (Harmless,), {"traits": Traits()})())
-
-
-def write_modules(folder: Path, strategy: Path) -> None:
-    """The page's two files, and the strategy with the import that the page asks for."""
-    rule = folder / "nova_rule.py"
-    rule.write_text(code("# client/rules/fednova.py"))
-    strategy.write_text("import nova_rule\n" + code("# strategies/fednova.py"))
+        around(type("Own", (Harmless,), {"combine": Harmless.combine})())
 
 
 def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
     """In a process that has not made the strategy: an actor of Ray, or at a site."""
-    write_modules(tmp_path, tmp_path / "nova.py")
+    (tmp_path / "nova.py").write_text(code(PAGE))
     script = (
         "from flwr.app import Context, RecordDict\nfrom fedbn_flwr.client.client import rules_for\n"
         "from fedbn_flwr.experiment.node import make_client\n"
@@ -136,27 +129,33 @@ def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert done.stdout == "['FedNova']\n", done.stderr
+    assert done.stdout == "['FedNovaClient']\n", done.stderr
 
 
-def test_the_files_of_the_page_extend_the_package(tmp_path: Path) -> None:
+def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> None:
     for folder in ("strategies", "fedbn_flwr"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "fedbn_flwr" / "client" / "rules" / "fednova.py").write_text(code("# client/rules/fednova.py"))
-    own = code("# strategies/fednova.py").replace("from fedbn_flwr.strategies import", "from .fedavg import")
+    own = code(PAGE).replace("from fedbn_flwr.strategies import", "from .fedavg import")
     (tmp_path / "strategies" / "fednova.py").write_text(own)
-    names = tmp_path / "strategies" / "__init__.py"
-    last = "from .standalone import Standalone as Standalone\n"
+    names, last = tmp_path / "strategies" / "_names.py", "from .standalone import Standalone as Standalone\n"
     names.write_text(names.read_text().replace(last, f"{last}from .fednova import FedNova as FedNova\n"))
-    words = [sys.executable, "-m", "fedbn_flwr.cli", "list", "strategies", "FedNova"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert "FedAvg of each client's change per local step" in done.stdout, done.stderr
+
+    def stdout(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "FedAvg of each client's change per local step" in stdout(
+        "-m", "fedbn_flwr.cli", "list", "strategies", "FedNova"
+    )
+    client = "from fedbn_flwr.client.client import rules_for; print(rules_for({'fedbn.steps': True}))"
+    assert stdout("-c", client) == "{<class 'fedbn_flwr.strategies.fednova.FedNovaClient'>}\n"
 
 
 # --- the modules of a round --------------------------------------------------
 
 
-def test_a_round_of_fedavg_executes_fourteen_modules(federation: Federations) -> None:
+def test_a_round_of_fedavg_executes_sixteen_modules(federation: Federations) -> None:
     """From configure_train through two clients on the local engine to aggregate_train, each client with its model."""
     fed = federation()
     tensors = [ModelTensors(copy.deepcopy(fed.model)) for _ in fed.data]
@@ -190,7 +189,7 @@ def test_a_round_of_fedavg_executes_fourteen_modules(federation: Federations) ->
 
 OURS = ("fedbn_flwr", "strategies")
 ROUND = {
-    "strategies.fedavg", "strategies._rule",
+    "strategies.fedavg", "strategies._rule", "strategies._leaf", "fedbn_flwr.messages.screening",
     "fedbn_flwr.engines.grid", "fedbn_flwr.engines.nodes", "fedbn_flwr.models.tensors",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training",
     "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",

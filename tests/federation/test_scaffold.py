@@ -241,10 +241,9 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
     states: dict[int, Any] = {}
 
     class Noting(Scaffold):
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            result = super().aggregate_train(server_round, replies)
+        def after_round(self, *given: Any) -> None:
+            super().after_round(*given)
             kept.append((dict(self.memory.control), states[0].load("control")))
-            return result
 
     def make(context: Context) -> BNClient:
         states[int(context.node_config["partition-id"])] = NodeState(context.state)

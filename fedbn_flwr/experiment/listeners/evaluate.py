@@ -16,6 +16,7 @@ from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.context_cache import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
@@ -95,11 +96,11 @@ class Evaluate(Listener):
     def _on_clients(self, state: RunState) -> dict[str, Any]:
         config = ConfigRecord(dict(state.identity))
         messages = self.rule.configure_evaluate(state.round, state.arrays, config, state.grid)
-        replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
+        replies = gate(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
         if not replies:
             return {}
         metrics = self.rule.aggregate_evaluate(state.round, replies)
-        used = self.rule.used
+        used = self.rule.leaf.used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_images")
         for client, measured in values.items():
             state.clients.setdefault(client, {}).update(measured)

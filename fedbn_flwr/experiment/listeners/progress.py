@@ -171,10 +171,9 @@ class Progress(Listener):
         last = state.is_last
         if self._draws and last:
             self.message(f"{self.label}: {state.round} rounds in {duration(now - self._run_began)}  {self._figures}")
-        if last and (privacy := state.prepared.rule.notes().get("privacy")):
-            from fedbn_flwr.messages.privacy import in_words
-
-            self.message(f"{self.label}: {in_words(privacy)}")
+        for note in state.prepared.rule.notes().values() if last else ():
+            if isinstance(note, Mapping) and "in_words" in note:
+                self.message(f"{self.label}: {note['in_words']}")
         if not last and now - self._printed < (0.2 if self._draws else _BETWEEN_LINES):
             return
         self._printed = now

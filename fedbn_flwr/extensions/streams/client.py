@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from fedbn_flwr.client.rules import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 

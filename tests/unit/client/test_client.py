@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.rules import ClientRule, Key, rules_by_key
+from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support.foreign import Foreign
@@ -345,7 +345,7 @@ def test_an_error_in_code_of_the_user_names_file_and_line(
     try:
         (reply,) = ask(fed.grid(), message(1, fed.arrays(), fedbn_faulty=True))
     finally:
-        rules_by_key().pop("fedbn.faulty")  # type: ignore[attr-defined]
+        BY_KEY.pop("fedbn.faulty")
     assert reason(reply) == f"client 0 {expected}"
     assert expected in flower_log.text
 

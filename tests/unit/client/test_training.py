@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
+from fedbn_flwr.strategies.fedprox import add_proximal, copies  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.rules.fedprox import add_proximal, copies
 from fedbn_flwr.client.schedules import CosineSchedule, ExponentialSchedule, LinearWarmup, StepSchedule
 from fedbn_flwr.client.training import SGD, Epochs, local_batches, train
 

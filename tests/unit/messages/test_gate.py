@@ -19,6 +19,7 @@ from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
 from fedbn_flwr.messages.gate import gate, one_line
+from fedbn_flwr.messages.screening import odd_metrics
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -184,29 +185,35 @@ def test_a_partition_in_a_config_is_a_whole_number() -> None:
         assert "'partition-id'" in str(reasons([bad])[0])
 
 
+def odd(*metrics: dict[str, Any]) -> list[bool]:
+    found = odd_metrics({node: MetricRecord({"num-examples": 8, **each}) for node, each in enumerate(metrics)})
+    return [node in found for node in range(len(metrics))]
+
+
 def test_a_metric_has_the_form_that_most_replies_have() -> None:
-    one, odd = {"score": 1.0}, {"score": [1.0, 2.0]}
-    assert [why is None for why in reasons([reply(**one), reply(**odd), reply(**one)])] == [True, False, True]
-    assert [why is None for why in reasons([reply(**odd), reply(**odd), reply(**one)])] == [True, True, False]
-    assert [why is None for why in reasons([reply(**odd), reply(**one)])] == [False, True], "of two, the number counts"
-    assert reasons([reply(**odd), reply()]) == [None, None], "a metric may be missing"
+    one, other = {"score": 1.0}, {"score": [1.0, 2.0]}
+    assert odd(one, other, one) == [False, True, False]
+    assert odd(other, other, one) == [False, False, True]
+    assert odd(other, one) == [True, False], "of two, the number counts"
+    assert odd(other, {}) == [False, False], "a metric may be missing"
 
 
 def test_shares_are_at_most_one_unless_most_clients_report_percentages() -> None:
     def of(*values: float) -> list[bool]:
-        return [why is None for why in reasons([reply(**{"own-accuracy": value}) for value in values])]
+        return odd(*({"own-accuracy": value} for value in values))
 
-    assert of(0.5, 7.0, 0.25) == [True, False, True]
-    assert of(0.5, -0.1, 1.0) == [True, False, True]
-    assert of(50.0, 70.0, 0.9) == [True, True, True]
+    assert of(0.5, 7.0, 0.25) == [False, True, False]
+    assert of(0.5, -0.1, 1.0) == [False, True, False]
+    assert of(0.5, 70.0) == [False, True]
+    assert of(50.0, 70.0, 0.9) == [False, False, False]
 
 
 def test_a_batch_is_no_larger_than_its_data_set_unless_most_are() -> None:
     def of(*batches: int) -> list[bool]:
-        return [why is None for why in reasons([reply(**{"batch-examples": batch}) for batch in batches])]
+        return odd(*({"batch-examples": batch} for batch in batches))
 
-    assert of(4, 9, 8) == [True, False, True]
-    assert of(9, 9, 8) == [True, True, True], "they report equal weights as numbers of examples"
+    assert of(4, 9, 8) == [False, True, False]
+    assert of(9, 9, 10) == [False, False, False], "they report equal weights as numbers of examples"
 
 
 class Answers(LocalGrid):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest, norm
 
-from fedbn_flwr.messages.privacy import clipped, delta_of, epsilon_of, gaussian, parts_of
+from fedbn_flwr.extensions.private.noise import clipped, delta_of, epsilon_of, gaussian, parts_of
 from fedbn_flwr.norms.roles import roles
 
 # --- epsilon and delta -------------------------------------------------------

@@ -23,7 +23,6 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from torch import nn
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
-from fedbn_flwr.client import secure
 from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
@@ -32,33 +31,11 @@ from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run import run_one
-from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.masking import FixedPoint
-from fedbn_flwr.messages.serialization import dump
-from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.strategies import (
-    FedAvg,
-    FedBN,
-    FedBS,
-    FedProx,
-    FedWon,
-    FixBN,
-    GlobalMomentum,
-    HeteroBN,
-    MeanStatistics,
-    Scaffold,
-    Secure,
-    SiloBN,
-    Standalone,
-)
-from strategies._session import certainly_faulty
-from tests.support.command import ROOT
-from tests.support.experiments import read
-from tests.support.federations import Arrays, last_model, models_of, same
-from tests.support.hostile import kept_log
-from tests.support.models import two_norms
-from tests.support.secure_attacks import (
+from fedbn_flwr.extensions.secure import client as secure
+from fedbn_flwr.extensions.secure import protocol as secure_protocol
+from fedbn_flwr.extensions.secure.masking import FixedPoint
+from fedbn_flwr.extensions.secure.session import certainly_faulty
+from fedbn_flwr.extensions.secure.tests.attacks import (
     ABSENT,
     COUNTED,
     EXCHANGE,
@@ -79,6 +56,31 @@ from tests.support.secure_attacks import (
     random,
     zeros,
 )
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.serialization import dump
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedBS,
+    FedProx,
+    FedWon,
+    FixBN,
+    GlobalMomentum,
+    HeteroBN,
+    MeanStatistics,
+    Scaffold,
+    Secure,
+    SiloBN,
+    Standalone,
+)
+from tests.support.bounds import Equal
+from tests.support.command import ROOT
+from tests.support.experiments import read
+from tests.support.federations import Arrays, last_model, models_of, same
+from tests.support.hostile import kept_log
+from tests.support.models import two_norms
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
@@ -106,6 +108,8 @@ RULES: dict[str, Callable[[], Strategy]] = {
     "SiloBN": lambda: SiloBN(**NO_EVALUATION),
     "FedWon": lambda: FedWon(**NO_EVALUATION),
     "Scaffold": lambda: Scaffold(**NO_EVALUATION),
+    "Scaffold, a record of another name": lambda: Scaffold(arrayrecord_key="model", **NO_EVALUATION),
+    "weighted by the loss": lambda: FedAvg(weighted_by_key="train-loss", **NO_EVALUATION),
     "GlobalMomentum": lambda: GlobalMomentum(FedAvg(**NO_EVALUATION)),
     "FedAdam": lambda: MeanStatistics(FedAdam(eta=0.01, tau=0.1, **NO_EVALUATION)),
     "FixBN": lambda: FixBN(FedAvg(**NO_EVALUATION), freeze_round=1),
@@ -326,7 +330,7 @@ def at_stage(stage: str) -> Callable[[Message, int], bool]:
     def is_lost(message: Message, exchange: int) -> bool:
         config = next(iter(configs_in(message.content).values()))
         kind = message.metadata.message_type
-        return kind == "train" if stage == "train" else config.get(protocol.SECURE_STAGE) == stage
+        return kind == "train" if stage == "train" else config.get(secure_protocol.STAGE) == stage
 
     return is_lost
 
@@ -350,7 +354,7 @@ def test_clients_may_drop_out_of_an_exchange(federation: Federations, stage: str
     def in_exchange(message: Message, number: int) -> bool:
         config = next(iter(configs_in(message.content).values()))
         if stage == "unmask":
-            return config.get(protocol.SECURE_STAGE) == "unmask" and number == exchange
+            return config.get(secure_protocol.STAGE) == "unmask" and number == exchange
         return number >= exchange and message.metadata.message_type in (protocol.COHORT_QUERY, "train")
 
     secure = last_model(fed, Secure(FedTAN(**NO_EVALUATION)), 1, Losing(fed.grid(), {2, 5}, in_exchange))
@@ -582,12 +586,12 @@ class Asking(GridAround):
 
 def unmask_of(message: Message, change: Callable[[dict[str, np.ndarray]], None]) -> list[Message]:
     config = next(iter(configs_in(message.content).values()))
-    if config.get(protocol.SECURE_STAGE) != "unmask":
+    if config.get(secure_protocol.STAGE) != "unmask":
         return []
     arrays = dict(unpack(message.content["secure"]))  # type: ignore[arg-type]
     change(arrays)
     content = RecordDict({"config": config, "secure": pack(arrays)})
-    return [Message(content, message.metadata.dst_node_id, protocol.SECURE_QUERY)]
+    return [Message(content, message.metadata.dst_node_id, secure_protocol.QUERY)]
 
 
 def test_a_client_never_reveals_both_shares_of_another(federation: Federations) -> None:
@@ -636,11 +640,11 @@ def test_a_client_refuses_to_open_other_sums(
     )
     content = RecordDict(
         {
-            "config": ConfigRecord({**asked, protocol.SECURE_STAGE: "unmask"}),
+            "config": ConfigRecord({**asked, secure_protocol.STAGE: "unmask"}),
             "secure": pack({"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}),
         }
     )
-    (reply,) = grid.send_and_receive([Message(content, 1, protocol.SECURE_QUERY)])
+    (reply,) = grid.send_and_receive([Message(content, 1, secure_protocol.QUERY)])
     assert says in reply.error.reason
 
 
@@ -657,7 +661,7 @@ def test_an_app_that_cannot_mask_refuses(federation: Federations) -> None:
     fed = double(federation)
     client = fed.make_client(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
     with pytest.raises(MessageError, match=r"'fedbn\.secure' needs a ClientApp made by fedbn_flwr\.client_app"):
-        client.fit([value.numpy() for value in fed.model.state_dict().values()], {protocol.SECURE: "0" * 32})
+        client.fit([value.numpy() for value in fed.model.state_dict().values()], {secure_protocol.SESSION: "0" * 32})
 
 
 # --- secrets stay in memory --------------------------------------------------
@@ -682,8 +686,10 @@ def test_secrets_are_neither_written_nor_logged(
         assert root.hex() not in caplog.text
         assert repr(root) not in caplog.text
     for node in (1, 2, 3):  # and deleted when the round has ended
-        assert protocol.SECRET not in grid.read_state(node)
-    assert protocol.SECRET.encode() not in dump(RecordDict({protocol.SECRET: ConfigRecord({"root": b"x"})}))
+        assert secure_protocol.SECRET not in grid.read_state(node)
+    assert secure_protocol.SECRET.encode() not in dump(
+        RecordDict({secure_protocol.SECRET: ConfigRecord({"root": b"x"})})
+    )
     grid.close()
 
 
@@ -716,15 +722,18 @@ def test_states_on_disk_and_in_other_processes_give_the_same_model(
         (lambda: HeteroBN(statistics="query"), "HeteroBN queries the statistics of each client's data"),
         (
             lambda: FixBN(FedAvg(), freeze_round="auto"),
-            "FixBN with freeze_round 'auto' compares the statistics",
+            "FixBN compares the statistics of each client",
         ),
         (lambda: FixBN(FedBS(), freeze_round=1), "loss of each"),
-        (lambda: FedAvg(robust="median"), "FedAvg compares the replies of single clients"),
-        (lambda: FixBN(FedAvg(clip_norm=1.0)), "FedAvg compares the replies of single clients"),
-        (lambda: MeanStatistics(Krum()), "Krum is not known to compute with nothing but the mean"),
+        (lambda: FedAvg(bounds=Equal()), "FedAvg compares the replies of single clients"),
+        (lambda: FixBN(FedAvg(bounds=Equal())), "FedAvg compares the replies of single clients"),
+        (lambda: MeanStatistics(Krum()), "Krum compares the clients' models"),
         (lambda: MeanStatistics(FedAdam(), statistics="median"), "MeanStatistics takes the median of the clients'"),
-        (lambda: QFedAvg(0.1, train_loss_key="train-loss"), "QFedAvg is not known"),
-        (lambda: DifferentialPrivacyServerSideFixedClipping(FedAdam(), 1.0, 1.0, 3), "FixedClipping is not known"),
+        (lambda: QFedAvg(0.1, train_loss_key="train-loss"), "QFedAvg weights the clients by the loss"),
+        (
+            lambda: DifferentialPrivacyServerSideFixedClipping(FedAdam(), 1.0, 1.0, 3),
+            "FixedClipping clips the changes",
+        ),
     ],
 )
 def test_rules_that_need_single_replies_are_refused(make: Callable[[], Strategy], says: str) -> None:
@@ -733,7 +742,7 @@ def test_rules_that_need_single_replies_are_refused(make: Callable[[], Strategy]
 
 
 def test_it_must_be_the_outermost_rule() -> None:
-    with pytest.raises(SettingsError, match=r"FixBN cannot be around Secure; expected Secure\(FixBN\(...\), ...\)"):
+    with pytest.raises(SettingsError, match=r"FixBN cannot be around it; expected Secure\(FixBN\(...\), ...\)"):
         FixBN(Secure(FedAvg()))
 
 

@@ -1,4 +1,4 @@
-"""The server's half of a session of secure aggregation; fedbn_flwr/messages/masking.py has the arithmetic.
+"""The server's half of a session of secure aggregation; masking.py has the arithmetic.
 
 A client is named as faulty only if that is certain while more than half of the clients follow the protocol. Where a
 share does not open, its sender or its receiver is at fault: a client is if at least half of all clients contradict it,
@@ -27,7 +27,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import gate, one_line, partition_of, refused
-from fedbn_flwr.messages.masking import (
+
+from . import protocol as secure
+from .masking import (
     KEY_BYTES,
     OWN,
     PAIR,
@@ -35,7 +37,6 @@ from fedbn_flwr.messages.masking import (
     TOTALS,
     Fixed,
     FixedPoint,
-    Form,
     NotOpened,
     add_masks,
     form_of,
@@ -60,12 +61,12 @@ class SecureSettings:
     threshold: float
     update_range: float
     statistics_range: float
-    max_examples: int
+    max_examples: float
     timeout: float
 
-    def needed(self, clients: int) -> int:
-        """The clients that must remain to the end of a round."""
-        return max(2, int(self.threshold * clients + 1e-9) + 1)
+    @property
+    def ranges(self) -> list[float]:
+        return [float(self.update_range), float(self.statistics_range), float(self.max_examples)]
 
 
 @dataclass(frozen=True)
@@ -110,29 +111,25 @@ class Session:
         self.token = secrets.token_hex(16)  # not a function of the seed: a resumed round has another session
         self.parts = parts
         self._grid = grid
-        self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], protocol.SECURE: self.token}
-        self._settings = settings
+        self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], secure.SESSION: self.token}
+        self._timeout = settings.timeout
         self._what = f"round {config[protocol.ROUND]}"
         self._faulty = faulty
         self._names: dict[int, str] = {}  # of the nodes that answer
         self._disputes: set[frozenset[int]] = set()  # sender and receiver of each share that did not open
+        self._peers: dict[int, list[int]] = {}  # by part: the nodes that were asked for masks
         self.failed = [_error(node, faulty[node]) for node in nodes if node in faulty]
         nodes = [node for node in nodes if node not in faulty]
-        self._peers: dict[int, list[int]] = {}  # by part: the nodes that were asked for masks
-        self.threshold = settings.needed(len(nodes))
+        self.threshold = max(2, int(settings.threshold * len(nodes) + 1e-9) + 1)
         if len(nodes) < self.threshold:
             raise RunFailed(f"{self._what}: {len(nodes)} clients train, and a sum must have at least {self.threshold}")
-        more: dict[str, Any] = {protocol.SECURE_PARTS: parts}
-        self._keys = self._agree("keys", nodes, more, {}, "keys", (KEY_BYTES * (1 + 2 * parts),))
+        self._keys = self._ask("keys", nodes, {secure.PARTS: parts}, {}, (KEY_BYTES * (1 + 2 * parts),))
         self.roster = sorted(self._keys)  # positions follow the node ids
         keys = np.stack([self._keys[node] for node in self.roster])
         of_all = {"nodes": np.array(self.roster, np.uint64), "keys": keys}
-        self.fixed = FixedPoint(
-            len(self.roster), settings.update_range, settings.statistics_range, settings.max_examples
-        )
-        more = {protocol.SECURE_THRESHOLD: self.threshold}
+        self.fixed = FixedPoint(len(self.roster), *settings.ranges)
         form = (len(self.roster), parts, 2, SEALED_BYTES)
-        self._shares = self._agree("shares", self.roster, more, dict.fromkeys(self.roster, of_all), "shares", form)
+        self._shares = self._ask("shares", self.roster, {secure.THRESHOLD: self.threshold}, of_all, form)
         self.nodes = sorted(self._shares)
 
     def instructions(self, part: int, nodes: Sequence[int]) -> dict[str, Any]:
@@ -141,7 +138,7 @@ class Session:
         if len(nodes) < self.threshold:
             raise RunFailed(f"{self._what}: {len(nodes)} clients are left for a sum of at least {self.threshold}")
         peers = np.array(self._peers[part], "<u8").tobytes()
-        return {protocol.SECURE: self.token, protocol.SECURE_PART: part, protocol.SECURE_PEERS: peers}
+        return {secure.SESSION: self.token, secure.PART: part, secure.PEERS: peers}
 
     def open(self, part: int, replies: Iterable[Message], needs: set[str], model: Arrays | None) -> Sums:
         """The sums over the usable replies, after the survivors have revealed what removes the masks.
@@ -149,8 +146,7 @@ class Session:
         A reply must have the metrics in `needs`, and arrays of the model's shapes; None: of any shapes, as in an
         exchange.
         """
-        found: dict[int, tuple[Message, Fixed]] = {}
-        forms: dict[int, tuple[Form, Readable]] = {}
+        found: dict[int, tuple[Message, Mapping[str, Arrays]]] = {}
         failed: list[Message] = []
         for reply in sorted(gate(replies), key=lambda reply: reply.metadata.src_node_id):
             node = reply.metadata.src_node_id
@@ -158,29 +154,23 @@ class Session:
                 failed.append(reply)
                 continue
             try:
-                records = _masked_records(reply.content, needs, model)
+                found[node] = reply, _masked_records(reply.content, needs, model)
             except MessageError as error:
                 failed.append(refused(reply, str(error)))
-                continue
-            found[node] = reply, to_vector(records)
-            forms[node] = form_of(records), _readable(reply.content)
+        forms = {node: (form_of(records), _readable(reply.content)) for node, (reply, records) in found.items()}
         counts = Counter(forms.values())
-        most, count = next(iter(counts.most_common(1)), (((), ()), 0))
+        most, count = counts.most_common(1)[0] if counts else (((), ""), 0)
         if 2 * count <= len(forms) and len(counts) > 1:
             raise NotOpened(
                 "the replies have different arrays or are of different exchanges, and most have no common form"
             )
-        for node, form in forms.items():
-            if form != most:
-                reply, _ = found.pop(node)
-                failed.append(refused(reply, "its arrays or its exchange differ from those of most clients"))
+        for node in [node for node, form in forms.items() if form != most]:
+            failed.append(refused(found.pop(node)[0], "its arrays or its exchange differ from those of most clients"))
         survivors = list(found)
         if len(survivors) < self.threshold:
             reasons = [f"node {r.metadata.src_node_id}: {r.error.reason}" for r in failed if r.has_error()]
             raise self._too_few("masked replies", len(survivors), len(self._peers[part]), reasons)
-        total = np.zeros(found[survivors[0]][1].shape, np.uint64)
-        for _, vector in found.values():
-            total += vector
+        total = np.sum([to_vector(records) for _, records in found.values()], axis=0, dtype=np.uint64)
         self._remove_masks(total, part, survivors)
         return Sums([reply for reply, _ in found.values()], from_vector(total, most[0]), failed)
 
@@ -197,8 +187,7 @@ class Session:
         """The own secret of each survivor and the mask key's of each client that dropped out, from their shares."""
         about = {"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}
         wanted = [(node, OWN) for node in survivors] + [(node, PAIR) for node in dropped]
-        more, form = {protocol.SECURE_PART: part}, (len(wanted), KEY_BYTES)
-        given, _ = self._ask("unmask", survivors, more, dict.fromkeys(survivors, about), "keys", form)
+        given = self._ask("unmask", survivors, {secure.PART: part}, about, (len(wanted), KEY_BYTES))
         # Positions of shares begin with 1: the value at 0 is the secret.
         shares: dict[int, dict[int, int]] = {node: {} for node, _ in wanted}
         disputes = set()
@@ -211,27 +200,30 @@ class Session:
                 else:
                     shares[sender][1 + place] = from_bytes(share)
         if not disputes <= self._disputes:
-            self._disputes |= disputes
-            for node, reason in certainly_faulty(self._disputes, len(self.roster)).items():
-                self._blame(node, reason)
-            if unsettled := sum(pair.isdisjoint(self._faulty) for pair in self._disputes):
-                log(
-                    WARNING,
-                    "%s, secure aggregation: shares between two clients do not open, for %d pairs; one client of each "
-                    "pair is at fault, and it cannot be known which one",
-                    self._what, unsettled,
-                )  # fmt: skip
+            self._settle(disputes)
         found = {}
         for node, which in wanted:
-            if len(shares[node]) < self.threshold:
-                continue
-            found[node] = join(dict(list(shares[node].items())[: self.threshold]))
-            if public_key(found[node]) != self._public(node, part, which):
-                self._blame(node, "the shares that it sent give another secret than that of its public key")
-                del found[node]
+            if len(shares[node]) >= self.threshold:
+                secret = join(dict(list(shares[node].items())[: self.threshold]))
+                if public_key(secret) == self._public(node, part, which):
+                    found[node] = secret
+                else:
+                    self._blame(node, "the shares that it sent give another secret than that of its public key")
         if missing := len(wanted) - len(found):
             raise NotOpened(f"the shares of the secrets of {missing} of {len(wanted)} clients do not give the secret")
         return found
+
+    def _settle(self, disputes: set[frozenset[int]]) -> None:
+        self._disputes |= disputes
+        for node, reason in certainly_faulty(self._disputes, len(self.roster)).items():
+            self._blame(node, reason)
+        if unsettled := sum(pair.isdisjoint(self._faulty) for pair in self._disputes):
+            log(
+                WARNING,
+                "%s, secure aggregation: shares between two clients do not open, for %d pairs; one client of each "
+                "pair is at fault, and it cannot be known which one",
+                self._what, unsettled,
+            )  # fmt: skip
 
     def _blame(self, node: int, reason: str) -> None:
         if node not in self._faulty:
@@ -243,69 +235,45 @@ class Session:
         """The public key of a client's secret."""
         return bytes(self._keys[node][key_of(part, which)])
 
-    def _agree(self, stage: str, nodes: Sequence[int], *details: Any) -> dict[int, Any]:
-        """`_ask`, before the session begins: nodes that do not answer take no part in it."""
-        found, errors = self._ask(stage, nodes, *details)
-        self.failed += errors
-        return found
-
     def _ask(
-        self,
-        stage: str,
-        nodes: Sequence[int],
-        more: Mapping[str, Any],
-        arrays: Mapping[int, Arrays],
-        key: str,
-        shape: tuple[int, ...],
-    ) -> tuple[dict[int, Any], list[Message]]:
-        """The array `key` of this shape in each node's answer, and errors; RunFailed below the threshold."""
-        config = ConfigRecord({**self._config, protocol.SECURE_STAGE: stage, **more})
-        messages = []
-        for node in nodes:
-            content = RecordDict({"config": config})
-            if node in arrays:
-                content["secure"] = pack(arrays[node])
-            messages.append(Message(content, node, protocol.SECURE_QUERY))
-        replies = {
-            reply.metadata.src_node_id: reply
-            for reply in gate(self._grid.send_and_receive(messages, timeout=self._settings.timeout))
-        }
+        self, stage: str, nodes: Sequence[int], more: Mapping[str, Any], arrays: Arrays, shape: tuple[int, ...]
+    ) -> dict[int, Any]:
+        """The bytes of this shape in each node's answer; RunFailed below the threshold.
+
+        Nodes that do not answer before the session begins take no part in it.
+        """
+        config = ConfigRecord({**self._config, secure.STAGE: stage, **more})
+        sent = {"config": config, **({"secure": pack(arrays)} if arrays else {})}
+        messages = [Message(RecordDict(sent), node, secure.QUERY) for node in nodes]
+        replies = gate(self._grid.send_and_receive(messages, timeout=self._timeout))
         found: dict[int, Any] = {}
         errors: dict[int, Message] = {}
-        for node, reply in sorted(replies.items()):
+        for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
+            node = reply.metadata.src_node_id
             if reply.has_error():
                 errors[node] = reply
                 continue
             partition = partition_of(reply.content)
             self._names[node] = f"node {node}" if partition is None else f"client {partition} (node {node})"
+            key = "shares" if stage == "shares" else "keys"
             value = next((unpack(record).get(key) for record in arrays_in(reply.content).values()), None)
             if value is None or value.shape != shape or value.dtype != np.uint8:
                 errors[node] = refused(reply, f"its answer to the stage {stage} has no bytes {key!r} of shape {shape}")
             else:
                 found[node] = value
-        if stage == "keys":
-            public = {node: [each.tobytes() for each in value.reshape(-1, KEY_BYTES)] for node, value in found.items()}
-            times = Counter(itertools.chain.from_iterable(public.values()))
-            for node, keys in public.items():
-                if not all(map(is_usable, keys)):
-                    reason = "with one of its public keys no client can agree on a secret"
-                elif max(times[each] for each in keys) > 1:  # an honest client's are random and unknown to others
-                    reason = "one of its public keys is not the only one of its kind"
-                else:
-                    continue
-                self._blame(node, reason)
-                errors[node] = refused(replies[node], reason)
-                del found[node]
-        reasons = [
-            f"node {node}: {error.error.reason or f'error code {error.error.code}'}" for node, error in errors.items()
-        ]
+        for node, reason in _bad_keys(found).items() if stage == "keys" else ():
+            self._blame(node, reason)
+            errors[node] = _error(node, reason)
+            del found[node]
+        reasons = [f"node {node}: {e.error.reason or f'error code {e.error.code}'}" for node, e in errors.items()]
         silent = [node for node in nodes if node not in found and node not in errors]
-        reasons += [f"node {node} did not answer in {self._settings.timeout:g} s" for node in silent]
+        reasons += [f"node {node} did not answer in {self._timeout:g} s" for node in silent]
         if len(found) < self.threshold:
             raise self._too_few(f"stage {stage}", len(found), len(nodes), reasons)
         for reason in reasons:
             log(WARNING, "%s, secure aggregation, stage %s: without %s", self._what, stage, one_line(reason))
-        return found, list(errors.values())
+        self.failed += errors.values() if stage != "unmask" else ()
+        return found
 
     def _too_few(self, stage: str, found: int, asked: int, reasons: Sequence[str]) -> RunFailed:
         listed = "".join(f"\n  - {one_line(reason)}" for reason in reasons)
@@ -319,8 +287,21 @@ class Session:
 
 def _error(node: int, reason: str) -> Message:
     """An error as if it were the node's."""
-    asked = Message(RecordDict(), node, protocol.SECURE_QUERY)
+    asked = Message(RecordDict(), node, secure.QUERY)
     return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked)
+
+
+def _bad_keys(found: Mapping[int, Any]) -> dict[int, str]:
+    """The nodes whose public keys cannot be used, with the reasons."""
+    public = {node: [each.tobytes() for each in value.reshape(-1, KEY_BYTES)] for node, value in found.items()}
+    times = Counter(itertools.chain.from_iterable(public.values()))
+    bad = {}
+    for node, keys in public.items():
+        if not all(map(is_usable, keys)):
+            bad[node] = "with one of its public keys no client can agree on a secret"
+        elif max(times[each] for each in keys) > 1:  # an honest client's are random and unknown to others
+            bad[node] = "one of its public keys is not the only one of its kind"
+    return bad
 
 
 def _masked_records(content: RecordDict, needs: set[str], model: Arrays | None) -> dict[str, Arrays]:
@@ -328,24 +309,20 @@ def _masked_records(content: RecordDict, needs: set[str], model: Arrays | None) 
     records = {name: unpack(record) for name, record in arrays_in(content).items()}
     if TOTALS not in records:
         raise MessageError("the reply is not masked; serve the client with fedbn_flwr.client_app")
-    for name, arrays in records.items():
-        for key, value in arrays.items():
-            if value.dtype != np.uint64:
-                raise MessageError(f"{key!r} in the record {name!r} is {value.dtype}, expected masked values, uint64")
-            like = value if model is None else model.get(key)
-            shape = () if name == TOTALS else None if like is None else like.shape
-            if value.shape != shape:
-                raise MessageError(f"{key!r} in the record {name!r} has shape {value.shape}, expected {shape}")
+    for name, key, found in form_of(records):
+        value = records[name][key]
+        if value.dtype != np.uint64:
+            raise MessageError(f"{key!r} in the record {name!r} is {value.dtype}, expected masked values, uint64")
+        like = value if model is None else model.get(key)
+        shape = () if name == TOTALS else None if like is None else like.shape
+        if found != shape:
+            raise MessageError(f"{key!r} in the record {name!r} has shape {found}, expected {shape}")
     if missing := sorted(needs - records[TOTALS].keys()):
         raise MessageError(f"the reply lacks the metric {missing[0]!r}")
     return records
 
 
-Readable = tuple[object, ...]
-
-
-def _readable(content: RecordDict) -> Readable:
+def _readable(content: RecordDict) -> str:
     """What replies to one exchange have in common besides their arrays."""
     kinds = [record[KIND] for record in configs_in(content).values() if KIND in record]
-    left = [record.get(protocol.EXCHANGES_LEFT) for record in metrics_in(content).values()]
-    return (*map(repr, kinds), *map(repr, left))
+    return repr((kinds, [record.get(protocol.EXCHANGES_LEFT) for record in metrics_in(content).values()]))

@@ -26,28 +26,36 @@ from dataclasses import dataclass, field, replace
 from logging import INFO
 from typing import Any, Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rules import private as keys
-from fedbn_flwr.client.rules.fedbn import RETURN
-from fedbn_flwr.client.rules.fixbn import FREEZE, frozen_roles
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
-from fedbn_flwr.messages.arrays import configs_in, metrics_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import Reply, arrays_of, gate, partition_of
-from fedbn_flwr.messages.privacy import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
+from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
 from fedbn_flwr.messages.screening import with_arrays
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import Round, Wrapper
+from fedbn_flwr.strategies.fixbn import FREEZE, frozen_roles  # type: ignore[import-untyped]
 
-from ._private import check_inside
-from ._rule import Round
-from ._wrapper import Wrapper, as_rule
+from . import client as keys
+from .noise import Change, Parts, clipped, epsilon_of, gaussian, in_words, parts_of
 
+# By `statistics`: the properties that the strategy inside must have (`fedbn_flwr.strategies._compose`).
+_MEAN = {
+    "inside": "{outer} must clip or check the change of each client; use one of the two",
+    "mean": "{outer} does not account for this",
+}
+_UNMEASURED = {"no statistics": "the server has none here; expected a round or a fraction of the rounds"}
+_NEEDS = {
+    "noise": _MEAN | {"statistics": "{outer} noises them; wrap it: {outer}(MeanStatistics({inside}(...)), ...)"},
+    "keep": _MEAN | _UNMEASURED,
+    "freeze": _MEAN | _UNMEASURED | {"free statistics": "statistics is 'freeze' too; leave one of them out"},
+}
 _LEAST_NOISE = 0.01  # epsilon is above 5000 with less
 
 
@@ -105,10 +113,10 @@ class Private(Wrapper):
         known: float = 0.0
         spent: dict[int, float] = field(default_factory=dict)
         releases: int = 0  # rounds begun
-        partitions: dict[int, int] = field(default_factory=dict)  # by node id
         evaluated: bool = False  # clients sent metrics of evaluations
 
     memory: Memory
+    lacks = {"inside": "adds noise to the mean"}
 
     def __init__(
         self,
@@ -125,8 +133,9 @@ class Private(Wrapper):
         constants: Sequence[str] = (),
         metrics: bool = False,
     ) -> None:
-        check_inside(strategy, as_rule(strategy).traits, statistics, mode)
+        self.needs = _NEEDS.get(statistics, {})
         super().__init__(strategy)
+        self._check_sent(mode)
         statistics_noise = noise if statistics_noise is None else statistics_noise
         for name, value in {"clip": clip, "statistics_clip": statistics_clip}.items():
             _check_number(name, value, "a norm above zero", 0 < value < math.inf if _is_number(value) else False)
@@ -143,21 +152,36 @@ class Private(Wrapper):
         self.clip = float(clip)
         self.noise = float(noise)
         self.statistics = statistics
+        if statistics == "freeze":
+            self.traits = replace(self.traits, freezes=self.traits.freezes | {Role.STATISTICS})
         self.statistics_clip = float(statistics_clip)
         self.statistics_noise = float(statistics_noise)
         self.mode = mode
         self.delta = float(delta)
         self.noise_seed = noise_seed
         self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
-        self.metrics = metrics
-        self.traits = replace(self.traits, private=True)
+        self.metrics_shown = metrics
+        self.traits = replace(self.traits, hides="releases only with noise")
         # A round that is repeated after a stop is a release of its own, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
         if statistics == "keep":
             kept = self.traits.kept | {Role.STATISTICS, Role.COUNTER}
             memory = self.traits.client_memory or "their own statistics"
-            self.traits = replace(self.traits, personal=True, client_memory=memory, kept=kept)
+            self.traits = replace(self.traits, client_memory=memory, kept=kept)
         self._asked: _Asked | None = None
+
+    def _check_sent(self, mode: str) -> None:
+        """Refuse a strategy whose clients would release something without noise."""
+        traits, name = self.traits, self.rule.name
+        if traits.traffic is not None or traits.replaces_norm:
+            raise SettingsError(f"{name} also sends what Private does not account for: {traits.traffic}")
+        if not traits.has_global_model:
+            raise SettingsError(f"{name} sends no model, so there is nothing to make private")
+        if traits.returned and mode != "central":
+            raise SettingsError(
+                f"mode is {mode!r}, but the clients of {name} would send arrays that they did not receive, whose "
+                "change they do not know; expected global_norm 'initial'"
+            )
 
     # --- the hooks ---
 
@@ -186,15 +210,14 @@ class Private(Wrapper):
             asks |= {} if self.noise_seed is None else {keys.NOISE_SEED: self.noise_seed}
         return asks
 
-    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        """The same for all."""
-        return [1.0] * len(replies)
+    def unusable(self, round: Round, reply: Reply) -> str | None:
+        """A reply has the arrays that the clients were asked for; numbers of examples are not used."""
+        assert self._asked is not None
+        return fault(reply.arrays, unpack(round.arrays), self._asked.received)
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         asked, sent = self._asked, unpack(round.arrays)
         assert asked is not None
-        if wrong := fault(reply.arrays, sent, asked.received):
-            return wrong
         of = roles(sent)
         for key, value in reply.arrays.items():
             # Roles that stay on the client are frozen there with the client's own values.
@@ -202,20 +225,24 @@ class Private(Wrapper):
                 return f"it changed {key!r}, which is frozen; its client does not honour the config key {FREEZE!r}"
         return None
 
-    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
-        """The new model of the wrapped strategy, which sees only the private mean."""
-        if not replies:
-            return super().combine(round, [], [])
+    def shown(self, round: Round, replies: Sequence[Reply]) -> list[Reply]:
+        """From every client the private mean, with the weight 1."""
         asked, before = self._asked, unpack(round.arrays)
         assert asked is not None
+        self._charge(asked)
         mean = {**before, **asked.parts.apply(self._mean(round.number, asked, before, replies), before)}
-        shown = pack({key: mean[key] for key in asked.expected})
-        model = super().combine(round, [self._shown(reply, shown) for reply in replies], weights)
+        arrays = {key: mean[key] for key in asked.expected}
+        return [self._shown(reply, arrays) for reply in replies]
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        """The new model of the wrapped strategy, in the dtypes that were sent."""
+        before, model = unpack(round.arrays), super().combine(round, replies, weights)
         return {key: cast(value, before[key].dtype) if key in before else value for key, value in model.items()}
 
     def notes(self) -> dict[str, Any]:
         """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
-        return {**super().notes(), "privacy": self._report()}
+        report = self._report()
+        return {**super().notes(), "privacy": {**report, "in_words": in_words(report)}}
 
     # --- messages ---
 
@@ -229,7 +256,7 @@ class Private(Wrapper):
         content = messages[0].content  # the messages of a round are equal
         asked = next(iter(configs_in(content).values()), ConfigRecord())
         of, sent = roles(arrays), arrays_of(content)
-        returned = protocol.roles_of(asked, RETURN, frozenset(Role))
+        returned = protocol.roles_of(asked, protocol.RETURN, frozenset(Role))
         hidden = frozenset({Role.COUNTER}) | ({Role.STATISTICS} if self.statistics == "keep" else frozenset())
         expected = tuple(key for key in arrays if key in sent or of[key] in returned)
         received = tuple(key for key in expected if of[key] not in hidden)
@@ -254,17 +281,6 @@ class Private(Wrapper):
         self.memory.evaluated |= bool(messages)
         return self._without(messages, {Role.COUNTER, *self.traits.kept})
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        messages = gate(replies)
-        for message in messages:
-            if message.has_content() and (partition := partition_of(message.content)) is not None:
-                self.memory.partitions[message.metadata.src_node_id] = partition
-        if self._asked is not None:
-            self._charge(self._asked)
-        return super().aggregate_train(server_round, messages)
-
     def _without(self, messages: Sequence[Message], hidden: Iterable[Role]) -> list[Message]:
         """The messages without the arrays of these roles."""
         wanted = frozenset(hidden)
@@ -279,14 +295,11 @@ class Private(Wrapper):
 
         return [with_arrays(message, remaining) for message in messages]
 
-    def _shown(self, reply: Reply, mean: ArrayRecord) -> Reply:
-        """The reply as the wrapped strategy sees it: the private mean, and the weight 1."""
-        message = with_arrays(reply.message, lambda _: mean)
-        key = str(getattr(self.innermost, "weighted_by_key", protocol.NUM_EXAMPLES))
-        for name, metrics in metrics_in(message.content).items():
-            shown = {**metrics} if self.metrics and self.mode != "local" else {}
-            message.content[name] = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, key: 1})
-        return replace(reply, message=message)
+    def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
+        kept = {**reply.metrics} if self.metrics_shown and self.mode != "local" else {}
+        metrics = MetricRecord({**kept, protocol.NUM_EXAMPLES: 1, self.weighted_by_key: 1})
+        content = RecordDict({"arrays": pack(arrays), "metrics": metrics, **configs_in(reply.message.content)})
+        return replace(reply, arrays=arrays, metrics=metrics, message=with_content(reply.message, content))
 
     # --- privacy ---
 
@@ -312,7 +325,7 @@ class Private(Wrapper):
     def _charge(self, asked: _Asked) -> None:
         """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
         memory = self.memory
-        known = {**self.known_partitions, **memory.partitions}
+        known = self.leaf.memory.partitions
         if known.keys() >= {*asked.nodes}:
             memory.known += asked.cost
             for partition in {known[node] for node in asked.nodes}:
@@ -349,7 +362,7 @@ class Private(Wrapper):
             report["not_private_because"] = unprotected
         if self.statistics == "noise":
             report |= {"statistics_clip": self.statistics_clip, "statistics_noise": self.statistics_noise}
-        open_metrics = ["metrics of the clients' training"] if self.metrics and self.mode != "local" else []
+        open_metrics = ["metrics of the clients' training"] if self.metrics_shown and self.mode != "local" else []
         open_metrics += ["metrics of evaluations on clients"] if memory.evaluated else []
         return {**report, "not_accounted": open_metrics} if open_metrics else report
 
@@ -362,8 +375,8 @@ def _asking_for(message: Message, returned: frozenset[Role]) -> Message:
     """The message, which asks clients to send only these roles in addition to the arrays received."""
     changed = with_arrays(message, lambda arrays: arrays)
     for name, config in configs_in(changed.content).items():
-        asks = {key: value for key, value in config.items() if key != RETURN}
-        changed.content[name] = ConfigRecord(asks | ({RETURN: protocol.join(returned)} if returned else {}))
+        asks = {key: value for key, value in config.items() if key != protocol.RETURN}
+        changed.content[name] = ConfigRecord(asks | ({protocol.RETURN: protocol.join(returned)} if returned else {}))
     return changed
 
 

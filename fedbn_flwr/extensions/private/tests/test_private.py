@@ -24,8 +24,8 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.extensions.private.noise import epsilon_of, parts_of
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.privacy import epsilon_of, parts_of
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import (
     FedAvg,
@@ -44,6 +44,7 @@ from fedbn_flwr.strategies import (
     Standalone,
     build_strategy,
 )
+from tests.support.bounds import Equal
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import last_model, models_of, same
 from tests.support.fixtures import small_net
@@ -371,21 +372,21 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Private(MeanStatistics(flower.QFedAvg(client_learning_rate=0.1))), "QFedAvg weights the clients"),
         (lambda: Private(HeteroBN(statistics="query")), "HeteroBN queries the statistics"),
         (lambda: Private(Standalone()), "Standalone sends no model"),
-        (lambda: Private(Private(FedAvg())), "Private cannot be around Private"),
-        (lambda: Private(Secure(FedAvg())), "with Secure the server cannot clip"),
-        (lambda: Secure(Private(FedAvg())), "Secure and Private do not combine"),
+        (lambda: Private(Private(FedAvg())), "Private adds noise to the mean, and Private must clip"),
+        (lambda: Private(Secure(FedAvg())), "Secure hides the replies of single clients, and Private must clip"),
+        (lambda: Secure(Private(FedAvg())), "Private adds noise to the mean, and Secure hides the single replies"),
         (lambda: FixBN(Private(FedAvg()), freeze_round=1), r"expected Private\(FixBN\(...\), ...\)"),
-        (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot be around Private"),
-        (lambda: Private(FixBN(FedAvg(), freeze_round=1), statistics="freeze"), "FixBN freezes them too"),
-        (lambda: Private(FixBN(FedAvg(), freeze_round="auto"), statistics="keep"), "'auto'"),
+        (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot be around it"),
+        (lambda: Private(FixBN(FedAvg(), freeze_round=1), statistics="freeze"), "FixBN freezes the statistics"),
+        (lambda: Private(FixBN(FedAvg(), freeze_round="auto"), statistics="keep"), "FixBN compares the statistics"),
         (lambda: Private(flower.FedAdam()), r"Private\(MeanStatistics\(FedAdam"),
         (lambda: Private(build_strategy({"name": "Krum"})), "Krum compares the clients' models"),
         (lambda: Private(flower.FedMedian()), "FedMedian compares the clients' models"),
-        (lambda: Private(FedAvg(robust="median")), "FedAvg compares the clients' models"),
+        (lambda: Private(FedAvg(bounds=Equal())), r"FedAvg compares the replies of single clients \(bounds\)"),
         (lambda: Private(FedBN(), mode="local"), "expected global_norm 'initial'"),
         (
             lambda: Private(flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(), 1.0, 1.0, 2)),
-            "clip and add noise twice",
+            "clips the changes of the clients and adds noise",
         ),
         (lambda: Private(FedAvg(), clip=0), "clip is 0; expected a norm above zero"),
         (lambda: Private(FedAvg(), clip=math.inf), "clip is inf"),

@@ -17,10 +17,11 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.client.secure import _Session
+from fedbn_flwr.extensions.secure import protocol as secure
+from fedbn_flwr.extensions.secure.client import _Session
+from fedbn_flwr.extensions.secure.masking import KEY_BYTES, OWN, PAIR, Secrets, key_of, seal, sealing_key
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.masking import KEY_BYTES, OWN, PAIR, Secrets, key_of, seal, sealing_key
 
 LATER, ABSENT, COUNTED, SKIPPED, UNKNOWN, HONEST = "later", "absent", "counted", "skipped", "unknown", "honest"
 KEYS, SHARES, MASKED, EXCHANGE, UNMASK = "keys", "shares", "masked", "exchange", "unmask"
@@ -48,7 +49,7 @@ def config_of(message: Message) -> ConfigRecord:
 def stage_of(message: Message) -> str:
     kind = message.metadata.message_type
     named = {"train": MASKED, protocol.COHORT_QUERY: EXCHANGE}
-    return named.get(kind) or str(config_of(message).get(protocol.SECURE_STAGE))
+    return named.get(kind) or str(config_of(message).get(secure.STAGE))
 
 
 class Hostile(ClientApp):
@@ -83,7 +84,7 @@ class Hostile(ClientApp):
 def hear_own_keys(message: Message, context: Context) -> None:
     """A client that sent false keys does not refuse a list that contains them."""
     arrays = dict(unpack(message.content["secure"]))  # type: ignore[arg-type]
-    record = context.state[protocol.SECRET]
+    record = context.state[secure.SECRET]
     own = Secrets(record["root"]).public_keys(record["parts"])  # type: ignore[index,arg-type]
     place = [int(node) for node in arrays["nodes"]].index(context.node_id)
     keys = arrays["keys"].copy()
@@ -171,7 +172,7 @@ def other_keys(which: Callable[[int], slice]) -> Spoil:
 
 def other_shares(content: RecordDict, context: Context) -> None:
     """Well-sealed shares that belong to no secret."""
-    session = _Session(context.state[protocol.SECRET], context.node_id)  # type: ignore[arg-type]
+    session = _Session(context.state[secure.SECRET], context.node_id)  # type: ignore[arg-type]
     sealed = unpack(content["secure"])["shares"].copy()  # type: ignore[arg-type]
     mine = session.nodes.index(context.node_id)
     for place, part, which in np.ndindex(*sealed.shape[:3]):

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.norms.roles import Role
-
-from .aggregate import Array, Arrays
 
 MEAN, VARIANCE = "running_mean", "running_var"
 _LEAST_VARIANCE = 1e-10  # a smaller one counts as this: batch norm adds 1e-5

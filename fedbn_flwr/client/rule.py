@@ -1,13 +1,13 @@
-"""Client rules, the client's half of each method: one file with the name of its strategy.
+"""Client rules: the client's half of a method, in the file of its strategy.
 
-A message selects a client rule by a config key. For each round `BNClient` creates an object of the class and calls its
-hooks in this order: `around` encloses training, `first_gradient` computes the gradient of the first batch, `begin`
-runs between this gradient and the first step, `adjust` before each step, and `returned` and `finish` after training.
+A message selects a client rule by a config key, and a client imports only the files of the rules that it is asked for.
+For each round `BNClient` creates an object of the class and calls its hooks in this order: `around` encloses training,
+`first_gradient` computes the gradient of the first batch, `begin` runs between this gradient and the first step,
+`adjust` before each step, and `finish` after training.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from fedbn_flwr import extensions
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.client.training import Gradient, LocalOptimizer
 from fedbn_flwr.exchange.step import Exchange
-from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Key as Key
-from fedbn_flwr.norms.roles import Role
 
 
 @dataclass(eq=False)
@@ -68,7 +67,7 @@ class ClientRule:
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
 
     def __init_subclass__(cls) -> None:
-        _BY_KEY.update(dict.fromkeys(cls.keys, cls))
+        BY_KEY.update(dict.fromkeys(cls.keys, cls))
 
     def __init__(self, local: LocalRound) -> None:
         self.local = local
@@ -87,32 +86,39 @@ class ClientRule:
     def adjust(self) -> None:
         """Change the gradients before each step."""
 
-    def returned(self) -> frozenset[Role]:
-        """Roles to send back in addition to the arrays received."""
-        return frozenset()
-
     def finish(self, update: Update) -> None:
         """Add metrics and records to the reply, and save state. The round must not fail after the state is saved."""
 
 
-_BY_KEY: dict[str, type[ClientRule]] = {}
-
-
-@functools.cache
-def rules_by_key() -> Mapping[str, type[ClientRule]]:
-    """All client rules by their keys: those of this package, and every other subclass that is imported."""
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    importlib.import_module("fedbn_flwr.strategies")
-    for key in declared("client_keys"):
-        part("client_keys", key)
-    return _BY_KEY
-
+# The client rules by their keys: those of all modules that are imported, and before that where the rules of our
+# strategies and of extensions are, since a client need not import the other ones.
+BY_KEY: dict[str, type[ClientRule] | str] = {
+    "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
+    "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
+    "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
+    "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
+    "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
+    protocol.COHORT: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_MIN_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.REPORT_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    **extensions.declared("client_keys"),
+}
 
 # Keys that no rule declares.
-ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS | protocol.SECURE_KEYS
+ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS
+
+
+def rule_of(key: str) -> type[ClientRule]:
+    """The client rule that a key of `BY_KEY` selects."""
+    if isinstance(where := BY_KEY[key], str):
+        BY_KEY[key] = pkgutil.resolve_name(where)  # and its other keys, when its module is imported
+    return BY_KEY[key]  # type: ignore[return-value]
 
 
 def known_keys() -> dict[str, Key]:
-    """Every config key that a BNClient supports."""
-    return ALWAYS_KNOWN | {key: rule.keys[key] for key, rule in rules_by_key().items()}
+    """Every config key that a BNClient supports; this imports all strategies."""
+    importlib.import_module("fedbn_flwr.strategies._names")
+    for key in [*BY_KEY]:
+        rule_of(key)
+    of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}
+    return ALWAYS_KNOWN | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fedbn_flwr import seeding
+from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.privacy import Change, clipped, gaussian, parts_of
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
 
-from . import ClientRule, Key, Update
-from .fixbn import frozen_roles
+from .noise import Change, clipped, gaussian, parts_of
 
 CLIP = "fedbn.private-clip"
 NOISE = "fedbn.private-noise"

@@ -35,13 +35,13 @@ from fedbn_flwr.exchange.round import Answers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import MOST_EXAMPLES, arrays_of, read_reply, with_content
-from fedbn_flwr.messages.masking import TOTALS, FixedPoint, NotOpened, kind_of_array, kind_of_exchange, kind_of_metric
+from fedbn_flwr.messages.gate import MOST_EXAMPLES, read_reply, sent_model, with_content
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import Round, Wrapper
 
-from ._rule import Round, Rule, use_of_single_replies
-from ._session import SecureSettings, Session, Sums
-from ._wrapper import Wrapper
+from . import protocol as secure
+from .masking import TOTALS, FixedPoint, NotOpened, kind_of_exchange, kind_of_metric, kinds_of
+from .session import SecureSettings, Session, Sums
 
 _MOST_SKIPPED = 3  # rounds in a row without a client that could be named
 
@@ -78,6 +78,15 @@ class Secure(Wrapper):
         unexplained: int = 0  # how many of the last rounds were skipped without a client that could be named
 
     memory: Memory
+    lacks = {"inside": "hides the replies of single clients"}
+    needs = {
+        "inside": "{outer} hides the single replies; use one of them",
+        **dict.fromkeys(
+            ("mean", "known"),
+            "with Secure the server learns only the mean of all replies; use it without Secure, or another strategy "
+            "inside Secure, for instance FedAvg",
+        ),
+    }
 
     def __init__(
         self,
@@ -89,13 +98,7 @@ class Secure(Wrapper):
         max_examples: int = 2**20,
         timeout: float = 600,
     ) -> None:
-        if isinstance(strategy, Rule) and strategy.traits.private:
-            raise SettingsError(
-                f"Secure and {type(strategy).__name__} do not combine: {type(strategy).__name__} limits what single "
-                "replies reveal, which Secure hides; use one of them"
-            )
         super().__init__(strategy)
-        self.shares = None  # unknown: the server knows the sum of the weights only
         if not 0.5 <= threshold < 1:
             raise SettingsError(f"threshold is {threshold!r}; expected a share of the clients from 0.5 to below 1")
         ranges = {"update_range": update_range, "statistics_range": statistics_range, "max_examples": max_examples}
@@ -110,54 +113,39 @@ class Secure(Wrapper):
         if not timeout > 0:
             raise SettingsError(f"timeout is {timeout!r}; expected a number of seconds above zero")
         self.settings = SecureSettings(threshold, update_range, statistics_range, max_examples, timeout)
-        of_base = self.traits.traffic
         masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
-        self.traits = replace(self.traits, traffic=f"{of_base}; {masked}" if of_base else masked, masked=True)
-        self._chain = _chain(strategy)
-        self._innermost = self._chain[-1]
-        for inside in reversed(self._chain):
-            if (why := _needs_more(inside)) is not None:
-                raise SettingsError(
-                    f"{type(inside).__name__} {why}, and with Secure the server learns only the mean of all replies; "
-                    "use it without Secure, or another strategy inside Secure, for instance FedAvg"
-                )
+        traffic = "; ".join(filter(None, [self.traits.traffic, masked]))
+        self.traits = replace(self.traits, traffic=traffic, hides="hides from the server")
         self._masked: _MaskedRound | None = None
-        self._known_faulty = 0  # at the beginning of the round
 
     # --- before training ---
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        if service_of(getattr(self._innermost, "direct", False)) is not None:
+        if service_of(getattr(self.leaf, "direct", False)) is not None:
             raise SettingsError(
                 "this ServerApp has an exchange service, whose streams Secure does not mask; set strategy.direct of "
-                f"{type(self._innermost).__name__} to false"
+                f"{type(self.leaf).__name__} to false"
             )
 
     def notes(self) -> dict[str, Any]:
         found = {"secure_skipped": self.memory.skipped, "secure_left_out": sorted(self.memory.faulty)}
-        return {
-            **super().notes(),
-            "secure_threshold": self.settings.threshold,
-            **{key: value for key, value in found.items() if value},
-        }
+        shown = {key: value for key, value in found.items() if value}
+        return {**super().notes(), "secure_threshold": self.settings.threshold, **shown}
 
     # --- a round ---
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        settings = self.settings
-        ranges = [float(settings.update_range), float(settings.statistics_range), float(settings.max_examples)]
-        asked: dict[str, Any] = {protocol.SECURE_RANGES: ranges, protocol.SECURE_WEIGHT: self._weight}
-        return asked | ({protocol.SECURE_EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
+        asked = {secure.RANGES: self.settings.ranges, secure.WEIGHT: self.weighted_by_key}
+        return asked | ({secure.EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._known_faulty = len(self.memory.faulty)
-        self._masked = _MaskedRound(grid, self._weight, self.traits.equal, self.settings, self.memory.faulty)
+        self._masked = masked = _MaskedRound(grid, self.weighted_by_key, self.traits.equal, self.settings, self.memory)
         try:
-            messages = super().configure_train(server_round, arrays, config, self._masked)
-            return self._masked.train_messages(list(messages))
+            messages = list(super().configure_train(server_round, arrays, config, masked))
+            return masked.train_messages(messages) if messages else []
         except NotOpened as error:  # an exchange of FedTAN
             self._skip(server_round, error)
             return []
@@ -165,36 +153,40 @@ class Secure(Wrapper):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        masked, round, self._masked, self.used = self._masked, self.round, None, ()
-        is_skipped = server_round in self.memory.skipped  # in an exchange of FedTAN
-        if masked is None or round is None or (masked.session is None and not is_skipped):
-            return self.rule.aggregate_train(server_round, replies)
+        skipped = None if self.round is None else self.round.arrays, MetricRecord({"skipped": 1})
+        if server_round in self.memory.skipped:  # in an exchange of FedTAN
+            self.leaf.used = ()
+            return skipped
         try:
-            if not is_skipped:
-                means, errors = masked.means(replies, unpack(round.arrays))
-                self._check(round, means[0])
-                self.memory.unexplained = 0
-                result = self.rule.aggregate_train(server_round, [*means, *errors])
-                self.used = self.rule.used
-                return result
+            return super().aggregate_train(server_round, replies)
         except NotOpened as error:
+            self.leaf.used = ()
             self._skip(server_round, error)
-        return round.arrays, MetricRecord({"skipped": 1})
+        return skipped
+
+    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
+        """From every client in the sum the mean reply."""
+        masked = self._masked
+        if masked is None or masked.session is None:
+            return replies
+        means, errors = masked.means(replies, unpack(round.arrays))
+        self._check(round, means[0])
+        self.memory.unexplained = 0
+        return [*means, *errors]
 
     def _check(self, round: Round, mean: Message) -> None:
         """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""
-        arrays = read_reply(mean).arrays
-        problem = fault(arrays, unpack(round.arrays), arrays)
-        for rule in self._chain:
-            if problem is None and isinstance(rule, Rule):
-                problem = rule.problem(round, read_reply(mean, records=list(rule.records(round))))
+        reply = read_reply(mean, records=[name for rule in self.chain() for name in rule.records(round)])
+        problem = fault(reply.arrays, unpack(round.arrays), reply.arrays)
+        for rule in self.chain():
+            problem = problem or rule.problem(round, reply)
         if problem is not None:
             raise NotOpened(f"the mean of the replies: {problem}")
 
     def _skip(self, server_round: int, error: NotOpened) -> None:
         memory = self.memory
         memory.skipped.append(server_round)
-        named = len(memory.faulty) > self._known_faulty
+        named = self._masked is not None and len(memory.faulty) > self._masked.known_faulty
         memory.unexplained = 0 if named else memory.unexplained + 1
         why = "" if named else "; the masks hide which client is at fault"
         log(WARNING, "round %d is skipped, the model stays as it is: %s%s", server_round, error, why)
@@ -205,33 +197,24 @@ class Secure(Wrapper):
                 "Secure, or with some of the clients"
             )
 
-    @property
-    def _weight(self) -> str:
-        return str(getattr(self._innermost, "weighted_by_key", protocol.NUM_EXAMPLES))
-
 
 class _MaskedRound(GridAround):
     """The masked messages of a round, and the grid for a wrapped FedTAN, where each client replies with the mean."""
 
     def __init__(
-        self,
-        inner: Grid,
-        weight: str,
-        equal: frozenset[str],
-        settings: SecureSettings,
-        faulty: dict[int, str],
+        self, inner: Grid, weight: str, equal: frozenset[str], settings: SecureSettings, memory: Secure.Memory
     ) -> None:
         super().__init__(inner)
         self.weight = weight  # the metric by which values are weighted
         self.equal = equal  # the records in which all clients count equally
-        self.settings = settings
-        self.faulty = faulty
+        self.settings, self.faulty = settings, memory.faulty
+        self.known_faulty = len(memory.faulty)
         self.session: Session | None = None
         self.sent: Arrays = {}  # the arrays that the clients received at the beginning of the round
         self.part = 0
 
     def train_messages(self, messages: list[Message]) -> list[Message]:
-        return _masking(self.session or self._begin(messages), messages, 0) if messages else messages
+        return _masking(self.session or self._begin(messages), messages, 0)
 
     def means(self, replies: Iterable[Message], whole: Arrays) -> tuple[list[Message], list[Message]]:
         """The mean reply for each client in the sum, and errors for the others; `whole` is the global model."""
@@ -262,39 +245,42 @@ class _MaskedRound(GridAround):
         content, nodes = messages[0].content, [message.metadata.dst_node_id for message in messages]
         config = next(iter(configs_in(content).values()))
         if not config.get(protocol.COHORT_STEP):  # later messages of a layer-wise round have no model
-            self.sent = unpack(arrays_of(content)) if arrays_in(content) else {}
+            self.sent = unpack(sent_model(content)) if arrays_in(content) else {}
         parts = 1 + (_exchanges(self.sent, config) if protocol.COHORT_STEP in config else 0)
         self.session = Session(self.inner, nodes, parts, config, self.settings, self.faulty)
         return self.session
 
     def _mean_reply(self, fixed: FixedPoint, opened: Sums, whole: Arrays) -> RecordDict:
-        """The mean of the replies in the sum; counts too are means, so that they add up to the total."""
-        count, totals = len(opened.replies), opened.sums[TOTALS]
-        weight = fixed.count(self.weight, totals[self.weight], count)
+        """The mean of the replies in the sum; counts and weights too are means, so that they add up to the total."""
+        weight, metrics = _totals(fixed, opened, self.weight)
         content: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {"arrays": ArrayRecord()}
-        for name, sums in opened.sums.items():
-            if name == TOTALS:
-                continue
-            by = count if name in self.equal else weight
+        kinds = kinds_of(whole)
+        for name in sorted(opened.sums.keys() - {TOTALS}):
+            by = len(opened.replies) if name in self.equal else weight
             mean = {}
-            for key, total in sums.items():
-                like = whole[key]
-                kind = kind_of_array(key, like.dtype)
-                change = fixed.mean(key, total, kind, by)
+            for key, total in opened.sums[name].items():
+                change = fixed.mean(key, total, kinds[key], by)
                 before = self.sent.get(key) if name == "arrays" else None
                 if before is not None:  # what did not change keeps its bits, also those of -0.0
                     change = np.where(change == 0, before, before.astype(np.float64) + change)
                 if name == "arrays" and key.endswith("running_var"):
-                    change = _not_negative(change, fixed.resolution(kind) / (by or 1))
-                mean[key] = cast(change, like.dtype)
+                    change = _not_negative(change, fixed.resolution("statistics") / (by or 1))
+                mean[key] = cast(change, whole[key].dtype)
             content[name] = pack({key: mean[key] for key in whole if key in mean})
-        metrics = MetricRecord()
-        for key, total in totals.items():
-            if kind_of_metric(key, self.weight) == "count":
-                metrics[key] = fixed.count(key, total, count) / count
-            else:
-                metrics[key] = float(fixed.mean(key, total, "statistics", weight))
-        return RecordDict({**content, "metrics": metrics})
+        return RecordDict({**content, "metrics": MetricRecord(metrics)})
+
+
+def _totals(fixed: FixedPoint, opened: Sums, weight_key: str) -> tuple[float, dict[str, float]]:
+    """The sum of the weights, and the mean metrics."""
+    totals, count = opened.sums[TOTALS], len(opened.replies)
+    weight = fixed.added(weight_key, totals[weight_key], count, kind=kind_of_metric(weight_key, weight_key))
+    metrics = {}
+    for key, total in totals.items():
+        if (kind := kind_of_metric(key, weight_key)) == "statistics":
+            metrics[key] = float(fixed.mean(key, total, kind, weight))
+        else:
+            metrics[key] = fixed.added(key, total, count, kind=kind) / count
+    return weight, metrics
 
 
 def _masking(session: Session, messages: Sequence[Message], part: int) -> list[Message]:
@@ -316,14 +302,12 @@ def _exchanges(model: Arrays, config: ConfigRecord) -> int:
 
 
 def _mean_contributions(fixed: FixedPoint, opened: Sums, weight_key: str) -> list[Message]:
-    totals, count = opened.sums[TOTALS], len(opened.replies)
-    weight = fixed.count(weight_key, totals[weight_key], count)
-    images = fixed.count(protocol.BATCH_EXAMPLES, totals[protocol.BATCH_EXAMPLES], count, least=1)
-    kinds = [str(record[KIND]) for record in configs_in(opened.replies[0].content).values() if KIND in record]
-    kind = kinds[0] if kinds else ""
+    count = len(opened.replies)
+    weight, _ = _totals(fixed, opened, weight_key)
+    images = int(fixed.added(protocol.BATCH_EXAMPLES, opened.sums[TOTALS][protocol.BATCH_EXAMPLES], count, least=1))
+    kind = next((str(each[KIND]) for each in configs_in(opened.replies[0].content).values() if KIND in each), "")
     of_values = kind_of_exchange(kind)
-    sums = opened.sums.get("arrays", {})
-    tensors = {key: fixed.mean(key, total, of_values, weight) for key, total in sums.items()}
+    tensors = {k: fixed.mean(k, total, of_values, weight) for k, total in opened.sums.get("arrays", {}).items()}
     error = fixed.resolution(of_values) / (weight or 1)
     # FedTAN refuses tensors of other names and shapes.
     if kind == "moments" and len({tensors[key].shape for key in ("mean", "var") if key in tensors}) == 1 < len(tensors):
@@ -338,11 +322,10 @@ def _mean_contributions(fixed: FixedPoint, opened: Sums, weight_key: str) -> lis
     for place, reply in enumerate(opened.replies):
         readable = next(iter(metrics_in(reply.content).values()), MetricRecord())
         left, partition = readable.get(protocol.EXCHANGES_LEFT), readable.get(protocol.PARTITION)
-        share = images // count + (place < images % count)  # they add up to the images of all
         mean = Contribution(
             kind,
             tensors,
-            images=share,
+            images=images // count + (place < images % count),  # they add up to the images of all
             remaining=left if isinstance(left, int) else -1,
             examples=min(images, MOST_EXAMPLES),  # the same for all; a batch must not exceed it
             partition=partition if isinstance(partition, int) else None,
@@ -355,22 +338,3 @@ def _with_config(message: Message, more: Mapping[str, Any]) -> Message:
     """The message, with further config keys."""
     name, config = next(iter(configs_in(message.content).items()))
     return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
-
-
-def _chain(strategy: Strategy) -> list[Strategy]:
-    """The strategy, the one that it wraps, and so on."""
-    chain = [strategy]
-    while isinstance(inside := getattr(chain[-1], "strategy", None), Strategy):
-        chain.append(inside)
-    return chain
-
-
-def _needs_more(strategy: Strategy) -> str | None:
-    """What a strategy does with the replies of single clients, or None if their mean is enough."""
-    if getattr(strategy, "robust", None) is not None:
-        return "compares the replies of single clients (robust, max_share, clip_norm, clip_factor, plausible)"
-    if isinstance(strategy, Rule):
-        return use_of_single_replies(strategy)
-    if type(strategy).aggregate_train in [mean.aggregate_train for mean in _MEANS]:
-        return None
-    return "is not known to compute with nothing but the mean of the replies"

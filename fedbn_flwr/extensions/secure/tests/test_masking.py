@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.messages.masking import (
+from fedbn_flwr.extensions.secure.masking import (
     KEY_BYTES,
     OWN,
     PAIR,
@@ -169,10 +169,10 @@ def test_a_sum_that_no_honest_clients_have_is_not_opened(kind: Kind, largest: fl
 def test_a_count_is_that_of_some_clients(number: int, least: int, fits: bool) -> None:
     total = np.array(number % 2**64, np.uint64)
     if fits:
-        assert FIXED.count("n", total, 3, least) == number
+        assert FIXED.added("n", total, 3, least) == number
     else:
         with pytest.raises(NotOpened, match=f"the sum of 'n' is {number}"):
-            FIXED.count("n", total, 3, least)
+            FIXED.added("n", total, 3, least)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ sender sealed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +35,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import MessageError, RunFailed
-
-from . import protocol
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.norms.roles import Role, roles
 
 Fixed = NDArray[np.uint64]  # integers modulo 2^64
-Kind = Literal["update", "statistics", "count"]
+Kind = Literal["update", "statistics", "weight", "count"]
 
 KEY_BYTES = 32
 SHARE_BYTES = 32
@@ -62,7 +63,7 @@ class FixedPoint:
 
     A value x of a client with weight p becomes the integer nearest to p * x * 2^bits. Each kind of value has its range:
     "update" is the change of a parameter or an entry of a gradient, "statistics" the change of a running mean or
-    variance, a statistic of a batch, or a metric; a "count" is an integer.
+    variance, a statistic of a batch, or a metric; a "count" is an integer. Counts and a "weight" are added as they are.
     """
 
     clients: int
@@ -74,7 +75,8 @@ class FixedPoint:
         """The bits behind the point; the sum has a sign, and one more bit for rounding errors."""
         if kind == "count":
             return 0
-        return 62 - math.ceil(math.log2(self.clients * self.max_examples * self._range(kind)))
+        largest = self._range(kind) * (1 if kind == "weight" else self.max_examples)
+        return 62 - math.ceil(math.log2(self.clients * largest))
 
     def encode(self, key: str, value: NDArray[Any], weight: float, kind: Kind) -> Fixed:
         """The value times `weight`; MessageError names the key if it is out of range."""
@@ -84,28 +86,33 @@ class FixedPoint:
                 "strategy.max_examples"
             )
         values = np.asarray(value, dtype=np.float64)
-        peak = float(np.abs(values).max()) if values.size else 0.0
+        peak = float(np.abs(values).max(initial=0.0))
         if not peak <= self._range(kind):
-            setting = "" if kind == "count" else f"; raise strategy.{kind}_range, if it is no error"
+            setting = f"; raise strategy.{kind}_range, if it is no error" if kind in ("update", "statistics") else ""
             raise MessageError(f"{key!r} has a value of size {peak:g}, the range is {self._range(kind):g}{setting}")
         return np.rint(np.ldexp(values * weight, self.bits(kind))).astype(np.int64).view(np.uint64)
 
+    def decode(self, total: Fixed, kind: Kind) -> NDArray[np.float64]:
+        return np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind))
+
     def mean(self, key: str, total: Fixed, kind: Kind, weight: float) -> NDArray[np.float64]:
         """The mean of values whose weights have the sum `weight`; NotOpened if values in range have no such sum."""
-        values = np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind))
+        values = self.decode(total, kind)
         largest = (weight * self._range(kind) + self.resolution(kind)) * (1 + 1e-12)  # float64 rounds the sum
-        peak = float(np.abs(values).max()) if values.size else 0.0
+        peak = float(np.abs(values).max(initial=0.0))
         if peak > largest:
             raise NotOpened(
                 f"the sum of {key!r} has the size {peak:.2g}; those of honest clients are {largest:.2g} at most"
             )
         return values / (weight or 1.0)
 
-    def count(self, key: str, total: Fixed, clients: int, least: int = 0) -> int:
-        """The sum of a count over clients, of which each has `least` or more; NotOpened if it cannot be one."""
-        number, most = int(total.view(np.int64)), int(clients * _LARGEST_COUNT)
+    def added(self, key: str, total: Fixed, clients: int, least: int = 0, kind: Kind = "count") -> float:
+        """The sum of counts or weights of clients, each at least `least`; NotOpened if it cannot be one."""
+        number, most = float(self.decode(total, kind)), clients * self._range(kind)
         if not clients * least <= number <= most:
-            raise NotOpened(f"the sum of {key!r} is {number}; those of honest clients are {clients * least} to {most}")
+            raise NotOpened(
+                f"the sum of {key!r} is {number:.10g}; those of honest clients are {clients * least} to {most:.10g}"
+            )
         return number
 
     def resolution(self, kind: Kind) -> float:
@@ -113,26 +120,26 @@ class FixedPoint:
         return float(np.ldexp(self.clients, -self.bits(kind)))
 
     def _range(self, kind: Kind) -> float:
-        if kind == "count":
-            return _LARGEST_COUNT
-        return self.update_range if kind == "update" else self.statistics_range
+        ranges = {"update": self.update_range, "statistics": self.statistics_range, "weight": self.max_examples}
+        return ranges.get(kind, _LARGEST_COUNT)
 
 
 TOTALS = "totals"  # the record with the metrics of a masked reply
 
 
-def kind_of_array(key: str, dtype: np.dtype[Any]) -> Kind:
-    if dtype.kind in "iub":
-        return "count"
-    if dtype.kind != "f":
-        raise MessageError(f"{key!r} is {dtype}; expected floats, integers or booleans under Secure")
-    return "statistics" if key.endswith(("running_mean", "running_var")) else "update"
+def kinds_of(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Kind]:
+    """The kinds of a model's arrays."""
+    if odd := next((key for key, value in arrays.items() if value.dtype.kind not in "iubf"), None):
+        raise MessageError(f"{odd!r} is {arrays[odd].dtype}; expected floats, integers or booleans under Secure")
+    of: dict[str, Kind] = {key: "statistics" if r is Role.STATISTICS else "update" for key, r in roles(arrays).items()}
+    return {key: of[key] if value.dtype.kind == "f" else "count" for key, value in arrays.items()}
 
 
 def kind_of_metric(key: str, weight_key: str) -> Kind:
-    """Counts are added; the mean of other metrics is weighted."""
-    is_count = key == weight_key or key.endswith((protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES))
-    return "count" if is_count else "statistics"
+    """Counts and weights are added; the mean of other metrics is weighted."""
+    if key.endswith((protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES)):
+        return "count"
+    return "weight" if key == weight_key else "statistics"
 
 
 def kind_of_exchange(exchange: str) -> Kind:
@@ -149,25 +156,17 @@ def split(polynomial: Sequence[int], count: int) -> list[int]:
 
     The other coefficients must be uniform below the prime.
     """
-    shares = []
-    for position in range(1, count + 1):
-        value = 0
-        for coefficient in reversed(polynomial):
-            value = (value * position + coefficient) % _PRIME
-        shares.append(value)
-    return shares
+    falling = polynomial[::-1]
+    return [functools.reduce(lambda value, c: (value * x + c) % _PRIME, falling, 0) for x in range(1, count + 1)]
 
 
 def join(shares: Mapping[int, int]) -> int:
     """The secret from enough shares, by position: the polynomial's value at 0."""
     total = 0
-    for position, value in shares.items():
-        factor = 1
-        for other in shares:
-            if other != position:
-                factor = factor * other * pow(other - position, -1, _PRIME) % _PRIME
-        total = (total + value * factor) % _PRIME
-    return total
+    for x, value in shares.items():
+        others = [other for other in shares if other != x]
+        total += value * math.prod(others) * pow(math.prod(other - x for other in others), -1, _PRIME)
+    return total % _PRIME
 
 
 # --- keys --------------------------------------------------------------------

@@ -1,0 +1,153 @@
+"""Bounds on the weight, the update and the statistics of one client.
+
+A client can report any number of examples, and send any update and any statistics. Norms of updates are those of
+weights, gamma and beta: statistics and counters have other scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from logging import INFO
+from typing import Any
+
+import numpy as np
+from flwr.common import log
+
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.messages.aggregate import Arrays, cast, normalised
+from fedbn_flwr.norms.roles import Role, roles
+
+# For each bound the value that it must be above, the one that it may reach, and this in words.
+_RANGES = {
+    "max_share": (0, 1, "a share above 0 and at most 1"),
+    "clip_norm": (0, math.inf, "a number above zero"),
+    "clip_factor": (0, math.inf, "a number above zero"),
+    "plausible": (1, math.inf, "a factor above 1, for instance 10"),
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds on the influence of one client.
+
+    Parameters
+    ----------
+    max_share : float or None (default: None)
+        The largest share of one client in the weights of the mean.
+    clip_norm : float or None (default: None)
+        The largest L2 norm of a client's update of weights, gamma and beta; a longer one is shortened to it.
+    clip_factor : float or None (default: None)
+        The same, relative to the median norm of the round's updates.
+    plausible : float or None (default: None)
+        Leaves out clients whose statistics are further from the cohort's median than this factor times the norm of the
+        median, or times the clients' median distance from it if that is larger. It applies to the tensors of FedTAN's
+        exchanges too.
+    """
+
+    max_share: float | None = None
+    clip_norm: float | None = None
+    clip_factor: float | None = None
+    plausible: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.notes().items():
+            above, most, expected = _RANGES[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or not above < value <= most:
+                raise SettingsError(f"{name} is {value!r}; expected {expected}")
+
+    def notes(self) -> dict[str, Any]:
+        """The bounds that are set, for the summary."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def of_updates(self) -> dict[str, Any]:
+        return {name: value for name, value in self.notes().items() if name.startswith("clip_")}
+
+    def outliers(self, cohort: Sequence[Arrays]) -> dict[int, str]:
+        """The clients that are too far from the cohort's median, by position, with the reasons.
+
+        Per array: the distance of a client from the coordinatewise median must be at most `plausible` times the norm
+        of the median, or times the median of the clients' distances if that is larger. With fewer than three clients
+        there is no majority to compare with.
+        """
+        found: dict[int, str] = {}
+        if self.plausible is None or len(cohort) < 3:
+            return found
+        for key in sorted(cohort[0]):
+            rows = np.stack([each[key].reshape(-1) for each in cohort]).astype(np.float64)
+            middle = np.median(rows, axis=0)
+            with np.errstate(over="ignore"):
+                distances = np.linalg.norm(rows - middle, axis=1)
+                scale = max(float(np.linalg.norm(middle)), float(np.median(distances)))
+            for i in np.flatnonzero(distances > self.plausible * scale) if scale > 0 else ():
+                place = int(np.abs(rows[i] - middle).argmax())
+                reason = f"{key!r} has the value {rows[i, place]:.4g} where the clients' median is {middle[place]:.4g}"
+                found.setdefault(int(i), f"{reason}, further than plausible: {self.plausible:g} allows")
+        return found
+
+    def weights(self, weights: Sequence[float]) -> list[float]:
+        return list(weights) if self.max_share is None else capped(weights, self.max_share)
+
+    def updated(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
+        """The clients' models, where an update with a norm above the bound is shortened to it."""
+        if not self.of_updates():
+            return replies
+        of = roles(sent)
+        trained = [k for k in replies[0] if of[k] in (Role.WEIGHTS, Role.AFFINE) and sent[k].dtype.kind == "f"]
+        norms = [_update_norm(reply, sent, trained) for reply in replies]
+        by_median = math.inf if self.clip_factor is None else self.clip_factor * float(np.median(norms))
+        bound = min(by_median, math.inf if self.clip_norm is None else self.clip_norm)
+        if longer := sum(norm > bound for norm in norms):
+            log(INFO, "%s: clipped %d of %d updates to the norm %.4g, the largest was %.4g", what, longer, len(norms),
+                bound, max(norms))  # fmt: skip
+        return [
+            _shortened(reply, sent, trained, bound / norm) if norm > bound else reply
+            for reply, norm in zip(replies, norms, strict=True)
+        ]
+
+
+def from_settings(settings: Mapping[str, Any]) -> Bounds:
+    """The bounds of the section `bounds` in an experiment file."""
+    known = [each.name for each in fields(Bounds)]
+    if unknown := [key for key in settings if key not in known]:
+        raise SettingsError(f"bounds.{unknown[0]} is not a bound; {did_you_mean(str(unknown[0]), known)}")
+    try:
+        return Bounds(**settings)
+    except SettingsError as error:
+        raise SettingsError(f"bounds.{error}") from None
+
+
+def capped(weights: Sequence[float], share: float) -> list[float]:
+    """The weights, where none is above `share` of their sum; the others keep their ratios.
+
+    If fewer clients than 1 / `share` have a weight above zero, these weights become equal.
+    """
+    shares = normalised(weights)
+    largest = sorted(shares, reverse=True)
+    if largest[0] <= share:
+        return list(weights)
+    for count in range(1, len(shares)):  # the number of weights at the bound
+        rest = math.fsum(largest[count:])
+        scale = (1 - count * share) / rest if rest > 0 else 0.0
+        if scale <= 0:
+            break
+        if largest[count] * scale <= share:
+            return [min(each * scale, share) if each <= largest[count] else share for each in shares]
+    return [float(each > 0) for each in shares]
+
+
+def _update_norm(reply: Arrays, sent: Arrays, keys: Sequence[str]) -> float:
+    with np.errstate(over="ignore"):
+        squares = (float(np.sum((reply[key].astype(np.float64) - sent[key]) ** 2)) for key in keys)
+        return math.sqrt(sum(squares))
+
+
+def _shortened(reply: Arrays, sent: Arrays, keys: Sequence[str], scale: float) -> Arrays:
+    changed = dict(reply)
+    for key in keys:
+        start = sent[key].astype(np.float64)
+        # With a norm that overflows, the scale is zero.
+        changed[key] = cast(start + scale * (reply[key] - start) if scale else start, reply[key].dtype)
+    return changed

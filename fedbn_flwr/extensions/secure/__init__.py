@@ -1,0 +1,17 @@
+"""Secure aggregation: the server learns the sum of the clients' replies and none of the replies."""
+
+PARTS = {
+    "strategies": {"Secure": "strategy:Secure"},
+    "client_mods": {
+        "fedbn.secure": "client:masks",
+        "fedbn.secure-stage": "client:masks",
+        "fedbn.secure-parts": "client:masks",
+        "fedbn.secure-threshold": "client:masks",
+        "fedbn.secure-part": "client:masks",
+        "fedbn.secure-peers": "client:masks",
+        "fedbn.secure-ranges": "client:masks",
+        "fedbn.secure-weight": "client:masks",
+        "fedbn.secure-equal": "client:masks",
+    },
+    "queries": {"secure": "client:answer"},
+}

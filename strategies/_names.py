@@ -1,0 +1,45 @@
+"""The public names of this package."""
+
+from typing import Any
+
+from fedbn_flwr.extensions import declared
+from fedbn_flwr.messages.gate import Reply as Reply
+
+from ._flower import FLOWER as FLOWER
+from ._records import CannotSave as CannotSave
+from ._registry import Description as Description
+from ._registry import build_strategy as build_strategy
+from ._registry import check_strategy as check_strategy
+from ._registry import describe as describe
+from ._registry import register
+from ._rule import Round as Round
+from ._rule import Rule as Rule
+from ._rule import Traits as Traits
+from ._wrapper import Wrapper as Wrapper
+from ._wrapper import as_rule as as_rule
+
+# One line for each strategy: `register` collects the registry from these names, to which extensions add theirs.
+from .fedavg import FedAvg as FedAvg
+from .fedbn import FedBN as FedBN
+from .fedbs import FedBS as FedBS
+from .fedprox import FedProx as FedProx
+from .fedtan import FedAvgGlobalStats as FedAvgGlobalStats
+from .fedtan import FedTAN as FedTAN
+from .fedtan import FedTANII as FedTANII
+from .fedwon import FedWon as FedWon
+from .fixbn import FixBN as FixBN
+from .globalmomentum import GlobalMomentum as GlobalMomentum
+from .heterobn import HeteroBN as HeteroBN
+from .meanstatistics import MeanStatistics as MeanStatistics
+from .scaffold import Scaffold as Scaffold
+from .silobn import SiloBN as SiloBN
+from .standalone import Standalone as Standalone
+
+STRATEGIES = register(globals())
+
+
+def __getattr__(name: str) -> Any:
+    """A strategy of an extension, which is imported when it is used."""
+    if name in declared("strategies"):
+        return STRATEGIES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
