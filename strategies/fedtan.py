@@ -4,35 +4,34 @@ In the first local step every batch norm averages over the clients: the batch me
 the gradients with respect to both in the backward pass. The weighted mean of the clients' gradients then equals the
 gradient of ordinary batch norm on the union of the clients' batches. The other E - 1 local steps are ordinary ones.
 
-`fedbn_flwr.exchange.step` has the client's computation, `fedbn_flwr.exchange.round` the server's loop. A model with L
-batch norms needs 2L exchanges (3L as in the paper) and the messages with the model. A client that does not answer an
-exchange is left out of the rest of the round, and the weights of the others are normalised again.
-
-Exchanges use Flower's messages, or streams if the deployment has an exchange service (`fedbn_flwr.exchange.config`).
-An engine with worker processes passes exchanges on to these without messages. All give the same results.
+A model with L batch norms needs 2L exchanges (3L as in the paper) and the messages with the model. A client that does
+not answer an exchange is left out of the rest of the round, and the weights of the others are normalised again.
+`fedbn_flwr.exchange.step` has the client's computation in a layer, and `fedbn_flwr.exchange.carriers` the ways in which
+exchanges travel; all give the same results.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from logging import WARNING
 from typing import Any, Literal, Unpack
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.common import log
 from flwr.serverapp import Grid
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.engines.base import Capabilities, capabilities
-from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.codec import Contribution
-from fedbn_flwr.exchange.config import ExchangeConfig
-from fedbn_flwr.exchange.direct_round import DirectRound
-from fedbn_flwr.exchange.message_round import MessageRound, RoundMessages
-from fedbn_flwr.exchange.round import Carrier, ExchangesDone, run_exchanges
+from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.training import SGD, Gradient, Loss
+from fedbn_flwr.engines.base import capabilities
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.exchange import carriers
+from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.round import run_exchanges
+from fedbn_flwr.exchange.step import LayerwiseStep, check_batch
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in
+from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits
@@ -58,7 +57,7 @@ class FedTAN(FedAvg):
         `docs/privacy.md` has measurements. A client may have a higher limit of its own.
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
-    direct : ExchangeConfig | bool (default: True)
+    direct : Service | bool (default: True)
         How exchanges are sent: True uses streams if the environment has an exchange service
         (`FEDBN_EXCHANGE_ADDRESS`), else the engine's processes if they have the parked rounds (local, ray), else
         messages; False always uses messages.
@@ -79,7 +78,7 @@ class FedTAN(FedAvg):
         weights: Literal["data", "batch"] = "data",
         min_batch: int = protocol.MIN_BATCH,
         exchange_timeout: float = 600,
-        direct: ExchangeConfig | bool = True,
+        direct: carriers.Service | bool = True,
         **options: Unpack[FedAvgOptions],
     ) -> None:
         if exchange not in ("fused", "paper"):
@@ -88,11 +87,7 @@ class FedTAN(FedAvg):
             raise SettingsError(f"weights is {weights!r}; expected 'data' or 'batch'")
         if not isinstance(min_batch, int) or isinstance(min_batch, bool) or min_batch < 1:
             raise SettingsError(f"min_batch is {min_batch!r}; expected a number of images, 1 or more")
-        if not isinstance(direct, ExchangeConfig | bool):
-            raise SettingsError(
-                f"direct is {direct!r}; expected true or false (the environment variable FEDBN_EXCHANGE_ADDRESS of the "
-                "ServerApp has the address), or a fedbn_flwr.exchange.config.ExchangeConfig"
-            )
+        carriers.check(direct)
         if not exchange_timeout > 0:
             raise SettingsError(f"exchange_timeout is {exchange_timeout!r}; expected a number of seconds above zero")
         if weights == "batch":
@@ -103,18 +98,11 @@ class FedTAN(FedAvg):
         self.weights_by = weights
         self.exchange_timeout = exchange_timeout
         self.direct = direct
-        self._direct_round: DirectRound | None = None
+        self._carrier: carriers.RoundCarrier | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        if (service := self._service()) is not None:  # report a wrong setting before the first round
-            service.check()
-            if service.open_to_others:
-                log(
-                    WARNING,
-                    "the exchange service at %s has no TLS: third parties can read and change exchanges",
-                    service.address,
-                )
+        carriers.prepare(self.direct)
         self.require_norm({Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
 
     def instructions(self, round: Round) -> dict[str, Any]:
@@ -134,61 +122,99 @@ class FedTAN(FedAvg):
         messages = list(super().configure_train(server_round, arrays, config, grid))
         if not messages or _frozen(config):
             return messages
-        shared = dict(configs_in(messages[0].content)[self.configrecord_key])
-        model = arrays_in(messages[0].content)[self.arrayrecord_key]
-        nodes = [message.metadata.dst_node_id for message in messages]
-
         engine = capabilities(grid)
-
-        def exchanges(carrier: Carrier) -> ExchangesDone:
-            report = functools.partial(self._report, engine)
-            what = f"round {server_round}"
-            return run_exchanges(carrier, nodes, what, self._weigh, self.admit, report, self.bounds)
-
-        about = RoundMessages(model, shared, self.configrecord_key)
-        if (service := self._service()) is None:
-            carrier = MessageRound(grid, about, self.exchange_timeout, engine.exchange if self.direct else None)
-            done = exchanges(carrier)
-            self.asked = len(done.nodes)
-            return carrier.last_messages(done)
-        if (served := engine.start()) is not None and served < (count := len(list(grid.get_node_ids()))):
-            raise SettingsError(
-                f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
-                "at a time; set engine.workers to the number of clients, or strategy.direct to false"
+        self._carrier = carriers.choose(self.direct, grid, messages, self.exchange_timeout, engine.exchange)
+        return self._carrier.run(
+            lambda carrier: run_exchanges(
+                carrier,
+                [message.metadata.dst_node_id for message in messages],
+                f"round {server_round}",
+                self.agree,
+                self.admit,
+                outliers=None if self.bounds is None else self.bounds.outliers,
+                report=engine.report,
+                per_layer=(1 if self.exchange == "fused" else 2) + self.backward,
             )
-        self._direct_round = DirectRound(
-            service, about, nodes, exchanges, count=engine.count_exchange, exchange_seconds=self.exchange_timeout
         )
-        engine.observe(self._direct_round)
-        return self._direct_round.messages()
+
+    def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
+        """The result of the exchange that messages call `what`."""
+        p = [each.examples if self.weights_by == "data" else each.images for each in contributions]
+        if not any(p):
+            raise RunFailed(f"{what}: the weights of all {len(p)} clients are zero")
+        return algorithm_3(contributions, p if self.bounds is None else self.bounds.weights(p))
 
     def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
-        direct, self._direct_round = self._direct_round, None
-        if direct is None:
-            return replies
-        replies = list(replies)
-        left = direct.finish(replies)
-        self.asked = len(left)
-        # Clients that dropped out were already reported; ignore their final reply.
-        return [reply for reply in replies if reply.metadata.src_node_id not in direct.nodes - left]
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            replies, self.asked = carrier.finish(replies)
+        return replies
 
-    def _report(self, engine: Capabilities, done: int, total: int) -> None:
-        """Show the progress of the exchanges in layers, first of the forward pass, then of the backward pass."""
-        each = 1 if self.exchange == "fused" else 2  # exchanges of a layer in the forward pass
-        layers = total // (each + self.backward)
-        if done <= each * layers:
-            engine.report("forward pass, layers", -(-done // each), layers)
-        else:
-            engine.report("backward pass, layers", done - each * layers, layers)
 
-    def _weigh(self, contribution: Contribution) -> float:
-        """p_i, up to scale."""
-        return contribution.examples if self.weights_by == "data" else contribution.images
+def algorithm_3(contributions: Sequence[Contribution], weights: Sequence[float]) -> Agreement:
+    """One exchange of Algorithm 3 on the server: means over the clients i, whose `weights` are p_i up to scale.
 
-    def _service(self) -> ExchangeConfig | None:
-        if isinstance(self.direct, ExchangeConfig):
-            return self.direct
-        return ExchangeConfig.from_environment() if self.direct else None
+        mu = sum_i p_i mu_i                  var = sum_i p_i (var_i + (mu_i - mu)^2)
+        dF/dmu = sum_i p_i dF_i/dmu          dF/dvar = sum_i p_i dF_i/dvar
+
+    With "paper" var_i is around mu, which the clients have received before, so that var = sum_i p_i var_i.
+    """
+    images = sum(each.images for each in contributions)
+    tensors = [each.tensors for each in contributions]
+    if contributions[0].kind != "moments":
+        return Agreement(weighted_mean(tensors, weights), images)
+    mus, variances = ([each[name].astype(np.float64) for each in tensors] for name in ("mean", "var"))
+    p = normalised(weights)
+    mu = sum(p_i * mu_i for p_i, mu_i in zip(p, mus, strict=True))
+    var = sum(p_i * (var_i + (mu_i - mu) ** 2) for p_i, mu_i, var_i in zip(p, mus, variances, strict=True))
+    agreed = {"mean": np.asarray(mu), "var": np.asarray(var)}
+    return Agreement({name: value.astype(tensors[0][name].dtype) for name, value in agreed.items()}, images)
+
+
+class FedTANClient(ClientRule):
+    """The client's part: in the first local step, batch norm normalises over the batches of all clients."""
+
+    keys = {
+        protocol.COHORT: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
+        protocol.COHORT_BACKWARD: Key("bool", "exchange gradients too"),
+        protocol.COHORT_MIN_BATCH: Key(
+            "int", "refuse to exchange the statistics of a batch of fewer images; if it is absent, of fewer than 32"
+        ),
+        protocol.COHORT_STEP: Key(
+            "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
+        ),
+        protocol.COHORT_BATCH: Key("int", "images in the batches of all clients, sent with the result of an exchange"),
+        protocol.REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the images in the first batch"),
+    }
+
+    def first_gradient(self) -> Gradient | None:
+        local, config = self.local, self.local.config
+        if protocol.COHORT not in config:
+            return None
+        if local.exchange is None:
+            raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
+        if not any(isinstance(module, _BatchNorm) for module in local.model.modules()):
+            raise MessageError(
+                f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
+                "batch norm (instance norm has no statistics of a batch); use FedAvg, or a model with batch norm"
+            )
+        backward = bool(config.get(protocol.COHORT_BACKWARD, True))
+        if backward and not (isinstance(local.optimizer, SGD) and local.clip is None):
+            raise MessageError(
+                f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
+                "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
+            )
+        fused = config[protocol.COHORT] == "fused"
+        step = LayerwiseStep(
+            local.exchange, fused=fused, backward=backward, examples=local.num_examples, partition=local.partition
+        )
+
+        def checked(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+            allowed = int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH))
+            check_batch(len(inputs), allowed=allowed, own=local.min_batch)  # before anything is sent
+            return step(model, inputs, targets, loss_fn)
+
+        return checked
 
 
 class FedAvgGlobalStats(FedTAN):

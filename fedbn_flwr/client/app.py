@@ -18,6 +18,7 @@ from flwr.common import log
 
 from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean
 from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
+from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -31,11 +32,9 @@ from .layerwise import (
     continue_parked,
     parked_rounds,
     train_by_messages,
-    train_over_stream,
 )
 from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rule import Update, known_keys
-from .rules.fedtan import check_batch
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
@@ -128,8 +127,8 @@ def client_app(
         if protocol.COHORT_STEP in config:
             return answer("train", _train_by_messages, message, context)
         if parked_rounds:
-            abandon_parked(context)  # this message starts another round, so the server has ended the parked one
-        return answer("train", _train_over_stream if protocol.DIRECT in config else _train, message, context)
+            abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
+        return answer("train", _train, message, context)
 
     @app.evaluate(mods=around["evaluate"])
     def evaluate(message: Message, context: Context) -> Message:
@@ -310,11 +309,6 @@ def _train_by_messages(make: Make, message: Message, context: Context) -> Record
     record, config = sent_model(message.content), _plain(_config(message))
     outcome = train_by_messages(_bn_client(make), message.content, config, _extras(message, record), context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
-
-
-def _train_over_stream(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = sent_model(message.content), _plain(_config(message))
-    return _reply(train_over_stream(_bn_client(make), unpack(record), config, _extras(message, record)))
 
 
 def _bn_client(make: Make) -> Callable[[], BNClient]:

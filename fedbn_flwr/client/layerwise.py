@@ -1,24 +1,29 @@
-"""A client's part of a layer-wise round: by messages, where the round is parked between two messages, or by a stream.
+"""A client's part of a layer-wise round by messages: the round is parked between two messages.
 
-Each message may reach another process of the node. A parked round is therefore only a cache: the client's state
-contains the data for a replay, which are the model and all agreements so far. The batch and all random draws are
-functions of round and client.
+The round runs in its own thread and is parked inside `exchange`. Each message may reach another process of the node, so
+parking is only a cache: the client's state contains the data for a replay, which are the model and all agreements so
+far. The batch and all random draws are functions of round and client, so the numbers are the same.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
+from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records
-from fedbn_flwr.exchange.session import Session
 from fedbn_flwr.exchange.step import Exchange
-from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, filled, unpack
@@ -26,38 +31,131 @@ from fedbn_flwr.messages.gate import sent_model
 
 from .client import BNClient
 from .node_state import NodeState, run_of
-from .rules import Update
+from .rule import Update
 
 MakeClient = Callable[[], BNClient]
 
 _EXCHANGES = "exchanges"  # the round's model and agreements, in the client's state
+_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round
+
+
+class _Abandoned(BaseException):
+    """Ends a parked round that receives no more messages."""
+
+
+class Session:
+    """Runs `work(exchange)` until its next exchange or its end, one piece at a time.
+
+    Parameters
+    ----------
+    work
+        The round; called once, in another thread.
+    agreed
+        Answers to the first exchanges, from an earlier session of the same round.
+    patience
+        Seconds that a parked round waits for its next message.
+    """
+
+    def __init__(
+        self, work: Callable[[Exchange], Any], agreed: Sequence[Agreement] = (), *, patience: float = 3600
+    ) -> None:
+        self._work = work
+        self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        for answer in agreed:
+            self._answers.put(answer)
+        self._given = len(agreed)
+        self._patience = patience
+        self._threads = torch.get_num_threads()
+        self._reached = 0  # number of exchanges that the round has reached
+        self._thread: threading.Thread | None = None
+
+    def advance(self, answer: Agreement | None = None) -> Any:
+        """Continue (with the cohort's agreement, after an exchange) to the next Contribution or the round's result."""
+        # All threads share torch's global random generators, but the round and the caller have separate random streams:
+        # the caller's state is saved before the round continues and sets its own.
+        outside = seeding.states()
+        try:
+            if answer is not None:
+                self._given += 1
+                self._answers.put(answer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            kind, value = self._events.get()
+        finally:
+            seeding.set_states(outside)
+        if kind == "failed":
+            raise value
+        return value
+
+    def abandon(self) -> None:
+        """End a parked round and free its memory."""
+        # At its end the round resets the generators to their state at its beginning, which is not the caller's.
+        outside = seeding.states()
+        self._answers.put(None)
+        if self._thread is not None:
+            self._thread.join(self._patience)
+            # PyTorch still frees memory of the thread then: if Python ended meanwhile, it would abort the process.
+            task, deadline = Path(f"/proc/self/task/{self._thread.native_id}"), time.monotonic() + 1
+            while task.exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        seeding.set_states(outside)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # the number is a setting of the thread
+        try:
+            self._events.put(("done", self._work(self._exchange)))
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._events.put(("failed", error))
+
+    def _exchange(self, contribution: Contribution) -> Agreement:
+        self._reached += 1
+        if self._reached > self._given:
+            state = seeding.states()
+            self._events.put(("pending", contribution))
+            answer = self._wait()
+            seeding.set_states(state)
+        else:
+            answer = self._wait()
+        return answer
+
+    def _wait(self) -> Agreement:
+        try:
+            answer = self._answers.get(timeout=self._patience)
+        except queue.Empty:
+            raise _Abandoned from None
+        if answer is None:
+            raise _Abandoned
+        return answer
 
 
 @dataclass
 class _Parked:
     """A round that waits in this process for the result of exchange `step` + 1."""
 
-    token: tuple[str | None, int]  # run and round
+    number: str  # random; the client's state has it too
     step: int
     client: BNClient
     session: Session
     extras: dict[str, Arrays]
-    context: Context  # of the last message
 
 
-class ParkedRounds(dict[tuple[int, int], _Parked]):
-    """The parked rounds of a process, by run and node."""
+Place = tuple[str, int, int]  # a node in a process: training run, Flower's run, node
 
-    def take(self, context: Context, token: tuple[str | None, int], step: int) -> _Parked | None:
+
+class ParkedRounds(dict[Place, _Parked]):
+    """The parked rounds of a process."""
+
+    def take(self, place: Place, number: str = "", step: int = 0) -> _Parked | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
-        parked = self.pop((context.run_id, context.node_id), None)
-        if parked is None or (step and (parked.token, parked.step) == (token, step - 1)):
+        parked = self.pop(place, None)
+        if parked is None or (step and (parked.number, parked.step) == (number, step - 1)):
             return parked
         parked.session.abandon()
         return None
-
-    def park(self, context: Context, parked: _Parked) -> None:
-        self[context.run_id, context.node_id] = parked
 
     def clear(self) -> None:
         """End all parked rounds, for instance to simulate the end of the process."""
@@ -76,24 +174,25 @@ def train_by_messages(
 ) -> Contribution | Update:
     """Begin a round (step 0) or continue it with the result of exchange `step`, up to the next exchange or the end."""
     step, run = int(config[protocol.COHORT_STEP]), run_of(config)
-    token = (run, int(config.get(protocol.ROUND, 1)))
     state = NodeState(context.state, run)
+    if not step:
+        context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
     exchanged = _exchanged(content, config)
     state.save_records(_name(step), exchanged)
-    parked = parked_rounds.take(context, token, step)
-    outcome: Contribution | Update
-    if parked is not None:
-        parked.client.records, parked.context = context.state, context
-        parked.extras.update(extras)
-        outcome = parked.session.advance(agreement_from_records(exchanged))
+    place, number = _place(context)
+    parked = parked_rounds.take(place, number, step)
+    if parked is None:
+        parked, agreement = _replay(make, state, config, extras, number), None
     else:
-        parked = _replay(make, state, config, extras, token, step, context)
-        outcome = parked.session.advance()
+        parked.client.records, agreement = context.state, agreement_from_records(exchanged)
+        parked.extras.update(extras)
+    outcome: Contribution | Update = parked.session.advance(agreement)
     if isinstance(outcome, Contribution):
         parked.step = step
-        parked_rounds.park(context, parked)
+        parked_rounds[place] = parked
     else:
         state.forget(_EXCHANGES)
+        del context.state[_ROUND]
     return outcome
 
 
@@ -102,19 +201,28 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
     The state does not get the agreement: the engine knows that the round is here, so no other process replays it.
     """
-    parked = parked_rounds.get((context.run_id, context.node_id))
-    if parked is None or parked.context is not context:
+    place, number = _place(context)
+    parked = parked_rounds.get(place)
+    if parked is None or parked.number != number:
         raise MessageError(
             "its round is no longer parked in this process, for instance because another grid has served a node of "
             "the same number; give the strategy direct=False if the rounds of two grids take turns in one process"
         )
-    del parked_rounds[context.run_id, context.node_id]
+    del parked_rounds[place]
     outcome = parked.session.advance(agreement)
     if not isinstance(outcome, Contribution):
         raise MessageError("its round has ended, and the server expects another exchange")
     parked.step += 1
-    parked_rounds.park(context, parked)
+    parked_rounds[place] = parked
     return outcome
+
+
+def _place(context: Context) -> tuple[Place, str]:
+    """The place and the number of the round that the client's state has."""
+    record = context.state.get(_ROUND)
+    if not isinstance(record, ConfigRecord):
+        raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
+    return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
 
 def model_of_round(content: RecordDict, config: Mapping[str, Any], context: Context) -> Arrays:
@@ -124,47 +232,26 @@ def model_of_round(content: RecordDict, config: Mapping[str, Any], context: Cont
     return unpack(sent_model(content)) if arrays_in(content) else {}
 
 
-def abandon_parked(context: Context) -> None:
+def abandon_parked(config: Mapping[str, Any], context: Context) -> None:
     """End the node's parked round in this process: the server has continued without the client."""
-    parked_rounds.take(context, (None, 0), 0)
-
-
-def train_over_stream(
-    make: MakeClient, arrays: Arrays, config: Mapping[str, Any], extras: Mapping[str, Arrays]
-) -> Update:
-    """A whole round, whose exchanges use a stream to the server."""
-    # Connect before the client is created, so that the server and the other clients learn of an error there at once.
-    with ExchangeStream(ExchangeAddress.from_config(config)) as stream:
-        return make().train_round(arrays, config, extras, stream.exchange)
+    parked_rounds.take((run_of(config) or "", context.run_id, context.node_id))
 
 
 def _replay(
-    make: MakeClient,
-    state: NodeState,
-    config: Mapping[str, Any],
-    extras: dict[str, Arrays],
-    token: tuple[str | None, int],
-    step: int,
-    context: Context,
+    make: MakeClient, state: NodeState, config: Mapping[str, Any], extras: dict[str, Arrays], number: str
 ) -> _Parked:
-    client = make()
-    first = arrays_in(state.load_records(_name(0)))
-    if "arrays" not in first:
-        raise MessageError(
-            f"message {step} of layer-wise round {token[1]} cannot be handled: the client's state does not have the "
-            "model of this round, which message 0 contains"
-        )
-    arrays = unpack(first["arrays"])
+    client, step = make(), int(config[protocol.COHORT_STEP])
+    arrays = unpack(arrays_in(state.load_records(_name(0)))["arrays"])
 
     def work(exchange: Exchange) -> Update:
         return client.train_round(arrays, config, extras, exchange)
 
     agreements = []
-    for number in range(1, step + 1):
-        if not (records := state.load_records(_name(number))):
-            raise MessageError(f"the client's state does not have the result of exchange {number}")
+    for earlier in range(1, step + 1):
+        if not (records := state.load_records(_name(earlier))):
+            raise MessageError(f"the client's state does not have the result of exchange {earlier}")
         agreements.append(agreement_from_records(records))
-    return _Parked(token, step, client, Session(work, agreements), extras, context)
+    return _Parked(number, step, client, Session(work, agreements), extras)
 
 
 def _exchanged(content: RecordDict, config: Mapping[str, Any]) -> RecordDict:

@@ -1,8 +1,7 @@
-"""The values of one exchange, and their form as Flower's records and as bytes.
+"""The values of one exchange, and their form as Flower's records.
 
-A client sends a `Contribution`, the server answers with an `Agreement`, and a client that cannot continue sends its
-reason. Flower's messages contain records; a stream carries the bytes of the same records (a safetensors file), so that
-values arrive bit for bit. The sender is not trusted: invalid content raises `CodecError`.
+A client sends a `Contribution`, and the server answers with an `Agreement`. The sender is not trusted: invalid content
+raises `MessageError`.
 """
 
 from __future__ import annotations
@@ -16,15 +15,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, filled, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import checked, shown
-from fedbn_flwr.messages.serialization import dump, parse
 
-HEADER_LIMIT = 16384  # bytes of a stream's message besides the tensors
-TEXT_LIMIT = 1000  # characters of a reason
-KIND, _FAILURE = "what", "failure"  # config keys
-
-
-class CodecError(MessageError):
-    """Records or bytes that are not a valid value of an exchange."""
+TEXT_LIMIT = 1000  # characters of a text that a client sends
+KIND = "what"  # config key
 
 
 @dataclass(frozen=True)
@@ -66,10 +59,10 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
 
 
 def contribution_from_records(content: RecordDict) -> Contribution:
-    content = _checked(content)
+    content = checked(content)
     metrics, configs = metrics_in(content), configs_in(content)
     if set(arrays_in(content)) != {"arrays"} or len(metrics) != 1 or "config" not in configs:
-        raise CodecError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
+        raise MessageError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
     numbers = next(iter(metrics.values()))
     partition = numbers.get(protocol.PARTITION)
     return Contribution(
@@ -82,72 +75,23 @@ def contribution_from_records(content: RecordDict) -> Contribution:
     )
 
 
-def agreement_to_records(agreement: Agreement) -> RecordDict:
-    config = ConfigRecord({protocol.COHORT_BATCH: agreement.images})
-    return RecordDict({"arrays": pack(agreement.tensors), "config": config})
-
-
 def agreement_from_records(content: RecordDict) -> Agreement:
-    content = _checked(content)
+    content = checked(content)
     images = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_BATCH)
     if "arrays" not in arrays_in(content) or not isinstance(images, int):
-        raise CodecError(f"an agreement needs the record 'arrays' and an integer {protocol.COHORT_BATCH!r}")
+        raise MessageError(f"an agreement needs the record 'arrays' and an integer {protocol.COHORT_BATCH!r}")
     return Agreement(unpack(arrays_in(content)["arrays"]), images)
-
-
-def to_bytes(value: Contribution | Agreement | str) -> bytes:
-    """Encode a value; a string is a client's reason for sending no contribution."""
-    match value:
-        case Contribution():
-            records = contribution_to_records(value)
-        case Agreement():
-            records = agreement_to_records(value)
-        case str():
-            records = RecordDict({"config": ConfigRecord({_FAILURE: value[:TEXT_LIMIT]})})
-    try:
-        return dump(records)
-    except ValueError as error:
-        raise CodecError(str(error)) from None
-
-
-def answer_from_bytes(data: bytes) -> Contribution | str:
-    """A client's contribution, or its reason for sending none."""
-    content = _from_bytes(data)
-    failure = next(iter(configs_in(content).values()), ConfigRecord()).get(_FAILURE)
-    return contribution_from_records(content) if failure is None else str(failure)[:TEXT_LIMIT]
-
-
-def agreement_from_bytes(data: bytes) -> Agreement:
-    return agreement_from_records(_from_bytes(data))
-
-
-def _from_bytes(data: bytes) -> RecordDict:
-    # The stream limits the size of the message; this limits the header before it is parsed.
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > HEADER_LIMIT:
-        raise CodecError(f"it has {len(data)} bytes, with a header of {length}; expected at most {HEADER_LIMIT}")
-    try:
-        return parse(data)
-    except ValueError:
-        raise CodecError("its bytes are not those of records") from None
-
-
-def _checked(content: RecordDict) -> RecordDict:
-    try:
-        return checked(content)
-    except MessageError as error:
-        raise CodecError(str(error)) from None
 
 
 def _number(numbers: MetricRecord, key: str) -> float:
     value = numbers.get(key)
     if isinstance(value, int | float):
         return value
-    raise CodecError(f"its metrics have {key!r} = {shown(value)}, expected a number")
+    raise MessageError(f"its metrics have {key!r} = {shown(value)}, expected a number")
 
 
 def _count(numbers: MetricRecord, key: str) -> int:
     value = _number(numbers, key)
     if value == int(value):
         return int(value)
-    raise CodecError(f"its metrics have {key!r} = {shown(value)}, expected a whole number")
+    raise MessageError(f"its metrics have {key!r} = {shown(value)}, expected a whole number")

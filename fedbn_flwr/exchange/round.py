@@ -7,15 +7,14 @@ contributions. A client without a valid contribution is excluded from the rest o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.aggregate import pooled_moments, weighted_mean
-from fedbn_flwr.messages.bounds import Bounds
+from fedbn_flwr.messages.aggregate import Arrays
 
 from .codec import Agreement, Contribution
 
@@ -25,13 +24,14 @@ _MOST_EXCHANGES = 100_000  # in a round
 _LARGEST = 1e18  # of an agreed value: its square and its sums are finite in float32
 
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
-Weigh = Callable[[Contribution], float]  # p_i, up to scale
+Found = dict[int, Contribution]  # by node, in the order of partitions
+Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the exchange in messages, and what to average
 # Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
 # that each node reports; the reasons for rejecting an answer, with the node; the number of nodes asked. Logs the
 # reasons; raises RunFailed if too few nodes remain.
 Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], int], list[int]]
-
-Report = Callable[[int, int], None]  # how many exchanges are done, of how many
+Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]  # why tensors are too far from the others, by position
+Report = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
 
 
 class Carrier(Protocol):
@@ -57,58 +57,84 @@ def run_exchanges(
     carrier: Carrier,
     nodes: Sequence[int],
     what: str,
-    weigh: Weigh,
+    agree: Agree,
     admit: Admit,
+    *,
+    outliers: Outliers | None = None,
     report: Report | None = None,
-    bounds: Bounds | None = None,
+    per_layer: int = 2,
 ) -> ExchangesDone:
-    """All exchanges of the round; `what` is the round's name in messages."""
+    """All exchanges of a round, `per_layer` for each batch norm; `what` is the round's name in messages."""
     agreement: Agreement | None = None
-    step, remaining = 0, None
+    step, remaining, done = 0, None, Counter[str]()
     while remaining != 0:
         answers = carrier.ask(nodes, step, agreement)
-        name = f"{what}, exchange {step + 1}"
-        found = _usable(name, answers, len(nodes), remaining, admit)
-        if bounds is not None:
-            found = _plausible(name, found, admit, bounds)
-        found, agreement = _agreed(name, found, weigh, admit, bounds)
-        nodes, remaining = list(found), next(iter(found.values())).remaining
         step += 1
+        exchange = _Exchange(f"{what}, exchange {step}", admit, is_first=remaining is None)
+        found = exchange.usable(nodes, answers, remaining)
+        if outliers is not None:
+            tensors = [each.tensors for each in found.values()]
+            far = outliers(tensors, sorted(tensors[0]))
+            reasons = {node: f"{found[node].kind}: {far[i]}" for i, node in enumerate(found) if i in far}
+            found = exchange.without(found, reasons)
+        found, agreement = exchange.agreed(found, agree)
+        nodes, first = list(found), next(iter(found.values()))
+        remaining = first.remaining
+        done[first.kind] += 1
         if report is not None:
-            report(step, step + remaining)
+            way = "backward" if first.kind == "gradients" else "forward"
+            report(f"{way} pass, layers", done[first.kind], (step + remaining) // per_layer)
     assert agreement is not None
     return ExchangesDone(list(nodes), step, agreement)
 
 
-def agree(contributions: Sequence[Contribution], weigh: Weigh, bounds: Bounds | None = None) -> Agreement:
-    """Algorithm 3's means over the clients, with weights p_i."""
-    weights = [weigh(contribution) for contribution in contributions]
-    tensors = [contribution.tensors for contribution in contributions]
-    images = sum(contribution.images for contribution in contributions)
-    if bounds is not None:
-        weights = bounds.weights(weights)
-    if contributions[0].kind == "moments":
-        mean, var = pooled_moments([each["mean"] for each in tensors], [each["var"] for each in tensors], weights)
-        return Agreement({"mean": mean, "var": var}, images)
-    return Agreement(weighted_mean(tensors, weights), images)
+@dataclass(frozen=True)
+class _Exchange:
+    """The choice of the contributions to one exchange."""
 
+    what: str
+    admit: Admit
+    is_first: bool
 
-def _agreed(
-    what: str, found: dict[int, Contribution], weigh: Weigh, admit: Admit, bounds: Bounds | None
-) -> tuple[dict[int, Contribution], Agreement]:
-    """The agreement without the contributions that would make the clients' arithmetic overflow, and the others."""
-    while True:
-        if not any(map(weigh, found.values())):
-            raise RunFailed(f"{what}: the weights of all {len(found)} clients are zero")
-        with np.errstate(over="ignore", invalid="ignore"):
-            agreement = agree(list(found.values()), weigh, bounds)
-        # As a Python number, since float16 cannot represent the bound; false for NaN.
-        if all(float(np.abs(array).max()) <= _LARGEST for array in agreement.tensors.values()):
-            return found, agreement
-        largest = max(found, key=lambda node: _magnitude(found[node]))
-        reason = f"with its {found[largest].kind}, the means of all clients exceed {_LARGEST:g} (the client diverged?)"
-        kept = admit(what, {node: each.partition for node, each in found.items()}, [(largest, reason)], len(found))
-        found = {node: found[node] for node in kept}
+    def without(self, found: Found, refused: Mapping[int, str], asked: int | None = None) -> Found:
+        """The contributions of the nodes that stay in the round; `asked` nodes could have contributed."""
+        asked = len(found) if asked is None else asked
+        if not refused and len(found) == asked and not self.is_first:  # all stay, and are in order
+            return found
+        partitions = {node: each.partition for node, each in found.items()}
+        return {node: found[node] for node in self.admit(self.what, partitions, list(refused.items()), asked)}
+
+    def usable(self, nodes: Sequence[int], answers: Answers, remaining: int | None) -> Found:
+        """The valid contributions, all of the most frequent kind, shape and step."""
+        found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
+        refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+        # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
+        large = [node for node, each in found.items() if each.images > each.examples]
+        if 2 * len(large) <= len(found):
+            reason = "its batch has {} images, and its data set {}"
+            refused |= {node: reason.format(found[node].images, found[node].examples) for node in large}
+        refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
+        found = self.without(found, refused, len(nodes))
+        forms = [_form(each) for each in found.values()]
+        most = max(forms, key=forms.count)  # the first one if several are equally frequent
+        others = {
+            node: f"it sent {form}, others {most}; do all clients have the same model?"
+            for node, form in zip(found, forms, strict=True)
+            if form != most
+        }
+        return self.without(found, others)
+
+    def agreed(self, found: Found, agree: Agree) -> tuple[Found, Agreement]:
+        """The agreement without the contributions that would make the clients' arithmetic overflow, and the others."""
+        while True:
+            with np.errstate(over="ignore", invalid="ignore"):
+                agreement = agree(self.what, list(found.values()))
+            # As a Python number, since float16 cannot represent the bound; false for NaN.
+            if all(float(np.abs(array).max()) <= _LARGEST for array in agreement.tensors.values()):
+                return found, agreement
+            node = max(found, key=lambda node: _magnitude(found[node]))
+            reason = f"with its {found[node].kind}, the means of all clients exceed {_LARGEST:g} (the client diverged?)"
+            found = self.without(found, {node: reason})
 
 
 def _magnitude(contribution: Contribution) -> float:
@@ -116,40 +142,6 @@ def _magnitude(contribution: Contribution) -> float:
     powers = {"mean": 2 if contribution.kind == "moments" else 1, "var": 1}
     largest = {name: float(np.abs(array).max()) for name, array in contribution.tensors.items()}
     return max(powers[name] * math.log(value) if value else -math.inf for name, value in largest.items())
-
-
-def _plausible(what: str, found: Mapping[int, Contribution], admit: Admit, bounds: Bounds) -> dict[int, Contribution]:
-    """The contributions that are near those of the others."""
-    nodes, contributions = list(found), list(found.values())
-    tensors = [contribution.tensors for contribution in contributions]
-    reasons = bounds.outliers(tensors, sorted(tensors[0]))
-    refused = [(nodes[i], f"{contributions[i].kind}: {reason}") for i, reason in reasons.items()]
-    kept = admit(what, {node: each.partition for node, each in found.items()}, refused, len(nodes))
-    return {node: found[node] for node in kept}
-
-
-def _usable(what: str, answers: Answers, asked: int, remaining: int | None, admit: Admit) -> dict[int, Contribution]:
-    """The valid contributions to one exchange by node, in order, all of the most frequent kind, shape and step."""
-    found = {node: answer for node, answer in answers.items() if isinstance(answer, Contribution)}
-    partitions = {node: contribution.partition for node, contribution in found.items()}
-    refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-    # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
-    large = [node for node, each in found.items() if each.images > each.examples]
-    if 2 * len(large) <= len(found):
-        reason = "its batch has {} images, and its data set {}"
-        refused |= {node: reason.format(found[node].images, found[node].examples) for node in large}
-    refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
-    nodes = admit(what, partitions, list(refused.items()), asked)
-    forms = {node: _form(found[node]) for node in nodes}
-    most = max(forms.values(), key=list(forms.values()).count)  # the first one if several are equally frequent
-    others = [
-        (node, f"it sent {form}, others {most}; do all clients have the same model?")
-        for node, form in forms.items()
-        if form != most
-    ]
-    if others:
-        nodes = admit(what, {node: partitions[node] for node in nodes}, others, len(nodes))
-    return {node: found[node] for node in nodes}
 
 
 def problem(contribution: Contribution, remaining: int | None) -> str | None:

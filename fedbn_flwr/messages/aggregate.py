@@ -121,20 +121,6 @@ def cast(total: Array, dtype: np.dtype[Any]) -> Array:
     return np.asarray(total).astype(dtype)
 
 
-def pooled_moments(means: Sequence[Array], variances: Sequence[Array], weights: Sequence[float]) -> tuple[Array, Array]:
-    """Mean and variance of the union of groups with these means, variances and weights.
-
-    The variance is the weighted mean of (group's variance + (group's mean - mean)^2), so one exchange is enough.
-    """
-    shares = normalised(weights)
-    mean = sum(p * m.astype(np.float64) for p, m in zip(shares, means, strict=True))
-    variance = sum(
-        p * (v.astype(np.float64) + (m.astype(np.float64) - mean) ** 2)
-        for p, m, v in zip(shares, means, variances, strict=True)
-    )
-    return np.asarray(mean).astype(means[0].dtype), np.asarray(variance).astype(variances[0].dtype)
-
-
 def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
     """The reason why `arrays` must not be aggregated, or None.
 

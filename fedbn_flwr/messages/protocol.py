@@ -56,18 +56,13 @@ EVALUATION_KEYS = {
     TUNE_LR: Key("float", "(evaluate) the learning rate of these steps; default: that of the round"),
 }
 
-# The keys of a layer-wise round (FedTAN), which fedbn_flwr.client.rules.fedtan declares.
+# The keys of a layer-wise round (FedTAN), which strategies/fedtan.py declares.
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
 COHORT_BATCH = "fedbn.cohort-batch"
 COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
-DIRECT = "fedbn.direct"
-DIRECT_TOKEN = "fedbn.direct-token"  # noqa: S105 (the name of a key)
-DIRECT_CA = "fedbn.direct-ca"
-DIRECT_INSECURE = "fedbn.direct-insecure"
-DIRECT_TIMEOUT = "fedbn.direct-timeout"
 
 # Images that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
 # smaller batches reveal.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +20,7 @@ from fedbn_flwr.client.training import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.round import Answers
 from fedbn_flwr.exchange.step import LayerwiseStep
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg
@@ -177,6 +178,41 @@ def test_parked_and_replayed_rounds_give_the_same_model(
     monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", Forgetful())
     replayed = last_model(fed, FedTAN(fraction_evaluate=0.0, direct=False), 2)
     assert same(parked, replayed)
+
+
+def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Federations) -> None:
+    """The nodes of both have the same ids; each run has a name, as those of experiments have."""
+    fed, other = (federation(sizes, model=two_norms_with_dropout, lr=0.1) for sizes in ((6, 6), (8, 5)))
+
+    def run(fed: Any, grid: LocalGrid, name: str) -> dict[str, np.ndarray]:
+        models: list[ArrayRecord] = []
+        config = ConfigRecord({protocol.RUN: name})
+        strategy = FedTAN(fraction_evaluate=0.0)
+        strategy.start(grid, fed.arrays(), 1, train_config=config, evaluate_fn=lambda _, model: models.append(model))
+        return dict(unpack(models[-1]))
+
+    inside: list[dict[str, np.ndarray]] = []
+
+    class TakingTurns(LocalGrid):
+        def exchange(self, *asked: Any) -> Answers | None:
+            inside.append(run(other, other.grid(), "other"))
+            return super().exchange(*asked)
+
+    found = run(fed, TakingTurns(fed.app(), 2), "first")
+    assert same(found, run(fed, fed.grid(), "first"))
+    assert len(inside) == 3, "one before each exchange but the first"
+    assert all(same(each, run(other, other.grid(), "other")) for each in inside)
+
+
+def test_an_exchange_service_without_the_extension_is_refused(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.exchange.carriers.declared", lambda kind: {})
+    monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")
+    fed = federation((6, 6), model=two_norms)
+    with pytest.raises(SettingsError, match=r"FEDBN_EXCHANGE_ADDRESS='127\.0\.0\.1:0'.*lacks the extension 'streams'"):
+        last_model(fed, FedTAN(fraction_evaluate=0.0), 1)
+    last_model(fed, FedTAN(fraction_evaluate=0.0, direct=False), 1)
 
 
 def test_a_client_lost_during_a_round_is_left_out_of_the_weights(

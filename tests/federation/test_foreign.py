@@ -578,6 +578,9 @@ def test_fedtan_refuses_the_template_s_client(project: Project) -> None:
     words = str(caught.value)
     assert words.startswith("round 1, exchange 1: 0 of 4 clients sent a usable reply, 2 are needed:")
     assert words.count("No query function registered with name 'cohort'") == CLIENTS
+    assert (
+        words.count("its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app") == CLIENTS
+    )
 
 
 HOME = {

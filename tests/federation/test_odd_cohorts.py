@@ -255,8 +255,7 @@ ABANDONED = """
 import torch
 from torch import nn
 from fedbn_flwr.exchange.codec import Contribution
-from fedbn_flwr.exchange.session import Session
-from fedbn_flwr.client.layerwise import parked_rounds
+from fedbn_flwr.client.layerwise import Session, parked_rounds
 
 class Waiting(torch.autograd.Function):
     @staticmethod
@@ -275,7 +274,7 @@ class Parked:
     session = Session(work)
 
 Parked.session.advance()
-parked_rounds[0, 0] = Parked
+parked_rounds["", 0, 0] = Parked
 print("waiting")
 """
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
+
+from fedbn_flwr.client.layerwise import Session
 from fedbn_flwr.exchange.codec import Contribution
-from fedbn_flwr.exchange.round import agree
-from fedbn_flwr.exchange.session import Session
 from fedbn_flwr.exchange.step import Exchange
 
 
@@ -18,7 +19,6 @@ def run_cohort(works: Sequence[Callable[[Exchange], Any]], weights: Sequence[flo
     exchanges = 0
     while isinstance(states[0], Contribution):
         exchanges += 1
-        weight = dict(zip(map(id, states), weights, strict=True))
-        agreement = agree(states, lambda contribution, weight=weight: weight[id(contribution)])
+        agreement = algorithm_3(states, weights)
         states = [session.advance(agreement) for session in sessions]
     return states, exchanges

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from typing import Any
+
+from hypothesis import strategies as st
 
 from fedbn_flwr.errors import FedbnError
 
@@ -59,3 +62,16 @@ def changed(content: Any, seed: int) -> Any:
         return {name: walk(item, depth + 1) if name == key else item for name, item in value.items()}
 
     return walk(content, 0)
+
+
+def with_header(frame: bytes, seed: int) -> bytes:
+    """A safetensors file whose header has another value somewhere, with a length that fits."""
+    length = int.from_bytes(frame[:8], "little")
+    header = changed(json.loads(frame[8 : 8 + length]), seed)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + frame[8 + length :]
+
+
+def frames(known: list[bytes]) -> st.SearchStrategy[bytes]:
+    seeds, sources = st.integers(0, 2**32), st.sampled_from(known)
+    return st.binary(max_size=40) | st.builds(damaged, sources, seeds) | st.builds(with_header, sources, seeds)

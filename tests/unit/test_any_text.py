@@ -19,23 +19,13 @@ from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.engines.logs import is_json
 from fedbn_flwr.engines.network import VARIABLE, PollingGrid
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
-from fedbn_flwr.exchange.codec import (
-    Agreement,
-    CodecError,
-    Contribution,
-    agreement_from_bytes,
-    answer_from_bytes,
-    to_bytes,
-)
-from fedbn_flwr.exchange.config import PREFIX, ExchangeConfig
 from fedbn_flwr.experiment.find import from_run_config, parse_overrides, split_changes
 from fedbn_flwr.experiment.node import check_node_keys, number_of
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
 from fedbn_flwr.storage import Store, write_store
-from tests.support.command import ROOT
-from tests.support.fuzz import VALUES, cases, changed, check_refusal, damaged
+from tests.support.fuzz import VALUES, cases, changed, check_refusal, damaged, frames, with_header
 
 
 def attempt(function: Callable[[], Any], *errors: type[Exception]) -> Any:
@@ -93,18 +83,7 @@ def test_any_node_config(node: dict[str, Any]) -> None:
 
 # --- environment variables ------------------------------------------------------
 
-paths = st.sampled_from(["/dev/null", "/", "missing.pem", str(ROOT / "pyproject.toml"), "x" * 5000])
-addresses = st.sampled_from(
-    ["localhost:1", "0.0.0.0:80", ":", "a:b", "[::1]:9", "127.0.0.1:" + "1" * 5000, "host:٣", ""]
-)
-values = addresses | paths | st.sampled_from(["1", "0", "yes", "TRUE"]) | st.text(max_size=6)
-names = st.sampled_from(["ADDRESS", "LISTEN", "CERTIFICATE", "KEY", "CA", "INSECURE", "ADRESS"])
-
-
-@settings(max_examples=cases(150))
-@given(st.dictionaries(names.map(PREFIX.__add__), values.filter(lambda value: "\0" not in value), max_size=5))
-def test_any_environment_of_the_exchange(environment: dict[str, str]) -> None:
-    attempt(lambda: ExchangeConfig.from_environment(environment), SettingsError)
+values = st.sampled_from(["1", "0", "yes", "TRUE", "x" * 5000]) | st.text(max_size=6)
 
 
 @settings(max_examples=cases(50))
@@ -117,39 +96,14 @@ def test_any_other_environment(value: str) -> None:
         attempt(lambda: PollingGrid(cast(Grid, None)), SettingsError)
 
 
-# --- stores, checkpoints, exchanges ----------------------------------------------
+# --- stores, checkpoints ----------------------------------------------
 
 RECORDS = RecordDict({
     "arrays": pack({"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(3)}),
     "config": ConfigRecord({"a": 1, "b": [1.5], "c": b"xy", "d": True}),
     "metrics": MetricRecord({"m": 0.5}),
 })  # fmt: skip
-MOMENTS = {"mean": np.zeros(3), "var": np.ones(3)}
-FRAMES = [
-    to_bytes(Contribution("moments", MOMENTS, images=4, remaining=2, examples=9, partition=1)),
-    to_bytes(Agreement(MOMENTS, 8)), to_bytes("a reason"),
-]  # fmt: skip
 SNAPSHOT = Snapshot(3, "ab" * 16, RECORDS, RECORDS, trained={0: 3})
-
-
-def with_header(frame: bytes, seed: int) -> bytes:
-    """A safetensors file whose header has another value somewhere, with a length that fits."""
-    length = int.from_bytes(frame[:8], "little")
-    header = changed(json.loads(frame[8 : 8 + length]), seed)
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + frame[8 + length :]
-
-
-def frames(known: list[bytes]) -> st.SearchStrategy[bytes]:
-    seeds, sources = st.integers(0, 2**32), st.sampled_from(known)
-    return st.binary(max_size=40) | st.builds(damaged, sources, seeds) | st.builds(with_header, sources, seeds)
-
-
-@settings(max_examples=cases(200))
-@given(frames(FRAMES))
-def test_any_frame_of_an_exchange(data: bytes) -> None:
-    attempt(lambda: answer_from_bytes(data), CodecError)
-    attempt(lambda: agreement_from_bytes(data), CodecError)
 
 
 @settings(max_examples=cases(150))

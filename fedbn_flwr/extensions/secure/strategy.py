@@ -29,8 +29,8 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.exchange.carriers import service_of
 from fedbn_flwr.exchange.codec import KIND, Agreement, Contribution, contribution_to_records
-from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.exchange.round import Answers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
@@ -122,8 +122,7 @@ class Secure(Wrapper):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        direct = getattr(self.leaf, "direct", False)
-        if isinstance(direct, ExchangeConfig) or (direct and ExchangeConfig.from_environment() is not None):
+        if service_of(getattr(self.leaf, "direct", False)) is not None:
             raise SettingsError(
                 "this ServerApp has an exchange service, whose streams Secure does not mask; set strategy.direct of "
                 f"{type(self.leaf).__name__} to false"

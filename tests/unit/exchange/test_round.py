@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
 
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.round import ExchangesDone, agree, problem, run_exchanges
+from fedbn_flwr.exchange.round import ExchangesDone, problem, run_exchanges
+from fedbn_flwr.strategies import FedTAN
 
 
 class Scripted:
@@ -47,7 +49,7 @@ def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Con
 
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, dict[int, str]]:
     carrier, admission = Scripted(script), Admission()
-    done = run_exchanges(carrier, list(script), "round 3", lambda contribution: contribution.examples, admission)
+    done = run_exchanges(carrier, list(script), "round 3", FedTAN().agree, admission)
     return done, carrier, admission.reasons
 
 
@@ -118,7 +120,7 @@ def test_moments_agree_to_those_of_the_union() -> None:
     """Two clients of means 0 and 2, variances 1 and 3, equal weights: mean 1, variance 2 + 1."""
     one = replace(MOMENTS, tensors={"mean": np.zeros(1), "var": np.ones(1)}, images=4)
     two = replace(MOMENTS, tensors={"mean": np.full(1, 2.0), "var": np.full(1, 3.0)}, images=6)
-    agreement = agree([one, two], lambda contribution: 1.0)
+    agreement = algorithm_3([one, two], [1.0, 1.0])
     assert (agreement.tensors["mean"][0], agreement.tensors["var"][0], agreement.images) == (1.0, 3.0, 10)
 
 

@@ -16,7 +16,6 @@ from benchmarks import robust
 from fedbn_flwr import client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution, contribution_from_records, contribution_to_records
-from fedbn_flwr.exchange.round import agree
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.extensions.bounds.bounds import Bounds
 from fedbn_flwr.messages import protocol
@@ -155,7 +154,7 @@ def contributions(kind: str, names: tuple[str, ...], count: int = 7) -> list[Con
 def test_exchanges_cap_the_share_of_one_client() -> None:
     clients = contributions("gradients", ("mean", "var"))
     clients[0] = replace(clients[0], examples=2**30)
-    found = agree(clients, lambda each: each.examples, Bounds(max_share=0.4))
+    found = FedTAN(bounds=Bounds(max_share=0.4)).agree("exchange", clients)
     for name in ("mean", "var"):
         rows = np.stack([each.tensors[name] for each in clients])
         np.testing.assert_allclose(found.tensors[name], 0.4 * rows[0] + 0.1 * rows[1:].sum(axis=0), rtol=1e-14)

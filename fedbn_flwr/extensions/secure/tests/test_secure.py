@@ -26,7 +26,6 @@ from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.exchange.config import ExchangeConfig
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.node import Clients
@@ -764,9 +763,18 @@ def test_wrong_arguments_are_named(options: dict[str, Any], says: str) -> None:
 
 
 def test_streams_are_refused_before_training(federation: Federations) -> None:
+    class Streams:
+        """An exchange service, see fedbn_flwr.exchange.carriers."""
+
+        def from_environment(self) -> None: ...
+
+        def prepare(self) -> None: ...
+
+        def carrier(self, *_: Any) -> Any: ...
+
     fed = double(federation)
     with pytest.raises(SettingsError, match=r"whose streams Secure does not mask; set strategy\.direct of FedTAN"):
-        last_model(fed, Secure(FedTAN(direct=ExchangeConfig("127.0.0.1:1"), **NO_EVALUATION)), 1)
+        last_model(fed, Secure(FedTAN(direct=Streams(), **NO_EVALUATION)), 1)
 
 
 @pytest.mark.parametrize("key", ["matrix", "dynamics"])

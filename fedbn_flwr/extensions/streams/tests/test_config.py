@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
+import yaml
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.extensions.streams.config import PREFIX, ExchangeConfig
 from fedbn_flwr.strategies import FedTAN
+from tests.support.command import ROOT
 
 
 def test_without_an_address_there_is_no_service() -> None:
@@ -35,3 +39,9 @@ def test_wrong_settings_are_named(given: dict[str, str], says: str) -> None:
 def test_an_experiment_cannot_name_an_address() -> None:
     with pytest.raises(SettingsError, match="FEDBN_EXCHANGE_ADDRESS"):
         FedTAN(direct="10.0.0.1:8001")  # type: ignore[arg-type]
+
+
+def test_the_variables_of_the_deployment_exist() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    settings = {key for key in services["superexec-serverapp"]["environment"] if "EXCHANGE" in key}
+    assert "FEDBN_EXCHANGE_ADDRESS" in settings <= {f"{PREFIX}{field.name.upper()}" for field in fields(ExchangeConfig)}

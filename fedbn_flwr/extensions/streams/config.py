@@ -16,11 +16,17 @@ round trip. The address belongs to the deployment: an experiment cannot set it.
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from logging import WARNING
 from pathlib import Path
 
+from flwr.common import log
+from flwr.serverapp import Grid
+
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.exchange.carriers import RoundCarrier, RoundMessages
 
 PREFIX = "FEDBN_EXCHANGE_"
 METHOD = "/fedbn.Exchange/Stream"
@@ -70,6 +76,11 @@ class ExchangeConfig:
         config.check()
         return config
 
+    def carrier(self, grid: Grid, about: RoundMessages, timeout: float) -> RoundCarrier:
+        # By name: the module imports gRPC, and this one.
+        made: RoundCarrier = pkgutil.resolve_name(f"{__package__}.carrier:StreamCarrier")(self, grid, about, timeout)
+        return made
+
     @property
     def encrypted(self) -> bool:
         return bool(self.certificate)
@@ -85,6 +96,15 @@ class ExchangeConfig:
             return self.listen
         host, port = split_address(self.address)
         return self.address if is_loopback(host) else f"0.0.0.0:{port}"
+
+    def prepare(self) -> None:
+        self.check()
+        if self.open_to_others:
+            log(
+                WARNING,
+                "the exchange service at %s has no TLS: third parties can read and change exchanges",
+                self.address,
+            )
 
     def check(self) -> None:
         """Raise SettingsError if exchanges would be unsafe or impossible."""

@@ -16,15 +16,11 @@ import numpy as np
 import pytest
 
 from fedbn_flwr.errors import MessageError, RunFailed
-from fedbn_flwr.exchange.codec import (
-    Agreement,
-    Contribution,
-    answer_from_bytes,
-    to_bytes,
-)
-from fedbn_flwr.exchange.config import METHOD, TOKEN, ExchangeConfig
-from fedbn_flwr.exchange.stream_client import ExchangeAddress, ExchangeStream
-from fedbn_flwr.exchange.stream_server import ExchangeService, Lost
+from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.extensions.streams.client import ExchangeAddress, ExchangeStream
+from fedbn_flwr.extensions.streams.config import METHOD, TOKEN, ExchangeConfig
+from fedbn_flwr.extensions.streams.server import ExchangeService, Lost
+from fedbn_flwr.extensions.streams.wire import answer_from_bytes, to_bytes
 from tests.support.network import make_keys, missing_tools
 
 HERE = ExchangeConfig("127.0.0.1:0")  # any free port
@@ -145,8 +141,8 @@ def test_a_round_ends_when_its_time_is_over() -> None:
 
 
 def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.exchange.stream_client.SLACK_SECONDS", 0.5)
-    monkeypatch.setattr("fedbn_flwr.exchange.stream_client.CONNECT_SECONDS", 1)
+    monkeypatch.setattr("fedbn_flwr.extensions.streams.client.SLACK_SECONDS", 0.5)
+    monkeypatch.setattr("fedbn_flwr.extensions.streams.client.CONNECT_SECONDS", 1)
     with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as service:
         with (
             ExchangeStream(address_of(service, 7, timeout=0.5)) as stream,
@@ -196,7 +192,7 @@ def test_a_taken_port_is_an_error_with_the_setting_that_helps(service: ExchangeS
 def test_a_client_that_does_not_trust_the_certificate_sends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.exchange.stream_client.CONNECT_SECONDS", 0)
+    monkeypatch.setattr("fedbn_flwr.extensions.streams.client.CONNECT_SECONDS", 0)
     for name in ("ours", "other"):
         assert make_keys(tmp_path / name).returncode == 0
     keys = tmp_path / "ours" / "exchange"

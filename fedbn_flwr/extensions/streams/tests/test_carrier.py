@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr import build_model, client_app
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.exchange.config import ExchangeConfig
+from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid, Traffic
@@ -213,6 +213,13 @@ def test_clients_that_train_without_exchanges_are_not_waited_for(
     assert len(strategy.shares) == 2
     assert "node 1: the client's process died (signal 9)" in flower_log.text
     assert "node 2: it trained without the exchanges" in flower_log.text
+
+
+def test_a_client_with_a_small_batch_is_named(federation: Federations) -> None:
+    fed = federation((32, 31), batches=1, steps=1)
+    refuses = "the batch of this client has 31 images, and it refuses to exchange the statistics of fewer than 32"
+    with pytest.raises(RunFailed, match=refuses):
+        train(fed, FedTAN(fraction_evaluate=0.0, min_batch=32, direct=HERE), 1, workers=2)
 
 
 # --- the deployment's settings ---

@@ -1,4 +1,4 @@
-"""A client's side of the exchange over streams: one stream for one round."""
+"""A client's side of the exchange over streams: one stream for one round, to which the train message's keys lead."""
 
 from __future__ import annotations
 
@@ -6,21 +6,46 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import grpc
 
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.messages import protocol
+from fedbn_flwr.exchange.codec import Agreement, Contribution
 
-from .codec import Agreement, Contribution, agreement_from_bytes, to_bytes
 from .config import ACCEPTED, KEEPALIVE, METHOD, TOKEN
+from .wire import agreement_from_bytes, to_bytes
+
+DIRECT = "fedbn.direct"
+DIRECT_TOKEN = "fedbn.direct-token"  # noqa: S105 (the name of a key)
+DIRECT_CA = "fedbn.direct-ca"
+DIRECT_INSECURE = "fedbn.direct-insecure"
+DIRECT_TIMEOUT = "fedbn.direct-timeout"
 
 CONNECT_SECONDS = 30
 SLACK_SECONDS = 15  # that a client waits beyond the server's time limit
+
+
+class Streams(ClientRule):
+    """Opens a stream for the exchanges of a round."""
+
+    keys = {
+        DIRECT: Key("`HOST:PORT`", "run the exchanges of this `train` message on a stream to this address"),
+        DIRECT_TOKEN: Key("text", "authenticate by this token, valid for one stream of one node in one round"),
+        DIRECT_CA: Key("PEM", "trust this certificate authority; without it, the client's default ones"),
+        DIRECT_INSECURE: Key("true", "connect without TLS"),
+        DIRECT_TIMEOUT: Key("float", "fail if an exchange takes more than this number of seconds"),
+    }
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        with ExchangeStream(ExchangeAddress.from_config(self.local.config)) as stream:
+            self.local.exchange = stream.exchange
+            yield
 
 
 @dataclass(frozen=True)
@@ -36,16 +61,16 @@ class ExchangeAddress:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ExchangeAddress:
         try:
-            ca = config.get(protocol.DIRECT_CA)
+            ca = config.get(DIRECT_CA)
             return cls(
-                str(config[protocol.DIRECT]),
-                str(config[protocol.DIRECT_TOKEN]),
+                str(config[DIRECT]),
+                str(config[DIRECT_TOKEN]),
                 None if ca is None else str(ca),
-                bool(config.get(protocol.DIRECT_INSECURE, False)),
-                float(config[protocol.DIRECT_TIMEOUT]),
+                bool(config.get(DIRECT_INSECURE, False)),
+                float(config[DIRECT_TIMEOUT]),
             )
         except KeyError as error:
-            raise MessageError(f"the message has {protocol.DIRECT!r} but no {error.args[0]!r}") from None
+            raise MessageError(f"the message has {DIRECT!r} but no {error.args[0]!r}") from None
 
 
 class ExchangeStream:

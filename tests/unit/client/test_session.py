@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.client.layerwise import Session
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.session import Session
 from fedbn_flwr.exchange.step import LayerwiseStep
 
 

@@ -1,0 +1,10 @@
+"""FedTAN's exchanges over gRPC: a stream for each client and round, on which an exchange takes one network round trip.
+
+Where the environment of the ServerApp has the address of an exchange service (`config.py` lists the variables), FedTAN
+uses it; the train message then names the service to the client.
+"""
+
+PARTS = {
+    "carriers": {"streams": "config:ExchangeConfig"},
+    "client_keys": {"fedbn.direct": "client:Streams"},
+}

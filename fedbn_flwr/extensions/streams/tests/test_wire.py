@@ -1,0 +1,107 @@
+"""Values of exchanges as bytes: they arrive bit for bit, and all other bytes are one kind of error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution
+from fedbn_flwr.extensions.streams.wire import HEADER_LIMIT, agreement_from_bytes, answer_from_bytes, to_bytes
+from tests.support.exchanges import arrays_of, assert_same, counts, described
+
+
+@given(described, counts, counts, counts, st.none() | st.integers(0, 10_000))
+def test_contributions_arrive_as_they_were(
+    described: dict[str, Any], images: int, remaining: int, examples: int, partition: int | None
+) -> None:
+    sent = Contribution("moments", arrays_of(described), images, remaining, examples, partition)
+    found = answer_from_bytes(to_bytes(sent))
+    assert isinstance(found, Contribution)
+    assert (found.kind, found.images, found.remaining) == ("moments", images, remaining)
+    assert (found.examples, found.partition) == (examples, partition)
+    assert_same(found.tensors, sent.tensors)
+
+
+@given(described, counts)
+def test_agreements_arrive_as_they_were(described: dict[str, Any], images: int) -> None:
+    sent = Agreement(arrays_of(described), images)
+    found = agreement_from_bytes(to_bytes(sent))
+    assert found.images == images
+    assert_same(found.tensors, sent.tensors)
+
+
+@given(st.text(max_size=2 * TEXT_LIMIT))
+def test_reasons_arrive_and_are_cut_where_they_are_long(reason: str) -> None:
+    with contextlib.suppress(UnicodeEncodeError):  # lone surrogates
+        reason.encode()
+        assert answer_from_bytes(to_bytes(reason)) == reason[:TEXT_LIMIT]
+
+
+def test_the_longest_reason_fits_the_header() -> None:
+    assert answer_from_bytes(to_bytes("\U0001f4a5" * TEXT_LIMIT)) == "\U0001f4a5" * TEXT_LIMIT
+
+
+def file(header: str, values: bytes = b"") -> bytes:
+    return len(header.encode()).to_bytes(8, "little") + header.encode() + values
+
+
+def changed(**entries: Any) -> bytes:
+    """A valid contribution's bytes, with other entries in the header of the file."""
+    data = to_bytes(Contribution("mean", {"mean": np.ones(2, np.float32)}, 4, 1))
+    end = 8 + int.from_bytes(data[:8], "little")
+    return file(json.dumps(json.loads(data[8:end]) | entries), data[end:])
+
+
+def tensor(dtype: str, shape: Any, begin: int = 0, end: int = 8) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_the_bytes_that_are_changed_below_are_valid() -> None:
+    assert isinstance(answer_from_bytes(changed()), Contribution)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 8,
+        b"\xff" * 100,
+        file("{}"),
+        file("[" * 5000),
+        file("not json"),
+        file(" " * (HEADER_LIMIT + 1)),
+        changed() + b"\0",
+        changed()[:-1],
+        changed(**{"0/mean": tensor("F32", [3])}),
+        changed(**{"0/mean": tensor("F32", [-1])}),
+        changed(**{"0/mean": tensor("F32", [True, 2])}),
+        changed(**{"0/mean": tensor("F32", [2**53, 2**53])}),
+        changed(**{"0/mean": tensor("F32", [2], 0, 2**63)}),
+        changed(**{"0/mean": tensor("object", [1])}),
+        changed(**{"0/mean": 3}),
+        changed(**{"0/other": tensor("F32", [2])}),
+        changed(__metadata__={}),
+        changed(__metadata__={"records": "[]"}),
+        changed(__metadata__={"records": "[[[[["}),
+        changed(__metadata__={"records": "9" * 5000}),
+        to_bytes(Agreement({"mean": np.ones(2, np.float32)}, 4)),
+    ],
+)
+def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        answer_from_bytes(data)
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=200).map(lambda content: file("", content)))
+def test_any_bytes_are_an_answer_or_refused(data: bytes) -> None:
+    with contextlib.suppress(MessageError):
+        answer_from_bytes(data)
+    with contextlib.suppress(MessageError):
+        agreement_from_bytes(data)

@@ -1,0 +1,59 @@
+"""The values of an exchange as bytes: those of their records (a safetensors file), so that they arrive bit for bit."""
+
+from __future__ import annotations
+
+from flwr.app import ConfigRecord, RecordDict
+
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.exchange.codec import (
+    TEXT_LIMIT,
+    Agreement,
+    Contribution,
+    agreement_from_records,
+    contribution_from_records,
+    contribution_to_records,
+)
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import configs_in, pack
+from fedbn_flwr.messages.serialization import dump, parse
+
+HEADER_LIMIT = 16384  # bytes of a message besides the tensors
+_FAILURE = "failure"  # config key
+
+
+def to_bytes(value: Contribution | Agreement | str) -> bytes:
+    """Encode a value; a string is a client's reason for sending no contribution."""
+    match value:
+        case Contribution():
+            records = contribution_to_records(value)
+        case Agreement():
+            config = ConfigRecord({protocol.COHORT_BATCH: value.images})
+            records = RecordDict({"arrays": pack(value.tensors), "config": config})
+        case str():
+            records = RecordDict({"config": ConfigRecord({_FAILURE: value[:TEXT_LIMIT]})})
+    try:
+        return dump(records)
+    except ValueError as error:
+        raise MessageError(str(error)) from None
+
+
+def answer_from_bytes(data: bytes) -> Contribution | str:
+    """A client's contribution, or its reason for sending none."""
+    content = _from_bytes(data)
+    failure = next(iter(configs_in(content).values()), ConfigRecord()).get(_FAILURE)
+    return contribution_from_records(content) if failure is None else str(failure)[:TEXT_LIMIT]
+
+
+def agreement_from_bytes(data: bytes) -> Agreement:
+    return agreement_from_records(_from_bytes(data))
+
+
+def _from_bytes(data: bytes) -> RecordDict:
+    # The stream limits the size of the message; this limits the header before it is parsed.
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > HEADER_LIMIT:
+        raise MessageError(f"it has {len(data)} bytes, with a header of {length}; expected at most {HEADER_LIMIT}")
+    try:
+        return parse(data)
+    except ValueError:
+        raise MessageError("its bytes are not those of records") from None
