@@ -47,6 +47,15 @@ def server_optimiser(strategy: Strategy) -> str | None:
     return None
 
 
+def refuse_server_optimiser(strategy: Strategy, rule: str) -> None:
+    """Raise SettingsError if statistics that the rule freezes would be those of an optimiser."""
+    if (name := server_optimiser(strategy)) is not None:
+        raise SettingsError(
+            f"{rule} freezes batch norm's statistics, which {name} changes by steps of its optimiser, so that they are "
+            f"no statistics of the data; wrap it: {rule}(MeanStatistics({name}(...)), ...)"
+        )
+
+
 class MeanStatistics(Wrapper):
     """Any strategy, with statistics and counters of batch norm averaged by number of examples.
 
