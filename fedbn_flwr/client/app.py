@@ -18,6 +18,7 @@ from flwr.common import log
 
 from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean
 from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
+from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -35,7 +36,6 @@ from .layerwise import (
 )
 from .node_state import NodeState, return_to_round, run_of, stored_state
 from .rule import Update, known_keys
-from .rules.fedtan import check_batch
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower

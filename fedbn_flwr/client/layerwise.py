@@ -26,7 +26,7 @@ from fedbn_flwr.messages.gate import sent_model
 
 from .client import BNClient
 from .node_state import NodeState, run_of
-from .rules import Update
+from .rule import Update
 
 MakeClient = Callable[[], BNClient]
 

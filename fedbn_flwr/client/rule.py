@@ -98,9 +98,9 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
-    protocol.COHORT: "fedbn_flwr.client.rules.fedtan:FedTAN",
-    protocol.COHORT_MIN_BATCH: "fedbn_flwr.client.rules.fedtan:FedTAN",
-    protocol.REPORT_BATCH: "fedbn_flwr.client.rules.fedtan:FedTAN",
+    protocol.COHORT: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_MIN_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.REPORT_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
     **extensions.declared("client_keys"),
 }
 

@@ -311,3 +311,19 @@ def _count(model: nn.Module, inputs: Tensor) -> int:
     with torch.random.fork_rng(devices), replaced_forward(model, count):
         model(inputs[:2])
     return calls
+
+
+def check_batch(images: int, *, allowed: int, own: int) -> None:
+    """Refuse a batch of fewer images than the strategy (`allowed`) or the client (`own`) allows to exchange."""
+    if images >= max(allowed, own):
+        return
+    cures = []
+    if images < own:
+        cures.append(f"min-batch={images} in this node's config (or BNClient(min_batch={images}))")
+    if images < allowed:
+        cures.append(f"min_batch: {images} of the strategy")
+    raise MessageError(
+        f"the batch of this client has {images} image{'s' if images != 1 else ''}, and it refuses to exchange the "
+        f"statistics of fewer than {max(allowed, own)}, because these reveal the images; use larger batches, or allow "
+        f"it by {' and '.join(cures)}"
+    )

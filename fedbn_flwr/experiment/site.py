@@ -19,12 +19,12 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from fedbn_flwr import __version__
-from fedbn_flwr.client.rules.fedtan import check_batch
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.engines.reach import Check, check_writable
 from fedbn_flwr.errors import FedbnError, MessageError, SettingsError
+from fedbn_flwr.exchange.step import check_batch
 
 from .data import resolve, shape_without_data
 from .model import choose_device, make_model, try_model

@@ -56,7 +56,7 @@ EVALUATION_KEYS = {
     TUNE_LR: Key("float", "(evaluate) the learning rate of these steps; default: that of the round"),
 }
 
-# The keys of a layer-wise round (FedTAN), which fedbn_flwr.client.rules.fedtan declares.
+# The keys of a layer-wise round (FedTAN), which strategies/fedtan.py declares.
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
