@@ -11,12 +11,14 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from .errors import SettingsError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,7 +57,11 @@ def check(name: str, value: Any, annotation: Any) -> None:
         raise SettingsError(f"{name} is {value!r}; expected {in_words(annotation)}")
 
 
-_adapter = functools.cache(TypeAdapter)
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # more than the rest of a client rule's imports, and a client makes no strategy
+
+    return TypeAdapter(annotation)
 
 
 def _is_simple(annotation: Any) -> bool:

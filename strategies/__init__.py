@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # Python's imports ask for some
+        raise AttributeError(name)
     return getattr(import_module("._names", __package__), name)
 
 

@@ -117,12 +117,11 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
             raise SettingsError(
                 f"{section}.name={name!r} is the class {cls.__name__}; expected a flwr.serverapp.strategy.Strategy"
             )
-    elif name in FLOWER:
-        cls = FLOWER[name].strategy
-        defaults = {**defaults, **FLOWER[name].defaults}
     else:
-        cls = STRATEGIES[name]
-    known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if name in FLOWER else {})
+        cls = class_of(name)
+    of_flower = FLOWER.get(name)
+    defaults |= of_flower.defaults if of_flower else {}
+    known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if of_flower else {})
     positional: list[Strategy] = []
     inside = ""  # the name of the base
     if issubclass(cls, Wrapper) and cls.inner is None:
@@ -151,7 +150,7 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
         raise SettingsError(_at(section, name, options, error)) from None
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{section} {name} with {options}: {error}") from None
-    return FlowerRule(made, robust=FLOWER[name].robust, seed=defaults.get("seed", 0)) if name in FLOWER else made
+    return FlowerRule(made, robust=of_flower.robust, seed=defaults.get("seed", 0)) if of_flower else made
 
 
 def _at(section: str, name: str, options: Mapping[str, Any], error: SettingsError) -> str:

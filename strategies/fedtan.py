@@ -34,6 +34,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
+from ._freezing import LastFree
 from ._rule import Round, Traits
 from .fedavg import FedAvg, FedAvgOptions
 from .fixbn import FixBN, frozen_roles
@@ -244,7 +245,7 @@ class FedTANII(FixBN):
     inner = FedTAN
     argument = "fedtan_rounds"
 
-    def __init__(self, *, fedtan_rounds: int | float = 0.1, **options: Any) -> None:
+    def __init__(self, *, fedtan_rounds: LastFree = 0.1, **options: Any) -> None:
         super().__init__(self.inner(**options), freeze_round=fedtan_rounds)
 
 

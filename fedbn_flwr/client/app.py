@@ -152,7 +152,7 @@ def client_app(
 
     @app.query(protocol.KEYS_QUERY.split(".")[1], mods=around["query"])
     def keys(message: Message, context: Context) -> Message:
-        return answer(protocol.KEYS_TASK, _keys, message, context)
+        return answer("report the config keys that it honours", _keys, message, context)
 
     for action in declared("queries"):
         app.query(action, mods=around["query"])(functools.partial(answer, f"answer query.{action}", _extension))
@@ -265,7 +265,11 @@ def _claim(context: Context) -> dict[str, ConfigRecord]:
 
 
 def _keys(make: Make, message: Message, context: Context) -> RecordDict:
-    honoured = known_keys() if isinstance(make(), BNClient) else protocol.OF_RUN
+    try:
+        client = make()
+    except Exception:  # the rounds report it, and other clients may suffice
+        return RecordDict({**_claim(context)})
+    honoured = known_keys() if isinstance(client, BNClient) else protocol.OF_RUN
     return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1)), **_claim(context)})
 
 

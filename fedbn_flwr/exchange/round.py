@@ -30,7 +30,9 @@ Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the ex
 # that each node reports; the reasons for rejecting an answer, with the node; the number of nodes asked. Logs the
 # reasons; raises RunFailed if too few nodes remain.
 Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], int], list[int]]
-Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]  # why tensors are too far from the others, by position
+Outliers = Callable[
+    [Sequence[Arrays], Sequence[str]], Mapping[int, str]
+]  # why tensors are too far from the others, by position
 Report = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
 
 

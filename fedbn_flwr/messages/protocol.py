@@ -91,8 +91,7 @@ METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 # with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
-KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours
-KEYS_TASK = "report the config keys that it honours"  # in the error of a client that cannot be made
+KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours, if it can be made
 PERSONAL_QUERY = "query.personal"  # reply: the arrays that stay on the client, if it was made with share_personal
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
