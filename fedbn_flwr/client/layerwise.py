@@ -83,7 +83,7 @@ def train_by_messages(
     parked = parked_rounds.take(context, token, step)
     outcome: Contribution | Update
     if parked is not None:
-        parked.client.records, parked.context = context.state, context
+        parked.client.state.records, parked.context = context.state, context
         parked.extras.update(extras)
         outcome = parked.session.advance(agreement_from_records(exchanged))
     else:
