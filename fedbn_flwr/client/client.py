@@ -230,7 +230,7 @@ class BNClient(NumPyClient):
                 stack.enter_context(rule.around())
             local.optimizer = self._make_optimizer(lr)
             adjust += clipping(local.optimizer.parameters, self.clip)
-            loss, _, first_batch = self._train(
+            loss, first_batch = self._train(
                 local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
                 local.optimizer,
                 adjust=adjust,
@@ -361,7 +361,7 @@ class BNClient(NumPyClient):
         is_one = set(self._other_decay.values()) == {None}
         return self._optimizer(trained, lr, other_decay={} if is_one else decay_of(self.model, **self._other_decay))
 
-    def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int, int]:
+    def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int]:
         if self.compile:
             compiled = part("passes", "compiled")  # imports PyTorch's compiler, which takes seconds
             options["compiled"] = compiled(self.model, self.loss, getattr(self.train_data, "batch_size", None))
