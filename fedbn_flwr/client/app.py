@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from logging import ERROR
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -345,10 +346,10 @@ def _records(metrics: Mapping[str, Any]) -> dict[str, MetricRecord | ConfigRecor
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:
     """The numbers among the metrics as Python's types: a MetricRecord accepts neither booleans nor NumPy scalars."""
-    plain = MetricRecord()
-    for key, value in metrics.items():
-        if isinstance(value, bool | np.bool_ | int | np.integer):
-            plain[key] = int(value)
-        elif isinstance(value, float | np.floating):
-            plain[key] = float(value)
-    return plain
+    return MetricRecord(
+        {
+            key: int(value) if isinstance(value, Integral | np.bool_) else float(value)
+            for key, value in metrics.items()
+            if isinstance(value, Real | np.bool_)
+        }
+    )
