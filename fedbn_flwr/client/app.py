@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from logging import ERROR
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import sent_model
-from fedbn_flwr.norms.roles import Role
 
 from .client import BNClient, Config
 from .layerwise import (
@@ -33,43 +32,17 @@ from .layerwise import (
     parked_rounds,
     train_by_messages,
 )
-from .node_state import NodeState, return_to_round, run_of, stored_state
-from .rule import Update, known_keys
+from .node_state import return_to_round, stored_state
+from .rule import Update
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
-Make = Callable[[], NumPyClient]
 
 
 class ClientFailed(FedbnError, RuntimeError):
     """The error of a client that could not handle a message; Flower sends it to the server as an error reply."""
-
-
-class _MadeApp(ClientApp):
-    """Is pickled as the call that made it, because its handlers cannot be pickled."""
-
-    # Continues the parked round of a node without a message. Absent if there are mods of queries, which must see all.
-    exchange: Callable[[Context, Agreement], Contribution]
-
-    def __init__(self, make: Callable[[], ClientApp]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        content = message.content if message.has_content() else ()
-        if message.metadata.message_type.startswith("get_") or any(name.endswith("ins.parameters") for name in content):
-            problem = (
-                "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
-                'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
-            )
-            _log_once("answer", problem)
-            raise ClientFailed(f"this client could not answer: {problem}")
-        return super().__call__(message, context)
-
-    def __reduce__(self) -> tuple[Callable[[], ClientApp], tuple[()]]:
-        return self._make, ()
 
 
 def client_app(
@@ -91,28 +64,106 @@ def client_app(
     `metric_names` renames metrics in replies, for instance {"train-loss": "train_loss"} for a server that expects this
     name.
     """
-    app = _MadeApp(functools.partial(client_app, make_client, mods=mods, metric_names=dict(metric_names)))
-    around = _mods_by_kind(mods)
-    takes_config = len(inspect.signature(make_client).parameters) > 1
+    return _App(make_client, mods, dict(metric_names))
 
-    def answer(task: str, handle: Handler, message: Message, context: Context) -> Message:
-        def make() -> NumPyClient:
-            given = (context, _config(message)) if takes_config else (context,)
-            client = make_client(*given)
-            if isinstance(client, BNClient) and not client.has_context:
-                client.attach(context)
-            return client
 
-        def handled(message: Message, context: Context) -> Message:
-            content = handle(make, message, context)
-            if metric_names:
-                _rename_metrics(content, metric_names)
-            return Message(content, reply_to=message)
+class OtherClient:
+    """Another NumPyClient: it identifies arrays by position, and honours no key by which strategies change training."""
 
+    min_batch = 1
+
+    def __init__(self, client: NumPyClient, context: Context) -> None:
+        self._client, self._place = client, _place(context)
+
+    def honoured(self) -> Collection[str]:
+        return protocol.OF_RUN
+
+    def batch_images(self) -> int:
+        return 0
+
+    def train_round(self, arrays: Arrays, config: Config, extras: object = None, exchange: object = None) -> Update:
+        if exchange is not None:
+            raise self._refusal("take part in a layer-wise step")
+        self._check_known(config)
+        values, num_examples, extra = self._client.fit([each.copy() for each in arrays.values()], dict(config))
+        if len(values) != len(arrays):
+            raise MessageError(
+                f"fit() received {len(arrays)} arrays and returned {len(values)}; expected the same number"
+            )
+        metrics = {protocol.NUM_EXAMPLES: num_examples, **extra} | self._place
+        return Update(dict(zip(arrays, values, strict=True)), metrics, {})
+
+    def evaluate_round(self, arrays: Arrays, config: Config) -> dict[str, Any]:
+        self._check_known(config)
+        loss, num_examples, extra = self._client.evaluate([each.copy() for each in arrays.values()], dict(config))
+        return {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
+
+    def statistics_round(self, arrays: Arrays, config: Config) -> Update:
+        raise self._refusal("report statistics of its data")
+
+    def personal_round(self, config: Config) -> Update:
+        raise self._refusal("send its personal model")
+
+    def _refusal(self, task: str) -> MessageError:
+        return MessageError(f"{type(self._client).__name__} cannot {task}; a BNClient can")
+
+    def _check_known(self, config: Config) -> None:
+        if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.OF_RUN), None):
+            raise MessageError(
+                f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(self._client).__name__} "
+                "does not honour; a BNClient of the server's version of fedbn-flwr does"
+            )
+
+
+class _App(ClientApp):
+    # Continues the parked round of a node without a message. Absent if there are mods of queries, which must see all.
+    exchange: Callable[[Context, Agreement], Contribution]
+
+    def __init__(
+        self,
+        make_client: MakeClient,
+        mods: Sequence[Mod] | Mapping[str, Sequence[Mod]],
+        metric_names: Mapping[str, str],
+    ) -> None:
+        super().__init__()
+        self._given = make_client, mods, metric_names
+        around = _mods_by_kind(mods)
+        self.train(mods=around["train"])(self._train)
+        self.evaluate(mods=around["evaluate"])(functools.partial(self._answer, "evaluate", _evaluate))
+        of_extensions = {f"query.{action}": (f"answer query.{action}", _extension) for action in declared("queries")}
+        for query, (task, handle) in (_QUERIES | of_extensions).items():
+            action = query.removeprefix("query.")
+            self.query(action, mods=around["query"])(functools.partial(self._answer, task, handle))
+        if not around["query"]:
+            self.exchange = _exchange
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        content = message.content if message.has_content() else ()
+        if message.metadata.message_type.startswith("get_") or any(name.endswith("ins.parameters") for name in content):
+            problem = (
+                "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
+                'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
+            )
+            _log_once("answer", problem)
+            raise ClientFailed(f"this client could not answer: {problem}")
+        return super().__call__(message, context)
+
+    def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[Any, ...]]:
+        return _App, self._given  # its handlers cannot be pickled
+
+    def _train(self, message: Message, context: Context) -> Message:
+        config = _config(message)
+        if protocol.COHORT_STEP in config:
+            return self._answer("train", _train_by_messages, message, context)
+        if parked_rounds:
+            abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
+        return self._answer("train", _train, message, context)
+
+    def _answer(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
+        """The reply, with the node's state around it; an exception becomes an error that names client and task."""
+        call: Handled = functools.partial(self._handled, handle)
         try:
-            on_disk = "state" in context.node_config
-            with stored_state(message, _config(message), context) if on_disk else nullcontext():
-                call: Handled = handled
+            with stored_state(message, _config(message), context):
                 for mod in _mods_of(message) if handle is not _extension else ():
                     call = functools.partial(mod, call_next=call)
                 return call(message, context)
@@ -121,49 +172,24 @@ def client_app(
                 _log_once(task, described(error))
             raise _failed(context, task, error) from error
 
-    @app.train(mods=around["train"])
-    def train(message: Message, context: Context) -> Message:
-        config = _config(message)
-        if protocol.COHORT_STEP in config:
-            return answer("train", _train_by_messages, message, context)
-        if parked_rounds:
-            abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
-        return answer("train", _train, message, context)
+    def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
+        content = handle(functools.partial(self._make, message, context), message, context)
+        if names := self._given[2]:
+            for key, metrics in metrics_in(content).items():
+                content[key] = MetricRecord({names.get(name, name): value for name, value in metrics.items()})
+        return Message(content, reply_to=message)
 
-    @app.evaluate(mods=around["evaluate"])
-    def evaluate(message: Message, context: Context) -> Message:
-        return answer("evaluate", _evaluate, message, context)
-
-    @app.query(protocol.COHORT_QUERY.split(".")[1], mods=around["query"])
-    def cohort(message: Message, context: Context) -> Message:
-        return answer(_LAYERWISE, _train_by_messages, message, context)
-
-    @app.query(protocol.STATISTICS_QUERY.split(".")[1], mods=around["query"])
-    def statistics(message: Message, context: Context) -> Message:
-        return answer("report its statistics", _statistics, message, context)
-
-    @app.query(protocol.PERSONAL_QUERY.split(".")[1], mods=around["query"])
-    def personal(message: Message, context: Context) -> Message:
-        return answer("send its personal model", _personal, message, context)
-
-    @app.query(protocol.PARTITION_QUERY.split(".")[1], mods=around["query"])
-    def partition(message: Message, context: Context) -> Message:
-        return answer("report its partition", _partition, message, context)
-
-    @app.query(protocol.KEYS_QUERY.split(".")[1], mods=around["query"])
-    def keys(message: Message, context: Context) -> Message:
-        return answer("report the config keys that it honours", _keys, message, context)
-
-    for action in declared("queries"):
-        app.query(action, mods=around["query"])(functools.partial(answer, f"answer query.{action}", _extension))
-
-    if not around["query"]:
-        app.exchange = _exchange
-    return app
+    def _make(self, message: Message, context: Context) -> Client:
+        make_client: Callable[..., NumPyClient] = self._given[0]
+        client = make_client(*(context, _config(message))[: len(inspect.signature(make_client).parameters)])
+        if not isinstance(client, BNClient):
+            return OtherClient(client, context)
+        if not client.has_context:
+            client.attach(context)
+        return client
 
 
 _KINDS = ("train", "evaluate", "query")
-Handled = Callable[[Message, Context], Message]
 
 
 def _mods_of(message: Message) -> list[Callable[..., Message]]:
@@ -203,40 +229,20 @@ def _log_once(task: str, problem: str) -> None:
 
 # --- one handler per kind of message -----------------------------------------
 
+Client = BNClient | OtherClient
+Make = Callable[[], Client]
 Handler = Callable[[Make, Message, Context], RecordDict]
+Handled = Callable[[Message, Context], Message]
 
 
 def _train(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), sent_model(message.content), _config(message)
-    if isinstance(client, BNClient):
-        return _reply(client.train_round(unpack(record), config, _extras(message, record)))
-    # A NumPyClient identifies arrays by position, not by name: the reply uses the names of the message.
-    _check_known(client, config, protocol.OF_RUN)
-    values, num_examples, extra = client.fit([a.numpy() for a in record.values()], _plain(config))
-    if len(values) != len(record):
-        raise MessageError(f"fit() received {len(record)} arrays and returned {len(values)}; expected the same number")
-    arrays = dict(zip(record, values, strict=True))
-    return _reply(Update(arrays, {protocol.NUM_EXAMPLES: num_examples, **extra} | _place(context), {}))
-
-
-def _check_known(client: NumPyClient, config: ConfigRecord, known: Collection[str]) -> None:
-    """A NumPyClient honours none of the keys by which strategies change training."""
-    if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in known), None):
-        raise MessageError(
-            f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(client).__name__} does not "
-            "honour; a BNClient of the server's version of fedbn-flwr does"
-        )
+    client, record = make(), sent_model(message.content)
+    return _reply(client.train_round(unpack(record), _config(message), _extras(message, record)))
 
 
 def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
-    client, record, config = make(), sent_model(message.content), _config(message)
-    if isinstance(client, BNClient):
-        metrics = client.evaluate_round(unpack(record), config)
-    else:
-        _check_known(client, config, protocol.OF_RUN)
-        loss, num_examples, extra = client.evaluate([a.numpy() for a in record.values()], _plain(config))
-        metrics = {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
-    return RecordDict({**_records(metrics)})
+    client = make()
+    return RecordDict({**_records(client.evaluate_round(unpack(sent_model(message.content)), _config(message)))})
 
 
 def _partition(make: Make, message: Message, context: Context) -> RecordDict:
@@ -245,9 +251,7 @@ def _partition(make: Make, message: Message, context: Context) -> RecordDict:
     if config.get(protocol.READY):
         client = make()  # raises errors in the site's data or model before any training
         allowed = config.get(protocol.COHORT_MIN_BATCH)
-        if own and isinstance(allowed, int) and isinstance(client, BNClient):
-            size = getattr(client.train_data, "batch_size", None) or client.num_examples
-            images = min(size, client.num_examples)
+        if own and isinstance(allowed, int) and (images := client.batch_images()):
             check_batch(images, allowed=allowed, own=client.min_batch)
     return RecordDict({"metrics": _numbers(_place(context) | own | return_to_round(config, context))})
 
@@ -269,27 +273,15 @@ def _keys(make: Make, message: Message, context: Context) -> RecordDict:
         client = make()
     except Exception:  # the rounds report it, and other clients may suffice
         return RecordDict({**_claim(context)})
-    honoured = known_keys() if isinstance(client, BNClient) else protocol.OF_RUN
-    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1)), **_claim(context)})
+    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(client.honoured()), 1)), **_claim(context)})
 
 
 def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
-    client = make()
-    if not isinstance(client, BNClient):
-        raise MessageError(f"{type(client).__name__} cannot report statistics of its data; a BNClient can")
-    return _reply(client.statistics_round(unpack(sent_model(message.content)), _config(message)))
+    return _reply(make().statistics_round(unpack(sent_model(message.content)), _config(message)))
 
 
 def _personal(make: Make, message: Message, context: Context) -> RecordDict:
-    client = make()
-    if not isinstance(client, BNClient) or not client.share_personal:
-        raise MessageError(
-            "the server asks for the arrays that stay on this client, and it does not send them; expected a BNClient "
-            "with share_personal=True (in an experiment, evaluate.matrix: true)"
-        )
-    own = NodeState(client.records, run_of(_config(message))).load("local")
-    sent = {key: value for key, value in own.items() if client.roles.get(key) is not Role.COUNTER}
-    return _reply(Update(sent, client.identity, {}))
+    return _reply(make().personal_round(_config(message)))
 
 
 def _extension(make: Make, message: Message, context: Context) -> RecordDict:
@@ -310,19 +302,19 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = sent_model(message.content), _plain(_config(message))
-    outcome = train_by_messages(_bn_client(make), message.content, config, _extras(message, record), context)
+    record, config = sent_model(message.content), dict(_config(message))
+    # An OtherClient refuses the round.
+    outcome = train_by_messages(make, message.content, config, _extras(message, record), context)  # type: ignore[arg-type]
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
 
 
-def _bn_client(make: Make) -> Callable[[], BNClient]:
-    def make_bn_client() -> BNClient:
-        client = make()
-        if not isinstance(client, BNClient):
-            raise MessageError(f"{type(client).__name__} cannot take part in a layer-wise step; a BNClient can")
-        return client
-
-    return make_bn_client
+_QUERIES: dict[str, tuple[str, Handler]] = {
+    protocol.COHORT_QUERY: (_LAYERWISE, _train_by_messages),
+    protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
+    protocol.PERSONAL_QUERY: ("send its personal model", _personal),
+    protocol.PARTITION_QUERY: ("report its partition", _partition),
+    protocol.KEYS_QUERY: ("report the config keys that it honours", _keys),
+}
 
 
 # --- records -----------------------------------------------------------------
@@ -341,15 +333,6 @@ def _reply(update: Update) -> RecordDict:
     return RecordDict({"arrays": pack(update.arrays), **_records(update.metrics), **extras})
 
 
-def _plain(config: ConfigRecord) -> dict[str, Any]:
-    return {key: config[key] for key in config}
-
-
-def _rename_metrics(content: RecordDict, names: Mapping[str, str]) -> None:
-    for name, metrics in metrics_in(content).items():
-        content[name] = MetricRecord({names.get(key, key): value for key, value in metrics.items()})
-
-
 def _records(metrics: Mapping[str, Any]) -> dict[str, MetricRecord | ConfigRecord]:
     """The metrics, and the partition in a record of its own: Flower's strategies average all metrics."""
     numbers = _numbers(metrics)
@@ -361,10 +344,10 @@ def _records(metrics: Mapping[str, Any]) -> dict[str, MetricRecord | ConfigRecor
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:
     """The numbers among the metrics as Python's types: a MetricRecord accepts neither booleans nor NumPy scalars."""
-    plain = MetricRecord()
-    for key, value in metrics.items():
-        if isinstance(value, bool | np.bool_ | int | np.integer):
-            plain[key] = int(value)
-        elif isinstance(value, float | np.floating):
-            plain[key] = float(value)
-    return plain
+    return MetricRecord(
+        {
+            key: int(value) if isinstance(value, Integral | np.bool_) else float(value)
+            for key, value in metrics.items()
+            if isinstance(value, Real | np.bool_)
+        }
+    )

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -140,35 +141,33 @@ class BNClient(NumPyClient):
     ) -> None:
         if epochs is not None and steps is not None:
             raise ValueError(f"give epochs ({epochs}) or steps ({steps}), not both")
-        self.train_data, self.eval_data = train_data, eval_data
-        self.batch, self.lr = batch, lr
-        self.epochs = 1 if epochs is None and steps is None else epochs
-        self.steps = steps
-        self.optimizer, self.momentum = optimizer, momentum
-        self.weight_decay, self.norm_weight_decay = weight_decay, norm_weight_decay
-        self.bias_weight_decay, self.keep_momentum = bias_weight_decay, keep_momentum
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
-        self.clip = clip
-        self.loss = loss
-        self.eval_loss = loss if eval_loss is None else eval_loss
-        for metric in metrics:
-            name_of(metric)  # refuses unknown ones
-        self.metrics = metrics
         if compile and "compiled" not in declared("passes"):
             raise ValueError("compile is True, but fedbn_flwr has no folder extensions/compiled; expected False")
-        self.seed = seed
-        self.channels_last, self.precision, self.compile = channels_last, precision, compile
+        for metric in metrics:
+            name_of(metric)  # refuses unknown ones
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.min_batch, self.share_personal = min_batch, share_personal
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
+        self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
+        self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps
+        self._optimizer: Callable[..., LocalOptimizer] = (
+            functools.partial(SGD, momentum=momentum, weight_decay=weight_decay or 0.0)
+            if optimizer == "sgd"
+            else functools.partial(make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay)
+        )
+        self._other_decay = {"norm": norm_weight_decay, "bias": bias_weight_decay}
+        self.keep_momentum, self.clip, self.compile = keep_momentum, clip, compile
+        self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
+        self._passes: dict[str, Any] = {"channels_last": channels_last, "precision": precision}
+        self.seed, self.min_batch, self.share_personal = seed, min_batch, share_personal
         self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
         """Use the state and number of this node; `client_app` does so for a client that was made without a context."""
-        self._state = NodeState(context.state)
+        self.state = NodeState(context.state)
         self.partition_id = context.node_config.get("partition-id")
         # Random draws depend on this number: the partition or, if the site has none, the node id.
         self._number = int(context.node_config.get("partition-id", context.node_id))
@@ -185,15 +184,6 @@ class BNClient(NumPyClient):
     def roles(self) -> Mapping[str, Role]:
         return self._parts.roles
 
-    @property
-    def records(self) -> RecordDict:
-        """The client's state in the node's context; each message of a layer-wise round has its own context."""
-        return self._state.records
-
-    @records.setter
-    def records(self, records: RecordDict) -> None:
-        self._state.records = records
-
     # --- arrays by name, for client_app ---
 
     def train_round(
@@ -208,22 +198,17 @@ class BNClient(NumPyClient):
         `extras` are the message's other records of arrays, by name. `exchange` sends the tensors of a layer-wise step
         to the other clients and returns the result.
         """
-        wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
         with self._parts.exclusive():
-            return self._train_round(arrays, config, {} if extras is None else extras, exchange, wanted)
+            return self._train_round(arrays, config, {} if extras is None else extras, exchange)
 
     def _train_round(
-        self,
-        arrays: Arrays,
-        config: Config,
-        extras: Mapping[str, Arrays],
-        exchange: Exchange | None,
-        wanted: set[type[ClientRule]],
+        self, arrays: Arrays, config: Config, extras: Mapping[str, Arrays], exchange: Exchange | None
     ) -> Update:
+        wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
         server_round = int(config.get(protocol.ROUND, 1))
         self._load(arrays, config)
         local = LocalRound(
-            config, arrays, extras, self.model, self._state, self.num_examples, self.identity.get(protocol.PARTITION),
+            config, arrays, extras, self.model, self.state, self.num_examples, self.identity.get(protocol.PARTITION),
             exchange, self.clip, self.min_batch,
         )  # fmt: skip
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
@@ -243,10 +228,9 @@ class BNClient(NumPyClient):
             stack.enter_context(seeding.streams(seed, self.device))
             for rule in rules:
                 stack.enter_context(rule.around())
-            trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
-            local.optimizer = self._make_optimizer(trained, lr)
-            adjust += clipping(trained, self.clip)
-            loss, _, first_batch = self._train(
+            local.optimizer = self._make_optimizer(lr)
+            adjust += clipping(local.optimizer.parameters, self.clip)
+            loss, first_batch = self._train(
                 local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
                 local.optimizer,
                 adjust=adjust,
@@ -263,7 +247,7 @@ class BNClient(NumPyClient):
             metrics[protocol.BATCH_EXAMPLES] = first_batch
         update = Update(sent, metrics | self.identity, {})
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
-        self._state.save("local", self._parts.taken(key for key in self.roles if key not in received))
+        self.state.save("local", self._parts.taken(key for key in self.roles if key not in received))
         for rule in rules:
             rule.finish(update)
         return update
@@ -306,11 +290,11 @@ class BNClient(NumPyClient):
         """Train some steps without client rules; nothing is stored."""
         server_round = int(config.get(protocol.ROUND, 1))
         lr = config.get(protocol.TUNE_LR) or self._rate(server_round, config)
-        trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
         self.model.train()
         with seeding.streams(seeding.seed_for(self.seed, "fine-tuning", server_round, self._number), self.device):
             batches = local_batches(self.train_data, server_round, epochs=None, steps=steps)
-            self._train(batches, self._make_optimizer(trained, lr), adjust=clipping(trained, self.clip))
+            optimizer = self._make_optimizer(lr)
+            self._train(batches, optimizer, adjust=clipping(optimizer.parameters, self.clip))
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
@@ -319,6 +303,25 @@ class BNClient(NumPyClient):
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
         statistics, batches = reestimate(self.model, self._pairs(epoch), self.device)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches} | self.identity, {})
+
+    def personal_round(self, config: Config) -> Update:
+        """The arrays that stay on this client, without the counters."""
+        if not self.share_personal:
+            raise MessageError(
+                "the server asks for the arrays that stay on this client, and it does not send them; expected a "
+                "BNClient with share_personal=True (in an experiment, evaluate.matrix: true)"
+            )
+        own = NodeState(self.state.records, run_of(config)).load("local")
+        sent = {key: value for key, value in own.items() if self.roles.get(key) is not Role.COUNTER}
+        return Update(sent, self.identity, {})
+
+    def honoured(self) -> Collection[str]:
+        """The config keys that this client honours."""
+        return known_keys()
+
+    def batch_images(self) -> int:
+        """The number of images in the client's batches."""
+        return min(getattr(self.train_data, "batch_size", None) or self.num_examples, self.num_examples)
 
     # --- arrays by position, for Flower's NumPyClient ---
 
@@ -353,22 +356,17 @@ class BNClient(NumPyClient):
             is_pair = type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
             yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
 
-    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter], lr: float) -> LocalOptimizer:
-        other: Mapping[str, float] = {}
-        if (self.norm_weight_decay, self.bias_weight_decay) != (None, None):
-            other = decay_of(self.model, norm=self.norm_weight_decay, bias=self.bias_weight_decay)
-        if self.optimizer == "sgd":
-            return SGD(parameters, lr, self.momentum, self.weight_decay or 0.0, other_decay=other)
-        return make_optimizer(
-            self.optimizer, parameters, lr, momentum=self.momentum, weight_decay=self.weight_decay, other_decay=other
-        )
+    def _make_optimizer(self, lr: float) -> LocalOptimizer:
+        trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
+        is_one = set(self._other_decay.values()) == {None}
+        return self._optimizer(trained, lr, other_decay={} if is_one else decay_of(self.model, **self._other_decay))
 
-    def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int, int]:
-        options |= {"device": self.device, "channels_last": self.channels_last, "precision": self.precision}
+    def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int]:
         if self.compile:
             compiled = part("passes", "compiled")  # imports PyTorch's compiler, which takes seconds
             options["compiled"] = compiled(self.model, self.loss, getattr(self.train_data, "batch_size", None))
-        return train(self.model, self._pairs(batches), optimizer, self.loss, **options)
+        options |= self._passes
+        return train(self.model, self._pairs(batches), optimizer, self.loss, device=self.device, **options)
 
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
@@ -386,8 +384,8 @@ class BNClient(NumPyClient):
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
                 "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
             )
-        self._state = NodeState(self.records, run_of(config))
-        self._parts.load_all(arrays, self._state.load("local"), self._number)
+        self.state = NodeState(self.state.records, run_of(config))
+        self._parts.load_all(arrays, self.state.load("local"), self._number)
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.threads import map_batches
@@ -14,16 +14,9 @@ from fedbn_flwr.threads import map_batches
 from .metrics import Measurement, Metric, confusion, mean_iou
 from .training import Batch, Loss, logits_of
 
-
-@dataclass(frozen=True)
-class _Sums:
-    """The figures of a batch, added up over its examples, or over the pixels of a segmentation model."""
-
-    loss: torch.Tensor
-    correct: torch.Tensor | None  # None if the outputs are not logits of classes
-    matrix: torch.Tensor | None  # the confusion matrix of a segmentation model
-    logits: torch.Tensor  # or what else the model returned
-    targets: torch.Tensor
+# Of a batch: the loss and the number of correct examples (None if the outputs are not logits of classes), added up over
+# its examples, or over the pixels of a segmentation model; the confusion matrix of such a model; outputs and targets.
+_Sums = tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor]
 
 
 @torch.no_grad()
@@ -50,33 +43,32 @@ def evaluate(
         outputs = model(inputs)
         loss, logits = loss_fn(outputs, targets).double(), logits_of(outputs)
         if not _has_classes(logits, targets):
-            return _Sums(loss * len(targets), None, None, logits, targets)
+            return loss * len(targets), None, None, logits, targets
         if logits.ndim > 2:
             matrix = confusion(logits, targets)
-            return _Sums(loss * matrix.sum(), matrix.trace(), matrix, logits, targets)
-        return _Sums(loss * len(targets), (logits.argmax(1) == targets).sum(), None, logits, targets)
+            return loss * matrix.sum(), matrix.trace(), matrix, logits, targets
+        return loss * len(targets), (logits.argmax(1) == targets).sum(), None, logits, targets
 
     was_training = model.training
     model.eval()
-    loss = torch.zeros((), device=device, dtype=torch.float64)
-    correct: torch.Tensor | None = torch.zeros((), device=device, dtype=torch.int64)
-    examples = 0
-    pixels: torch.Tensor | None = None
-    others = Measurement(metrics)
-    for sums in map_batches(sums_of, model, batches, threads):
-        loss += sums.loss
-        correct = None if correct is None or sums.correct is None else correct + sums.correct
-        if sums.matrix is not None:
-            pixels = sums.matrix if pixels is None else pixels + sums.matrix
-        others.add(sums.logits, sums.targets, sums.matrix)
-        examples += len(sums.targets)
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    correct: Tensor | None = torch.zeros((), device=device, dtype=torch.int64)
+    pixels: Tensor | None = None
+    examples, others = 0, Measurement(metrics)
+    for loss, hits, matrix, logits, targets in map_batches(sums_of, model, batches, threads):
+        total += loss
+        correct = None if correct is None or hits is None else correct + hits
+        if matrix is not None:
+            pixels = matrix if pixels is None else pixels + matrix
+        others.add(logits, targets, matrix)
+        examples += len(targets)
     model.train(was_training)
     if not examples:
         raise ValueError("there are no examples to evaluate on")
     counted = examples if pixels is None else int(pixels.sum())
     if not counted:
         raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
-    figures = {"loss": float(loss) / counted, "num-examples": examples}
+    figures = {"loss": float(total) / counted, "num-examples": examples}
     if correct is not None:
         figures["accuracy"] = int(correct) / counted
     if pixels is not None:

@@ -184,7 +184,7 @@ def train_by_messages(
     if parked is None:
         parked, agreement = _replay(make, state, config, extras, number), None
     else:
-        parked.client.records, agreement = context.state, agreement_from_records(exchanged)
+        parked.client.state.records, agreement = context.state, agreement_from_records(exchanged)
         parked.extras.update(extras)
     outcome: Contribution | Update = parked.session.advance(agreement)
     if isinstance(outcome, Contribution):

@@ -31,8 +31,7 @@ def confusion(logits: Tensor, targets: Tensor, *, ignored: int | None = IGNORED)
     classes = logits.shape[1]
     labels, predictions = targets.long().reshape(-1), logits.argmax(1).reshape(-1)
     if ignored is not None:
-        counts = labels != ignored
-        labels, predictions = labels[counts], predictions[counts]
+        labels, predictions = labels[labels != ignored], predictions[labels != ignored]
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError(
             f"labels of pixels run from {int(labels.min())} to {int(labels.max())}, the model has {classes} classes; "

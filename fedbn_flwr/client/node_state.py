@@ -16,6 +16,7 @@ r, with that of its latest round up to r. So a server that resumes from an older
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +104,8 @@ def return_to_round(config: Mapping[str, Any], context: Context) -> dict[str, in
     if folder is None or protocol.ROUND not in config:  # the server asks only for the partition
         return {}
     folder.check()
-    return {protocol.STATE_ROUND: folder.forget_after(int(config[protocol.ROUND]))}
+    folder.delete_outside(0, int(config[protocol.ROUND]))
+    return {protocol.STATE_ROUND: max(folder.rounds(), default=0)}
 
 
 class StateFolder:
@@ -123,16 +125,12 @@ class StateFolder:
             raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
         name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
         client = int(context.node_config.get("partition-id", context.node_id))
-        run = run_of(config)
-        assert run is not None
-        return cls(Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client}", run)
+        return cls(Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client}", str(run_of(config)))
 
     def check(self) -> None:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            probe = self.path / ".writable"
-            probe.touch()
-            probe.unlink()
+            tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
             raise MessageError(
                 f"the node config's state={str(self.path.parent.parent)!r} is not a folder that this node can write to "
@@ -141,8 +139,8 @@ class StateFolder:
 
     def rounds(self) -> list[int]:
         """The rounds whose state is stored, in ascending order."""
-        matches = (re.fullmatch(r"round-(\d+)", file.name) for file in self.path.glob("round-*"))
-        return sorted(int(match[1]) for match in matches if match)
+        numbers = (file.name.removeprefix("round-") for file in self.path.glob("round-*"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def restore(self, context: Context, last: int) -> None:
         """Load the state of the latest round up to `last`; an empty one if there is none."""
@@ -166,22 +164,17 @@ class StateFolder:
                 f"the node's state cannot be saved: {error}; expected free space and a folder that this node can write "
                 "to"
             ) from None
-        self.forget_after(server_round)
-        rounds = self.rounds()
-        oldest = max((stored for stored in rounds if stored <= kept), default=0)
-        for stored in rounds:
-            if stored < oldest:
-                self._file(stored).unlink(missing_ok=True)
+        self.delete_outside(kept, server_round)
         for unfinished in self.path.glob(".round-*.tmp"):  # written by a process that was killed
             unfinished.unlink(missing_ok=True)
 
-    def forget_after(self, server_round: int) -> int:
-        """Delete the states of later rounds, which will be trained again; return the latest round left, or 0."""
+    def delete_outside(self, kept: int, last: int) -> None:
+        """Delete the states of rounds after `last`, which will be trained again, and those before that of `kept`."""
         rounds = self.rounds()
+        oldest = max((stored for stored in rounds if stored <= kept), default=0)
         for stored in rounds:
-            if stored > server_round:
+            if not oldest <= stored <= last:
                 self._file(stored).unlink(missing_ok=True)
-        return max((stored for stored in rounds if stored <= server_round), default=0)
 
     def _file(self, server_round: int) -> Path:
         return self.path / f"round-{server_round}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -35,16 +34,12 @@ class Epochs(Protocol):
     def epoch(self, server_round: int, epoch: int) -> Iterator[Batch]: ...
 
 
-class Optimizer(Protocol):
-    """SGD below, those of `optimizers.py`, or an optimizer of torch.optim."""
+class LocalOptimizer(Protocol):
+    """The optimiser of a client's round, as client rules use it: SGD below, or one of `optimizers.py`."""
 
     def zero_grad(self) -> None: ...
 
     def step(self) -> Any: ...
-
-
-class LocalOptimizer(Optimizer, Protocol):
-    """The optimiser of a client's round, as client rules use it."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -186,7 +181,7 @@ def local_batches(
 def train(
     model: nn.Module,
     batches: Iterable[Batch],
-    optimizer: Optimizer,
+    optimizer: LocalOptimizer | torch.optim.Optimizer,
     loss_fn: Loss,
     *,
     device: torch.device,
@@ -195,8 +190,8 @@ def train(
     channels_last: bool = False,
     precision: torch.dtype | None = None,
     compiled: Compiled | None = None,
-) -> tuple[float, int, int]:
-    """One optimiser step per batch; returns the mean loss over examples, the steps, and the first batch's size.
+) -> tuple[float, int]:
+    """One optimiser step per batch; returns the mean loss over examples, and the first batch's size.
 
     `adjust` are functions that change the gradients between the backward pass and the step, in this order (a proximal
     term, control variates, clipping). `first_step` computes loss and gradients of the first batch instead of plain
@@ -205,48 +200,27 @@ def train(
     `precision` (bfloat16) PyTorch's autocast selects the operations of a pass that run in it; weights, statistics and
     steps stay as they are. `compiled` computes the loss instead of calling the model and `loss_fn`.
     """
-    step = Step(model, optimizer, loss_fn, device=device, adjust=adjust, precision=precision, compiled=compiled)
-    examples = count = first = 0
-    for inputs, targets in batches:
+    # On the device: reading the loss would make the host wait for the device at every step.
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    examples = first = 0
+
+    def backpropagate(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+        with nullcontext() if precision is None else torch.autocast(device.type, precision):
+            loss = compiled(inputs, targets) if compiled else loss_fn(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    for count, (inputs, targets) in enumerate(batches):
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         if channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        step(inputs, targets, first_step if count == 0 else None)
+        optimizer.zero_grad()
+        gradient = first_step if first_step and not count else backpropagate
+        total += gradient(model, inputs, targets, loss_fn) * len(targets)
+        for change in adjust:
+            change()
+        optimizer.step()
         examples += len(targets)
-        count += 1
         first = first or examples
     optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
-    return float(step.loss) / max(examples, 1), count, first
-
-
-@dataclass(eq=False)
-class Step:
-    """One optimiser step on a batch; `loss` is the sum of the losses so far, each times its number of examples."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    loss_fn: Loss
-    _: KW_ONLY
-    device: torch.device
-    adjust: Sequence[Adjust] = ()
-    precision: torch.dtype | None = None
-    compiled: Compiled | None = None
-    loss: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        # On the device: reading the loss would make the host wait for the device at every step.
-        self.loss = torch.zeros((), device=self.device, dtype=torch.float64)
-
-    def __call__(self, inputs: Tensor, targets: Tensor, gradient: Gradient | None = None) -> None:
-        self.optimizer.zero_grad()
-        loss = (gradient or self._backpropagate)(self.model, inputs, targets, self.loss_fn)
-        for change in self.adjust:
-            change()
-        self.optimizer.step()
-        self.loss += loss * len(targets)
-
-    def _backpropagate(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
-        with nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision):
-            loss = self.compiled(inputs, targets) if self.compiled else loss_fn(model(inputs), targets)
-        loss.backward()
-        return loss.detach()
+    return float(total) / max(examples, 1), first

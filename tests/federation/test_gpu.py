@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
-from fedbn_flwr.client.training import SGD, Step
+from fedbn_flwr.client.training import SGD, Batch, train
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.experiment.find import load_experiment
@@ -105,16 +105,18 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
     data = ClientBatches(
         images(GPU), torch.arange(60), MOMENTS, batch_size=8, client=0, seed=0, augment=("crop", "flip", "rotate")
     )
-    step = Step(model, SGD(dict(model.named_parameters()), 0.01, momentum), F.cross_entropy, device=GPU)
-    for inputs, targets in data.epoch(1, 0):  # the first epoch allocates what all epochs use
-        step(inputs, targets)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for inputs, targets in data.epoch(2, 0):
-            step(inputs, targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert float(step.loss) > 0
+    optimizer = SGD(dict(model.named_parameters()), 0.01, momentum)
+
+    def checked() -> Iterator[Batch]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield from data.epoch(2, 0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for batches in (data.epoch(1, 0), checked()):  # the first epoch allocates what all epochs use
+        loss, _ = train(model, batches, optimizer, F.cross_entropy, device=GPU)
+        assert loss > 0
 
 
 def test_an_experiment_says_what_it_used(tmp_path: Path) -> None:
