@@ -23,7 +23,6 @@ from .worker import Done, Exchange, Job, Result, Task
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution
-    from fedbn_flwr.exchange.round import Answers
 
 
 @runtime_checkable
@@ -43,7 +42,15 @@ class Nodes:
 
     def handle(self, job: Job) -> Result:
         """Do a job in a worker process."""
-        return self.exchange(job) if isinstance(job, Exchange) else self._handle(job)
+        match job:
+            case Task():
+                return self._handle(job)
+            case Exchange():
+                return self.exchange(job)
+            case node:
+                with self.using(node) as context:
+                    state, context.state = context.state, RecordDict()
+                return state
 
     def _handle(self, task: Task) -> Done:
         began = time.perf_counter()
@@ -56,7 +63,7 @@ class Nodes:
                 state, context.state = context.state, RecordDict()
         return Done(reply, state, time.perf_counter() - began)
 
-    def exchange(self, exchange: Exchange) -> Answers:
+    def exchange(self, exchange: Exchange) -> dict[int, Contribution | str]:
         """Continue the parked rounds of the nodes in this process; the reason in place of each that fails."""
         app, answers = self.client_app, dict[int, "Contribution | str"]()
         assert isinstance(app, ParksRounds)
@@ -66,12 +73,6 @@ class Nodes:
             except (Exception, SystemExit) as error:
                 answers[node] = _reason(error)
         return answers
-
-    def give_state(self, node: int) -> RecordDict:
-        """The state of a node that a worker process keeps."""
-        with self.using(node) as context:
-            state, context.state = context.state, RecordDict()
-            return state
 
     def answer(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
