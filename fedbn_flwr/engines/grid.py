@@ -111,14 +111,14 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
         self._observer: ReplyObserver | None = None
         self._folder: TemporaryDirectory[str] | None = None
         workers = min(workers, num_nodes)
-        own: Contexts | Mapping[int, Context] = contexts()
+        own = Contexts(contexts())
         if math.isfinite(state_memory):
             self._folder = temporary_folder("nodes")
             own = Contexts(contexts(), state_memory * 2**30, Path(self._folder.name))
         self._nodes = Nodes(client_app, own, threads)
         self._workers: list[AnyWorker] = []
         if workers:  # they need no limit of memory, because states do not stay there
-            self._workers = self._make_workers(Nodes(client_app, contexts(), threads or 1), workers)
+            self._workers = self._make_workers(Nodes(client_app, Contexts(contexts()), threads or 1), workers)
         self._schedule = Schedule(workers, dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
 
     @abstractmethod
@@ -166,7 +166,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
                 waiting.append(message)
                 self._awaited.add(message_id)
             else:
-                with self._nodes.using(node) as context:
+                with self._nodes.contexts.using(node) as context:
                     self._received(message_id, self._nodes.answer(message, context))
         if waiting:
             self._schedule.add(waiting)
@@ -237,7 +237,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
         else:
             reply = result.reply
             if result.state is not None:
-                with self._nodes.using(message.metadata.dst_node_id) as context:
+                with self._nodes.contexts.using(message.metadata.dst_node_id) as context:
                     context.state = result.state
         self._schedule.done(message, worker, result.seconds if isinstance(result, Done) else None)
         if message.metadata.message_id in self._awaited:
@@ -252,7 +252,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
                 taken.append((worker, message))
         for worker, message in taken:
             node = message.metadata.dst_node_id
-            with self._nodes.using(node) as context:
+            with self._nodes.contexts.using(node) as context:
                 worker.send(Task(message, None if self._schedule.is_kept(node) else context.state))
 
     # --- layer-wise rounds ---
@@ -284,7 +284,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
     def read_state(self, node: int) -> RecordDict:
         """A node's `Context.state`; that of before the message if a worker is late with a message to the node."""
         self._check_idle(node)
-        with self._nodes.using(node) as context:
+        with self._nodes.contexts.using(node) as context:
             number = self._schedule.let_go(node)
             if number is not None and self._workers[number].current is None:  # a layer-wise round was not completed
                 self._workers[number].send(node)
@@ -296,7 +296,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
         """Replace a node's `Context.state`."""
         self._check_idle(node)
         self._schedule.let_go(node)
-        with self._nodes.using(node) as context:
+        with self._nodes.contexts.using(node) as context:
             context.state = records
 
     def _check_idle(self, node: int) -> None:

@@ -6,8 +6,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -37,7 +35,7 @@ class Nodes:
     """The nodes of a grid. A worker has a copy, in which it sets a node's state for each message."""
 
     client_app: ClientApp
-    contexts: Contexts | Mapping[int, Context]  # the former if the memory for states is limited
+    contexts: Contexts
     threads: int | None
 
     def handle(self, job: Job) -> Result:
@@ -48,13 +46,13 @@ class Nodes:
             case Exchange():
                 return self.exchange(job)
             case node:
-                with self.using(node) as context:
+                with self.contexts.using(node) as context:
                     state, context.state = context.state, RecordDict()
                 return state
 
     def _handle(self, task: Task) -> Done:
         began = time.perf_counter()
-        with self.using(task.message.metadata.dst_node_id) as context:
+        with self.contexts.using(task.message.metadata.dst_node_id) as context:
             if task.state is not None:
                 context.state = task.state
             reply = self.answer(task.message, context)
@@ -94,9 +92,6 @@ class Nodes:
             else:
                 return reply
         return Message(Error(code, reason), reply_to=message)
-
-    def using(self, node: int) -> AbstractContextManager[Context]:
-        return self.contexts.using(node) if isinstance(self.contexts, Contexts) else nullcontext(self.contexts[node])
 
     def _limit_threads(self) -> None:
         if self.threads is not None and "torch" in sys.modules:

@@ -4,6 +4,8 @@ A core module never imports an extension. It asks here for the parts that the in
 extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure": "strategy:Secure"}`, that is kind of
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
 only its parts with it.
+
+Kind "workers": how processes of the local engine are started, and a function that makes them (`gpu/spawned.py`).
 """
 
 import importlib
