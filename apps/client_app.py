@@ -10,4 +10,4 @@ with loading():  # a SuperNode starts a process for each message
     from fedbn_flwr.extensions import parts
 
 use_json()
-app = client_app(make_client, mods=[log_message, *parts("client_mods"), experiment_mods])
+app = client_app(make_client, mods=[log_message, *parts("app_mods"), experiment_mods])

@@ -56,7 +56,7 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
     if address == "local":
         own = {"num_cpus": cores, "include_dashboard": False}
     with temporary_folder("code") as folder:
-        stage(folder, modules)
+        stage(Path(folder), modules)
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGTERM) if in_main else None
         try:
@@ -65,7 +65,7 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
                 socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(
                 address,
-                runtime_env={"working_dir": str(folder)},
+                runtime_env={"working_dir": folder},
                 logging_level=logging.ERROR,
                 log_to_driver=False,
                 **own,

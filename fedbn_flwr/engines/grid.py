@@ -10,10 +10,10 @@ import importlib.metadata
 import itertools
 import math
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
 
@@ -107,20 +107,18 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
         self._node_ids = ids
         self._next_id = itertools.count(1)
         self._replies: dict[str, Message] = {}
-        self._abandoned: set[str] = set()
+        self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observer: ReplyObserver | None = None
-        self._remove_folder: weakref.finalize[..., WorkersGrid[AnyWorker]] | None = None
+        self._folder: TemporaryDirectory[str] | None = None
         workers = min(workers, num_nodes)
-        own: Contexts | Mapping[int, Context] = contexts()
+        own = Contexts(contexts())
         if math.isfinite(state_memory):
-            stack = ExitStack()
-            folder = stack.enter_context(temporary_folder("nodes"))
-            self._remove_folder = weakref.finalize(self, stack.close)
-            own = Contexts(contexts(), state_memory * 2**30, folder)
+            self._folder = temporary_folder("nodes")
+            own = Contexts(contexts(), state_memory * 2**30, Path(self._folder.name))
         self._nodes = Nodes(client_app, own, threads)
         self._workers: list[AnyWorker] = []
         if workers:  # they need no limit of memory, because states do not stay there
-            self._workers = self._make_workers(Nodes(client_app, contexts(), threads or 1), workers)
+            self._workers = self._make_workers(Nodes(client_app, Contexts(contexts()), threads or 1), workers)
         self._schedule = Schedule(workers, dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
 
     @abstractmethod
@@ -166,8 +164,9 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
                 self._replies[message_id] = Message(error, reply_to=message)
             elif self._workers:
                 waiting.append(message)
+                self._awaited.add(message_id)
             else:
-                with self._nodes.using(node) as context:
+                with self._nodes.contexts.using(node) as context:
                     self._received(message_id, self._nodes.answer(message, context))
         if waiting:
             self._schedule.add(waiting)
@@ -194,7 +193,7 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 self._schedule.drop(missing)
-                self._abandoned |= self._current().intersection(missing)
+                self._awaited.difference_update(missing)
                 break
             self._serve_workers(left)
         self._observer = None
@@ -219,15 +218,15 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
         exchanged: dict[Exchange, Answers] = {}
         for number in self._wait(timeout):
             job, result = self._workers[number].receive()
-            if isinstance(job, Exchange):
+            if isinstance(job, Task):
+                assert isinstance(result, Done | Lost)
+                self._handled(job.message, number, result)
+            elif isinstance(job, Exchange):
                 if isinstance(result, Lost):
                     self._schedule.release(number)
                     result = dict.fromkeys(job.nodes, result.reason)
-                assert isinstance(result, Mapping)
+                assert isinstance(result, dict)
                 exchanged[job] = result
-            else:
-                assert isinstance(result, Done | Lost)
-                self._handled(job.message, number, result)
         return exchanged
 
     def _handled(self, message: Message, worker: int, result: Done | Lost) -> None:
@@ -238,14 +237,12 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
         else:
             reply = result.reply
             if result.state is not None:
-                with self._nodes.using(message.metadata.dst_node_id) as context:
+                with self._nodes.contexts.using(message.metadata.dst_node_id) as context:
                     context.state = result.state
         self._schedule.done(message, worker, result.seconds if isinstance(result, Done) else None)
-        message_id = message.metadata.message_id
-        if message_id in self._abandoned:
-            self._abandoned.discard(message_id)
-        else:
-            self._received(message_id, reply)
+        if message.metadata.message_id in self._awaited:
+            self._awaited.remove(message.metadata.message_id)
+            self._received(message.metadata.message_id, reply)
 
     def _send_next(self) -> None:
         taken = []
@@ -255,13 +252,8 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
                 taken.append((worker, message))
         for worker, message in taken:
             node = message.metadata.dst_node_id
-            with self._nodes.using(node) as context:
+            with self._nodes.contexts.using(node) as context:
                 worker.send(Task(message, None if self._schedule.is_kept(node) else context.state))
-
-    def _current(self) -> set[str]:
-        """The ids of the messages that workers handle."""
-        jobs = [worker.current for worker in self._workers]
-        return {job.message.metadata.message_id for job in jobs if isinstance(job, Task)}
 
     # --- layer-wise rounds ---
 
@@ -292,29 +284,31 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
     def read_state(self, node: int) -> RecordDict:
         """A node's `Context.state`; that of before the message if a worker is late with a message to the node."""
         self._check_idle(node)
-        with self._nodes.using(node) as context:
+        with self._nodes.contexts.using(node) as context:
             number = self._schedule.let_go(node)
             if number is not None and self._workers[number].current is None:  # a layer-wise round was not completed
-                context.state = self._workers[number].take_state(node) or context.state
+                self._workers[number].send(node)
+                _, state = self._workers[number].receive()
+                context.state = state if isinstance(state, RecordDict) else context.state
             return context.state
 
     def write_state(self, node: int, records: RecordDict) -> None:
         """Replace a node's `Context.state`."""
         self._check_idle(node)
         self._schedule.let_go(node)
-        with self._nodes.using(node) as context:
+        with self._nodes.contexts.using(node) as context:
             context.state = records
 
     def _check_idle(self, node: int) -> None:
-        if self._schedule.has_waiting or self._current() - self._abandoned:
+        if self._awaited:
             raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
 
     def close(self) -> None:
         """End the workers, and remove the folder of states."""
         for worker in self._workers:
             worker.close()
-        if self._remove_folder is not None:
-            self._remove_folder()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -326,5 +320,6 @@ class WorkersGrid(Capabilities, Grid, ABC, Generic[AnyWorker]):
 
 
 def identify() -> None:
-    """Let this process create messages outside of Flower's runtime."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+    """Let this process create messages, if Flower's runtime has not given it an identity, of which it has only one."""
+    if vars(TaskIdentity)["_run_id"] is None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0

@@ -80,8 +80,8 @@ class LocalGrid(WorkersGrid[Worker]):
 
     def _make_workers(self, served: Nodes, count: int) -> list[Worker]:
         if not self._spawns:
-            return [Worker(number, served) for number in range(count)]
-        spawned: list[Worker] = extensions.part("workers", "spawn")(served, count, self._gpus)
+            return [Worker(number, served.handle) for number in range(count)]
+        spawned: list[Worker] = extensions.part("workers", "spawn")(served.handle, count, self._gpus)
         return spawned
 
     def start(self) -> int:

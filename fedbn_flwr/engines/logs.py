@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
@@ -16,7 +18,13 @@ from fedbn_flwr.errors import FedbnError, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in
 
-FIELDS: dict[str, Any] = {}  # of every JSON line: what this process works at, such as run and round
+# Of every JSON line: what this thread works at, such as run and round.
+_fields: ContextVar[Mapping[str, Any]] = ContextVar("fields", default=MappingProxyType({}))
+
+
+def working_at(**fields: Any) -> None:
+    """Add fields to the JSON lines of this thread."""
+    _fields.set({**_fields.get(), **fields})
 
 
 def is_json() -> bool:
@@ -30,7 +38,7 @@ def is_json() -> bool:
 def write_json(level: str, message: str, **more: Any) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     # The stream of this moment, which Flower replaces to copy the log of a ServerApp.
-    print(json.dumps({"time": now, "level": level, **FIELDS, **more, "message": message}), flush=True)
+    print(json.dumps({"time": now, "level": level, **_fields.get(), **more, "message": message}), flush=True)
 
 
 class _JsonHandler(logging.Handler):
@@ -50,21 +58,21 @@ def log_message(message: Message, context: Context, call_next: Callable[[Message
     if not is_json():
         return call_next(message, context)
     config = next(iter(configs_in(message.content).values()), ConfigRecord())
-    FIELDS["node"] = context.node_id
-    for key, source, name in (
-        ("client", context.node_config, "partition-id"),
-        ("run", config, protocol.RUN),
-        ("round", config, protocol.ROUND),
-    ):
-        FIELDS[key] = source.get(name)
+    working_at(
+        node=context.node_id,
+        client=context.node_config.get("partition-id"),
+        run=config.get(protocol.RUN),
+        round=config.get(protocol.ROUND),
+    )
     task, began = message.metadata.message_type, time.monotonic()
+    level, text = "INFO", f"answered {task}"
     try:
-        reply = call_next(message, context)
+        return call_next(message, context)
     except Exception as error:
-        write_json("ERROR", " ".join(str(error).split()), task=task, seconds=round(time.monotonic() - began, 3))
+        level, text = "ERROR", " ".join(str(error).split())
         raise
-    write_json("INFO", f"answered {task}", task=task, seconds=round(time.monotonic() - began, 3))
-    return reply
+    finally:
+        write_json(level, text, task=task, seconds=round(time.monotonic() - began, 3))
 
 
 class OneLine(logging.Filter):

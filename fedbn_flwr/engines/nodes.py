@@ -6,8 +6,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -23,7 +21,6 @@ from .worker import Done, Exchange, Job, Result, Task
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution
-    from fedbn_flwr.exchange.round import Answers
 
 
 @runtime_checkable
@@ -38,16 +35,24 @@ class Nodes:
     """The nodes of a grid. A worker has a copy, in which it sets a node's state for each message."""
 
     client_app: ClientApp
-    contexts: Contexts | Mapping[int, Context]  # the former if the memory for states is limited
+    contexts: Contexts
     threads: int | None
 
     def handle(self, job: Job) -> Result:
         """Do a job in a worker process."""
-        return self.exchange(job) if isinstance(job, Exchange) else self._handle(job)
+        match job:
+            case Task():
+                return self._handle(job)
+            case Exchange():
+                return self.exchange(job)
+            case node:
+                with self.contexts.using(node) as context:
+                    state, context.state = context.state, RecordDict()
+                return state
 
     def _handle(self, task: Task) -> Done:
         began = time.perf_counter()
-        with self.using(task.message.metadata.dst_node_id) as context:
+        with self.contexts.using(task.message.metadata.dst_node_id) as context:
             if task.state is not None:
                 context.state = task.state
             reply = self.answer(task.message, context)
@@ -56,7 +61,7 @@ class Nodes:
                 state, context.state = context.state, RecordDict()
         return Done(reply, state, time.perf_counter() - began)
 
-    def exchange(self, exchange: Exchange) -> Answers:
+    def exchange(self, exchange: Exchange) -> dict[int, Contribution | str]:
         """Continue the parked rounds of the nodes in this process; the reason in place of each that fails."""
         app, answers = self.client_app, dict[int, "Contribution | str"]()
         assert isinstance(app, ParksRounds)
@@ -66,12 +71,6 @@ class Nodes:
             except (Exception, SystemExit) as error:
                 answers[node] = _reason(error)
         return answers
-
-    def give_state(self, node: int) -> RecordDict:
-        """The state of a node that a worker process keeps."""
-        with self.using(node) as context:
-            state, context.state = context.state, RecordDict()
-            return state
 
     def answer(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
@@ -93,9 +92,6 @@ class Nodes:
             else:
                 return reply
         return Message(Error(code, reason), reply_to=message)
-
-    def using(self, node: int) -> AbstractContextManager[Context]:
-        return self.contexts.using(node) if isinstance(self.contexts, Contexts) else nullcontext(self.contexts[node])
 
     def _limit_threads(self) -> None:
         if self.threads is not None and "torch" in sys.modules:

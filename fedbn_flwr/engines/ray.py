@@ -7,33 +7,31 @@ messages share are sent to each machine once, through Ray's object store.
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import pickle
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, Unpack
 
 import ray
-from flwr.app import RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import log
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.arrays import FlatArrays
+from fedbn_flwr.messages.arrays import arrays_in, size_of
 
 from .context_cache import keep_freed_memory
 from .grid import NodeOptions, WorkersGrid, identify
 from .nodes import Nodes
-from .worker import Job, Lost, Result
+from .worker import Job, Lost, Result, Task
 
-_SHARED = 100_000  # bytes from which an array goes through the object store; Ray sends smaller values directly
-_KEPT = 4  # arrays whose place in the object store is remembered
+_SHARED = 100_000  # bytes from which a record goes through the object store; Ray sends smaller values directly
+_KEPT = 4  # records whose place in the object store is remembered
 _STARTS = 3  # attempts to start an actor
 _FETCH_TIMEOUT = 120  # seconds to fetch a result from another machine
 
@@ -132,14 +130,14 @@ class RayGrid(WorkersGrid["ActorWorker"]):
         self._place = place
         self._start_timeout = start_timeout
         self._served_at: float | None = None  # when some actor was last ready or busy
-        self._arrays = _SharedArrays()
+        self._records = _SharedRecords()
         self._idle = idle or Actors()
         self._ends_actors = idle is None
         super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
 
     def _make_workers(self, served: Nodes, count: int) -> list[ActorWorker]:
         sent = ray.put(served)
-        return [ActorWorker(sent, self._place, self._idle, self._arrays) for _ in range(count)]
+        return [ActorWorker(sent, self._place, self._idle, self._records) for _ in range(count)]
 
     def start(self) -> int:
         """Start the actors, and wait until one is ready."""
@@ -206,43 +204,26 @@ class RayGrid(WorkersGrid["ActorWorker"]):
             )
 
 
-class _SharedArrays:
-    """Puts large arrays into the object store, once for all messages of a round that contain them."""
+class _SharedRecords:
+    """Puts large records of arrays into the object store, once for all messages of a round that contain them."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, tuple[FlatArrays, Any]] = OrderedDict()  # by identity, which the array keeps
+        self._kept: dict[int, tuple[ArrayRecord, Any]] = {}  # by identity, which the record keeps
 
-    def put(self, arrays: FlatArrays) -> Any:
-        if id(arrays) not in self._kept:
-            self._kept[id(arrays)] = arrays, ray.put(arrays)
+    def put(self, record: ArrayRecord) -> Any:
+        if id(record) not in self._kept:
+            self._kept[id(record)] = record, ray.put(record)
             if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(id(arrays))
-        return self._kept[id(arrays)][1]
+                del self._kept[next(iter(self._kept))]
+        return self._kept[id(record)][1]
 
-
-class _Packer(pickle.Pickler):
-    """Pickles a job without its large arrays; `references` are theirs in the object store."""
-
-    def __init__(self, file: io.BytesIO, arrays: _SharedArrays) -> None:
-        super().__init__(file, protocol=5)
-        self._arrays = arrays
-        self.references: list[Any] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, FlatArrays) or value.flat.nbytes < _SHARED:
-            return None
-        self.references.append(self._arrays.put(value))
-        return len(self.references) - 1
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, data: bytes, arrays: Sequence[FlatArrays]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._arrays = arrays
-
-    def persistent_load(self, number: int) -> FlatArrays:
-        return self._arrays[number]
+    def apart(self, task: Task) -> tuple[Task, dict[str, Any]]:
+        """The task without the large records of its message, and where they are, by name."""
+        content = task.message.content
+        large = {name: self.put(each) for name, each in arrays_in(content).items() if size_of(each)[1] >= _SHARED}
+        rest = RecordDict({name: ArrayRecord() if name in large else record for name, record in content.items()})
+        message = Message(content=rest, metadata=task.message.metadata)  # type: ignore[call-overload]
+        return Task(message, task.state), large
 
 
 class _Actor:
@@ -258,21 +239,12 @@ class _Actor:
         self._served = served
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
 
-    def handle(self, data: bytes, *arrays: FlatArrays) -> bytes:
-        job = _Unpacker(data, arrays).load()
+    def handle(self, data: bytes, names: Sequence[str], *records: ArrayRecord) -> bytes:
+        job = pickle.loads(data)  # noqa: S301 (of our own server)
+        if isinstance(job, Task):
+            job.message.content.update(zip(names, records, strict=True))
         # As bytes: arrays would stay in the object store as long as the server refers to them.
         return pickle.dumps(self._served.handle(job), protocol=5)
-
-    def give_state(self, node: int) -> bytes:
-        return pickle.dumps(self._served.give_state(node), protocol=5)
-
-
-def _create(place: Place) -> Any:
-    """An actor, which Ray starts as soon as some machine has room."""
-    actor = ray.remote(_Actor).options(
-        num_cpus=place.cpus, num_gpus=place.gpus, max_restarts=0, scheduling_strategy="SPREAD"
-    )
-    return actor.remote()
 
 
 @dataclass
@@ -282,7 +254,7 @@ class ActorWorker:
     served: Any  # the nodes, in the object store
     place: Place
     idle: Actors
-    arrays: _SharedArrays
+    records: _SharedRecords
     current: Job | None = None
     waited: Any = None  # the reference of what is expected next: that the actor is ready, or its result
     problem: str = ""  # why it is not started again
@@ -298,7 +270,10 @@ class ActorWorker:
 
     def begin(self) -> None:
         if self._actor is None and not self.problem:
-            self._actor = self.idle.take(self.place) or _create(self.place)
+            # Ray starts it as soon as some machine has room.
+            options = {"num_cpus": self.place.cpus, "num_gpus": self.place.gpus, "scheduling_strategy": "SPREAD"}
+            make = ray.remote(_Actor).options(max_restarts=0, **options).remote
+            self._actor = self.idle.take(self.place) or make()
             self.waited = self._actor.serve.remote(self.served)
 
     def started(self) -> None:
@@ -318,10 +293,8 @@ class ActorWorker:
     def send(self, job: Job) -> None:
         assert self.is_free
         self.current = job
-        file = io.BytesIO()
-        packer = _Packer(file, self.arrays)
-        packer.dump(job)
-        self.waited = self._actor.handle.remote(file.getvalue(), *packer.references)
+        sent, large = self.records.apart(job) if isinstance(job, Task) else (job, {})
+        self.waited = self._actor.handle.remote(pickle.dumps(sent, protocol=5), list(large), *large.values())
 
     def receive(self) -> tuple[Job, Result]:
         job, self.current = self.current, None
@@ -340,15 +313,6 @@ class ActorWorker:
                 how = f"the reply of the client's actor on {self.machine} was lost ({type(error).__name__})"
             self.close()  # a state that it keeps is lost: any actor may begin that node's round again
             return job, Lost(how)
-
-    def take_state(self, node: int) -> RecordDict | None:
-        try:
-            state = pickle.loads(ray.get(self._actor.give_state.remote(node), timeout=_FETCH_TIMEOUT))  # noqa: S301
-        except RayError:
-            self.close()
-            return None
-        assert isinstance(state, RecordDict)
-        return state
 
     def release(self) -> None:
         """Leave the actor, which is free, to the next grid."""

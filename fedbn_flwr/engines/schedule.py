@@ -36,11 +36,6 @@ class Schedule:
         self._busy: dict[int, int] = {}  # the worker that handles a message of a node, by node
         self._seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by type of message and node
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether messages wait for a worker."""
-        return bool(self._waiting)
-
     def is_kept(self, node: int) -> bool:
         """Whether a worker has the node's state."""
         return node in self._kept

@@ -40,7 +40,7 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation: Mapping[str, A
     paths = [str(app), *([] if "site-packages" in __file__ else [str(Path(__file__).parents[2])])]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     with temporary_folder("flwr") as home:
-        folder, problem = home / "empty", home / "problem.txt"
+        folder, problem = Path(home, "empty"), Path(home, "problem.txt")
         folder.mkdir()
         words = [sys.executable, "-m", __name__, str(app), json.dumps([run_config, federation]), str(problem)]
         process = subprocess.Popen(words, env=environment, cwd=folder, stderr=subprocess.STDOUT, start_new_session=True)
@@ -74,7 +74,8 @@ def _simulate(app: str, configs: str, problem: str) -> None:
     """In the new process: what the process does that a SuperLink starts for a run."""
     from flwr.app import Context, RecordDict
     from flwr.common.config import get_fused_config_from_dir, get_project_config
-    from flwr.simulation.app import _run_simulation, _run_simulation_settings
+    from flwr.simulation.app import _run_simulation_settings
+    from flwr.simulation.run_simulation import _run_simulation
     from flwr.supercore.constant import DEFAULT_SIMULATION_CONFIG, NOOP_FEDERATION_ID
     from flwr.supercore.run import Run
     from flwr.supercore.task_identity import TaskIdentity

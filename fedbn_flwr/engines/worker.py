@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -69,13 +69,10 @@ class Lost:
     reason: str
 
 
-Job = Task | Exchange
-Result = Done | Mapping[int, "Contribution | str"] | Lost  # of a task, of an exchange, of either
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Asks a worker to return freed memory; it does not reply."""
+Job = Task | Exchange | int  # the number of a node that the worker keeps: it gives up its state
+Result = Done | dict[int, "Contribution | str"] | RecordDict | Lost  # of a task, an exchange, a node; of each
+Handler = Callable[[Job], Result]  # what a worker does with a job
+_REST = "rest"  # asks a worker to return freed memory; it does not reply
 
 
 class NodeWorker(Protocol):
@@ -95,19 +92,7 @@ class NodeWorker(Protocol):
     def receive(self) -> tuple[Job, Result]:
         """The current job and its result, as soon as there is one."""
 
-    def take_state(self, node: int) -> RecordDict | None:
-        """The state of a node that the idle worker keeps; None if the worker is lost."""
-
     def close(self) -> None: ...
-
-
-class Served(Protocol):
-    """What a worker process does with what it is sent."""
-
-    def handle(self, job: Job) -> Result: ...
-
-    def give_state(self, node: int) -> RecordDict:
-        """The state of a node that the process keeps."""
 
 
 @dataclass
@@ -115,7 +100,7 @@ class Worker:
     """A forked process that handles one job at a time; a dead one is replaced."""
 
     number: int
-    served: Served
+    handle: Handler
     current: Job | None = None
     process: BaseProcess | None = None
     connection: Connection = field(init=False)
@@ -143,28 +128,16 @@ class Worker:
             self.close()
             return job, Lost(f"the client's process died ({how})")
 
-    def take_state(self, node: int) -> RecordDict | None:
-        """The state of a node that the idle worker keeps; None if the process has died."""
-        try:
-            send(self.connection, node)
-            state = receive(self.connection)
-        except (EOFError, OSError):
-            self.close()
-            return None
-        assert isinstance(state, RecordDict)
-        return state
-
     def rest(self) -> None:
         """Let the idle process return freed memory."""
         if self._is_ready and self.is_free:
             with contextlib.suppress(OSError):  # it died while idle
-                send(self.connection, Rest())
+                send(self.connection, _REST)
 
     def begin(self) -> None:
         """Start the process if there is none, without waiting until it is ready."""
         if self.process is None:
-            other = self.launch()
-            other.close()
+            self.launch()
 
     def start(self) -> None:
         """Start the process if there is none, and wait until it is ready."""
@@ -202,15 +175,15 @@ class Worker:
         code = self.process.exitcode
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
-    def launch(self) -> Connection:
-        """Start a process; returns its end of the connection."""
+    def launch(self) -> None:
+        """Start a process."""
         return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
         fork = multiprocessing.get_context("fork")
         self.connection, other = fork.Pipe()
-        self.process = fork.Process(target=_serve_forked, args=(self.served, self.connection, other), daemon=True)
+        self.process = fork.Process(target=_serve_forked, args=(self.handle, self.connection, other), daemon=True)
         with without_interrupts():
             self.process.start()
-        return other
+        other.close()
 
     def close(self) -> None:
         if self.process is not None:
@@ -243,14 +216,14 @@ def leave_if_unguarded() -> None:
         sys.exit(UNGUARDED)
 
 
-def _serve_forked(served: Served, parent: Connection, connection: Connection) -> None:
+def _serve_forked(handle: Handler, parent: Connection, connection: Connection) -> None:
     parent.close()
     if "torch" in sys.modules:
         seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
     if (problem := fork_problem()) is None:
-        serve(served, connection)
+        serve(handle, connection)
     else:
         with contextlib.suppress(OSError):  # the parent has ended
             connection.send(problem)
@@ -279,7 +252,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def serve(served: Served, connection: Connection) -> None:
+def serve(handle: Handler, connection: Connection) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
@@ -288,21 +261,19 @@ def serve(served: Served, connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         connection.send(None)
-        while _serve_next(served, connection):
+        while _serve_next(handle, connection):
             pass
 
 
-def _serve_next(served: Served, connection: Connection) -> bool:
+def _serve_next(handle: Handler, connection: Connection) -> bool:
     """Answer a message. A function, so that no message or reply stays in memory while the worker waits."""
     if not connection.poll(_IDLE):
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
     match receive(connection):
         case None:
             return False
-        case Rest():
+        case str():  # _REST
             return_freed_memory()
-        case int() as node:
-            send(connection, served.give_state(node))
         case job:
-            send(connection, served.handle(job))
+            send(connection, handle(job))
     return True

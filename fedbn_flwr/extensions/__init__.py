@@ -5,10 +5,16 @@ extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure"
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
 only its parts with it. The kinds:
 
-- commands: a function that adds a command to the parser of `fedbn`, for instance `fedbn check`
-- client_mods: a mod of the ClientApp of experiments
+- app_mods: a mod of the ClientApp of experiments, around every message
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
+- carriers: "streams", the settings that carry the exchanges of FedTAN
+- client_keys: the client rule that a config key selects
+- client_mods: a mod around the handling of the train messages with a config key
+- commands: a function that adds a command to the parser of `fedbn`, for instance `fedbn check`
 - passes: "compiled", the loss of a compiled pass; "decided" and "fill_cache", for what the settings leave to a run
+- queries: the handler of a query, by its action
+- strategies: a strategy by its name
+- workers: how processes of the local engine are started, and a function that makes them
 """
 
 import importlib

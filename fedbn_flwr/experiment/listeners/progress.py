@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedbn_flwr.engines.logs import FIELDS, is_json, write_json
+from fedbn_flwr.engines.logs import is_json, working_at, write_json
 
 from .base import Listener, RunState
 
@@ -228,7 +228,7 @@ class Progress(Listener):
             return
         try:
             if is_json():
-                FIELDS.update(run=self._name, round=self._round)
+                working_at(run=self._name, round=self._round)
                 write_json("INFO", text)
             else:  # not with rich, which wraps lines at 80 columns if there is no terminal
                 print(text, file=sys.stdout, flush=True)

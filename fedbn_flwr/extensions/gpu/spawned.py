@@ -31,8 +31,7 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from fedbn_flwr.engines.logs import use_json
-from fedbn_flwr.engines.nodes import Nodes
-from fedbn_flwr.engines.worker import UNGUARDED, Worker, serve, without_interrupts
+from fedbn_flwr.engines.worker import UNGUARDED, Handler, Worker, serve, without_interrupts
 from fedbn_flwr.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -86,9 +85,9 @@ class Spawned:
 
 
 class SpawnedWorker(Worker):
-    """A process that is a new interpreter; `served` is what it gets."""
+    """A process that is a new interpreter; `handle` is the `Spawned` that it gets."""
 
-    served: Any
+    handle: Any
 
     def start(self) -> None:
         self.begin()
@@ -96,16 +95,16 @@ class SpawnedWorker(Worker):
             self.close()
             raise RunFailed(f"a worker process was not ready after {_START_TIMEOUT} s; use fewer workers, or workers=0")
 
-    def launch(self) -> Connection:
+    def launch(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.connection, other = spawn.Pipe()
-        packed = self.served.pack(self.number)
+        packed = self.handle.pack(self.number)
         level = logging.getLogger("flwr").getEffectiveLevel()
         self.process = spawn.Process(target=_serve, args=(packed, level, other), daemon=True)
         resource_tracker.ensure_running()  # the start of the first process would start it, and unblock Ctrl-C
-        with packed.file, self.served.environment(self.number), without_interrupts():
+        with packed.file, self.handle.environment(self.number), without_interrupts():
             self.process.start()
-        return other
+        other.close()
 
     def died_early(self) -> str:
         how = self.how_it_ended()
@@ -120,22 +119,22 @@ class SpawnedWorker(Worker):
         )
 
 
-def spawned(served: Nodes, count: int, gpus: int) -> list[Worker]:
+def spawned(handle: Handler, count: int, gpus: int) -> list[Worker]:
     """`count` workers, on `gpus` GPUs in turn."""
-    shared = Spawned(served, gpus)
-    return [SpawnedWorker(number, shared) for number in range(count)]
+    shared = Spawned(handle, gpus)
+    return [SpawnedWorker(number, shared) for number in range(count)]  # type: ignore[arg-type]
 
 
 def _serve(packed: Packed, level: int, connection: Connection) -> None:
     logging.getLogger("flwr").setLevel(level)
     use_json()
     try:
-        served = packed.load()
+        handle = packed.load()
     except RunFailed as error:
         with contextlib.suppress(OSError):  # the parent has ended
             connection.send(str(error))
     else:
-        serve(served, connection)
+        serve(handle, connection)
 
 
 class Packed:

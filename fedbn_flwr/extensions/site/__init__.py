@@ -2,5 +2,5 @@
 
 PARTS = {
     "commands": {"check": "check:add", "metrics": "metrics:add"},
-    "client_mods": {"record_status": "status:record_status"},
+    "app_mods": {"record_status": "status:record_status"},
 }

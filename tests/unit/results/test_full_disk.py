@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shlex
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.engines.temporary import temporary_folder
 
 EXPERIMENT = (
     "{name: full, rounds: 3, clients: 2, train: {steps: 1}, strategy: {name: FedBN}, engine: {workers: 0, "
@@ -79,23 +76,3 @@ def test_standard_output_may_be_full(capsys: pytest.CaptureFixture[str], monkeyp
     with suppress(OSError):
         full.close()
     assert capsys.readouterr().err == "fedbn: error: the output cannot be written: No space left on device\n"
-
-
-def test_temporary_folders_of_processes_that_were_killed_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("fedbn-tmp-nodes-old", "fedbn-tmp-nodes-new", "other-old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "node-1").write_bytes(b"state")
-    (tmp_path / "fedbn-tmp-link").symlink_to(tmp_path / "other-old")
-    for name in ("fedbn-tmp-nodes-old", "other-old"):
-        os.utime(tmp_path / name, (1, 1))
-    with temporary_folder("nodes") as mine:
-        os.utime(mine, (1, 1))
-        with temporary_folder("nodes") as second:
-            assert mine.is_dir(), "its process lives"
-            assert {path.name for path in tmp_path.iterdir()} == {
-                "fedbn-tmp-nodes-new", "other-old", "fedbn-tmp-link", mine.name, second.name,
-            }  # fmt: skip
-    assert not mine.exists()
