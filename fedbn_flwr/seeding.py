@@ -6,12 +6,12 @@ Therefore a resumed run, another order of the clients, and another engine all us
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import torch
 
 
 def seed_for(seed: int, purpose: str, *where: int) -> int:
@@ -23,21 +23,15 @@ def seed_for(seed: int, purpose: str, *where: int) -> int:
 
 def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
     """A torch generator on the CPU, for data on any device: devices draw different streams."""
-    import torch
-
     return torch.Generator().manual_seed(seed_for(seed, purpose, *where))
 
 
 def states() -> list[torch.Tensor]:
     """The states of torch's global generators: the CPU's, and the current GPU's."""
-    import torch
-
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def set_states(saved: list[torch.Tensor]) -> None:
-    import torch
-
     torch.set_rng_state(saved[0])
     for state in saved[1:]:
         torch.cuda.set_rng_state(state)
@@ -49,11 +43,6 @@ def all_streams(seed: int, device: torch.device | None = None) -> Iterator[None]
 
     They are restored afterwards. `device` is the GPU whose generator is seeded, if any.
     """
-    import random
-
-    import numpy as np
-    import torch
-
     python, arrays = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)
@@ -68,8 +57,6 @@ def all_streams(seed: int, device: torch.device | None = None) -> Iterator[None]
 @contextmanager
 def streams(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators of the CPU and of `device` inside the block; restore them afterwards."""
-    import torch
-
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng([device] if on_gpu else []):
         # Not torch.manual_seed: it also queues a call for every GPU that was not used yet, which costs 1 ms.

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord as FlowerRecord
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flwr.common.constant import SType
 from numpy.lib import format as npy
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.errors import MessageError
 
 Values = Mapping[str, NDArray[Any]]
-AnyRecord = TypeVar("AnyRecord", ArrayRecord, ConfigRecord, RecordDict)
+AnyRecord = TypeVar("AnyRecord", FlowerRecord, ConfigRecord, RecordDict)
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,23 @@ class Array(FlowerArray):
         return Array, self.place
 
 
+class ArrayRecord(FlowerRecord):
+    """Flower's ArrayRecord without its check of each entry: those of a model take longer than all else in packing.
+
+    It has the name of Flower's class for the same reason as Array.
+    """
+
+    def __init__(self, entries: dict[str, FlowerArray]) -> None:
+        super().__init__()
+        self.__dict__["_data"] = entries
+
+
 # These replace RecordDict.array_records etc., which build a mapping that writes back to the RecordDict: building it
 # takes longer than handling most messages.
 
 
-def arrays_in(content: RecordDict) -> dict[str, ArrayRecord]:
-    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
+def arrays_in(content: RecordDict) -> dict[str, FlowerRecord]:
+    return {name: record for name, record in content.items() if isinstance(record, FlowerRecord)}
 
 
 def metrics_in(content: RecordDict) -> dict[str, MetricRecord]:
@@ -147,12 +159,12 @@ def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
     return {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
 
 
-def pack(arrays: Values) -> ArrayRecord:
+def pack(arrays: Values) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
     if objects := [key for key, value in arrays.items() if value.dtype.hasobject]:
         raise TypeError(f"{objects[0]!r} holds Python objects; expected an array of numbers")
     owners = {key: block for block in _blocks(arrays) for key in block}
-    return filled(ArrayRecord(), {key: Array(owners[key], key) for key in arrays})
+    return ArrayRecord({key: Array(owners[key], key) for key in arrays})
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
@@ -166,7 +178,7 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     return {key: value.value if isinstance(value, Array) else _read(value) for key, value in arrays.items()}
 
 
-def size_of(record: ArrayRecord) -> tuple[int, int]:
+def size_of(record: FlowerRecord) -> tuple[int, int]:
     """The number of elements of a record and of their bytes, without names and headers."""
     arrays = unpack(record)
     values = [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
@@ -181,7 +193,7 @@ def elements(content: RecordDict) -> int:
     return sum(size_of(record)[0] for record in arrays_in(content).values())
 
 
-def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
+def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
     """An ArrayRecord of Arrays from several records; Flower's constructor would write and copy the bytes of each."""
     return pack(unpack(arrays))
 
@@ -211,7 +223,7 @@ def _blocks(values: Values) -> list[FlatArrays]:
     return blocks
 
 
-def held(record: ArrayRecord) -> ArrayRecord:
+def held(record: FlowerRecord) -> FlowerRecord:
     """The record with all its arrays in memory, as they were declared; MessageError names a key that is not so.
 
     The same record if nothing had to be read. Arrays in memory need no bytes, so they are not checked again.

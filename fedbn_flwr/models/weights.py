@@ -12,6 +12,7 @@ from urllib.error import URLError
 
 import torch
 from flwr.common import log
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedbn_flwr import named
@@ -27,26 +28,22 @@ _OLDER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.\w+)$")
 
 def read_weights(name: str, weights: str) -> dict[str, Tensor]:
     """The state dict that `weights` refers to: a file, or weights that torchvision has for the network `name`."""
-    if weights.endswith(SUFFIX):
-        try:
-            file = named.path_of(weights).absolute()
-            if not file.is_file():
-                raise SettingsError(f"model.weights={weights!r}: there is no file {str(file)!r}")
-            return _file(file, file.stat().st_mtime_ns)
-        except (RuntimeError, OSError) as error:  # no such user, or a folder that cannot be read
-            raise SettingsError(f"model.weights={weights!r} cannot be read: {error}") from None
-    return _torchvision(name.removeprefix("torchvision.models:"), weights)
+    if not weights.endswith(SUFFIX):
+        return _torchvision(name.removeprefix("torchvision.models:"), weights)
+    try:
+        file = named.path_of(weights).absolute()
+        if not file.is_file():
+            raise SettingsError(f"model.weights={weights!r}: there is no file {str(file)!r}")
+        return _file(file, file.stat().st_mtime_ns)
+    except (RuntimeError, OSError, SafetensorError) as error:  # also no such user, or a folder that cannot be read
+        raise SettingsError(f"model.weights={weights!r} cannot be read: {error}") from None
 
 
 @functools.lru_cache(maxsize=2)
 def _file(file: Path, changed: int) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise SettingsError(f"model.weights={str(file)!r} cannot be read: {error}") from None
+    return load_file(file)
 
 
 @functools.lru_cache(maxsize=2)

@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.threads import map_batches
 
+from .roles import MEAN, VARIANCE
+
 
 @dataclass
 class _Moments:
@@ -23,6 +25,7 @@ class _Moments:
     """
 
     pooled: bool
+    dtype: torch.dtype  # of the values
     batches: int = 0
     values: int = 0
     mean: Any = 0.0
@@ -60,10 +63,7 @@ def reestimate(
     statistics do not change; static batch norm, which tracks none, is measured too. The result does not depend on the
     number of threads.
     """
-    names: dict[_BatchNorm, list[str]] = {}  # a layer that is used twice has two names
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _BatchNorm):
-            names.setdefault(module, []).append(name)
+    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
     found = threading.local()  # the moments of the batch that this thread has
 
     def measure(name: str, layer: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -77,9 +77,8 @@ def reestimate(
         model(batch[0].to(device))
         return list(found.moments)
 
-    moments: dict[str, _Moments] = {}  # by the first name of each layer
-    dtypes: dict[str, torch.dtype] = {}
-    hooks = [layer.register_forward_pre_hook(partial(measure, own[0])) for layer, own in names.items()]
+    moments: dict[str, _Moments] = {}  # by the first name of each layer that the model uses
+    hooks = [layer.register_forward_pre_hook(partial(measure, name)) for layer, name in names.items()]
     modes = {module: module.training for module in model.modules()}
     tracks = {layer: layer.track_running_stats for layer in names}
     model.eval()
@@ -91,8 +90,7 @@ def reestimate(
         for measured in map_batches(moments_of, model, batches, threads):
             count += 1
             for name, n, var, mean in measured:
-                moments.setdefault(name, _Moments(pooled)).add(n, var.double(), mean.double())
-                dtypes[name] = mean.dtype
+                moments.setdefault(name, _Moments(pooled, mean.dtype)).add(n, var.double(), mean.double())
     finally:
         for hook in hooks:
             hook.remove()
@@ -103,11 +101,8 @@ def reestimate(
     if not count:
         raise ValueError("there are no examples to estimate statistics from")
     statistics: dict[str, torch.Tensor] = {}
-    for own in names.values():
-        if (of_layer := moments.get(own[0])) is None:  # the model does not use it
-            continue
-        mean, variance = (value.to(dtypes[own[0]]) for value in (of_layer.mean, of_layer.variance))
-        for name in own:
+    for name, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice has two names
+        if isinstance(module, _BatchNorm) and (own := moments.get(names[module])) is not None:
             prefix = f"{name}." if name else ""
-            statistics |= {f"{prefix}running_mean": mean, f"{prefix}running_var": variance}
+            statistics |= {f"{prefix}{MEAN}": own.mean.to(own.dtype), f"{prefix}{VARIANCE}": own.variance.to(own.dtype)}
     return statistics, count
