@@ -5,6 +5,11 @@ extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure"
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
 only its parts with it. The kinds:
 
+- strategies: by name, the class; `fedbn_flwr.strategies` and `fedbn list strategies` have it
+- client_keys: by config key, the client rule that it selects
+- client_mods: by config key, the mod around the handling of messages that have it: (message, context, call_next). Its
+  `keys` document the config keys; it removes them from the message that it passes on
+- queries: by action, the function (content, context) that answers `query.ACTION`
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
 """
 

@@ -96,20 +96,23 @@ class Secure(Wrapper):
             )
         super().__init__(strategy)
         self.shares = None  # unknown: the server knows the sum of the weights only
-        if not 0.5 <= threshold < 1:
-            raise SettingsError(f"threshold is {threshold!r}; expected a share of the clients from 0.5 to below 1")
-        ranges = {"update_range": update_range, "statistics_range": statistics_range, "max_examples": max_examples}
-        for name, value in ranges.items():
-            if not 1 <= value <= 2**31:
-                raise SettingsError(f"{name} is {value!r}; expected a number from 1 to 2**31")
-            if name != "max_examples" and value * max_examples > 2**44:
-                raise SettingsError(
-                    f"{name} is {value!r} and max_examples is {max_examples!r}; expected a product of at most 2**44, "
-                    "since 64 bits must hold the sum"
-                )
-        if not timeout > 0:
-            raise SettingsError(f"timeout is {timeout!r}; expected a number of seconds above zero")
-        self.settings = SecureSettings(threshold, update_range, statistics_range, max_examples, timeout)
+        in_range, at_most = "a number from 1 to 2**31", "a product of at most 2**44, since 64 bits must hold the sum"
+        rest = f" and max_examples is {max_examples!r}"
+        expected = [
+            ("threshold", f"{threshold!r}", 0.5 <= threshold < 1, "a share of the clients from 0.5 to below 1"),
+            ("update_range", f"{update_range!r}", 1 <= update_range <= 2**31, in_range),
+            ("statistics_range", f"{statistics_range!r}", 1 <= statistics_range <= 2**31, in_range),
+            ("max_examples", f"{max_examples!r}", 1 <= max_examples <= 2**31, in_range),
+            ("update_range", f"{update_range!r}{rest}", update_range * max_examples <= 2**44, at_most),
+            ("statistics_range", f"{statistics_range!r}{rest}", statistics_range * max_examples <= 2**44, at_most),
+            ("timeout", f"{timeout!r}", timeout > 0, "a number of seconds above zero"),
+        ]
+        for name, found, fits, what in expected:
+            if not fits:
+                raise SettingsError(f"{name} is {found}; expected {what}")
+        self.settings = SecureSettings(
+            threshold, (float(update_range), float(statistics_range), float(max_examples)), timeout
+        )
         masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
         traffic = "; ".join(filter(None, [self.traits.traffic, masked]))
         self.traits = replace(self.traits, traffic=traffic, masked=True)
@@ -140,7 +143,7 @@ class Secure(Wrapper):
     # --- a round ---
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        asked = {secure.RANGES: self.settings.ranges, secure.WEIGHT: self.weighted_by_key}
+        asked = {secure.RANGES: [*self.settings.ranges], secure.WEIGHT: self.weighted_by_key}
         return asked | ({secure.EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
 
     def configure_train(
