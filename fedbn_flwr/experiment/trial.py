@@ -50,7 +50,7 @@ class RoundTraffic:
 
     down: Mapping[str, int]  # by role of the model's arrays, by name of other records
     up: Mapping[str, int]
-    exchanges: int  # of FedTAN, and messages of secure aggregation, besides the messages with the model
+    exchanges: int  # of FedTAN, and queries of extensions, besides the messages with the model
     exchanges_down: int
     exchanges_up: int
 

@@ -8,12 +8,13 @@ only its parts with it. The kinds:
 - app_mods: a mod of the ClientApp of experiments, around every message
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
 - carriers: "streams", the settings that carry the exchanges of FedTAN
-- client_keys: the client rule that a config key selects
-- client_mods: a mod around the handling of the train messages with a config key
+- client_keys: by config key, the client rule that it selects
+- client_mods: by config key, the mod around the handling of messages that have it: (message, context, call_next). Its
+  `keys` document the config keys; it removes them from the message that it passes on
 - commands: a function that adds a command to the parser of `fedbn`, for instance `fedbn check`
 - passes: "compiled", the loss of a compiled pass; "decided" and "fill_cache", for what the settings leave to a run
-- queries: the handler of a query, by its action
-- strategies: a strategy by its name
+- queries: by action, the function (content, context) that answers `query.ACTION`
+- strategies: by name, the class; `fedbn_flwr.strategies` and `fedbn list strategies` have it
 - workers: how processes of the local engine are started, and a function that makes them
 """
 

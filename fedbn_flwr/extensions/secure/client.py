@@ -112,8 +112,9 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
     for name, record in arrays_in(content).items():
         values = unpack(record)
         kinds = kinds_of(values) if exchange is None else dict.fromkeys(values, kind_of_exchange(exchange))
-        if exchange == "moments":
-            values = _moments(values)
+        if exchange == "moments":  # mean and second moment of a batch add up over clients; a variance does not
+            mean, var = (values[key].astype(np.float64) for key in ("mean", "var"))
+            values = {"mean": mean, "var": var + mean**2}
         elif exchange is None and name == "arrays":
             if negative := negative_variance(values):
                 raise MessageError(negative)
@@ -136,12 +137,6 @@ def _change(value: Array, before: Array | None) -> Array:
     """An array that the server did not send is sent itself: FedBN's batch norm, for its mean."""
     new = value.astype(np.float64)
     return new if before is None else new - before.astype(np.float64)
-
-
-def _moments(tensors: Arrays) -> Arrays:
-    """Mean and second moment of a batch, which add up over clients; a variance does not."""
-    mean, var = (tensors[name].astype(np.float64) for name in ("mean", "var"))
-    return {"mean": mean, "var": var + mean**2}
 
 
 class _Session:

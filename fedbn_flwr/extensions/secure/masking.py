@@ -189,7 +189,7 @@ class Secrets:
     def shares(self, part: int, which: int, threshold: int, count: int) -> list[bytes]:
         """The share of a secret for each client, in the order of positions."""
         polynomial = [self._number(f"{which} {part} {power}") for power in range(threshold)]
-        return [to_bytes(share) for share in split(polynomial, count)]
+        return [share.to_bytes(SHARE_BYTES, "little") for share in split(polynomial, count)]
 
     def channel(self, public: bytes) -> bytes:
         """The secret of the channel to the client with this public key, from which `sealing_key` follows."""
@@ -217,7 +217,9 @@ def key_of(part: int, which: int) -> slice:
 
 def private_key(secret: int) -> X25519PrivateKey:
     """s_u^SK, if the secret is that of the masks between pairs."""
-    return X25519PrivateKey.from_private_bytes(_derive(to_bytes(secret), b"private key", KEY_BYTES))
+    return X25519PrivateKey.from_private_bytes(
+        _derive(secret.to_bytes(SHARE_BYTES, "little"), b"private key", KEY_BYTES)
+    )
 
 
 def public_key(secret: int) -> bytes:
@@ -256,15 +258,7 @@ def is_usable(public: bytes) -> bool:
 
 
 def stream_key(secret: int) -> bytes:
-    return _derive(to_bytes(secret), b"self mask", KEY_BYTES)
-
-
-def to_bytes(number: int) -> bytes:
-    return number.to_bytes(SHARE_BYTES, "little")
-
-
-def from_bytes(data: bytes) -> int:
-    return int.from_bytes(data, "little")
+    return _derive(secret.to_bytes(SHARE_BYTES, "little"), b"self mask", KEY_BYTES)
 
 
 def _derive(secret: bytes, name: bytes, length: int) -> bytes:

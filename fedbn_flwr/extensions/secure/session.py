@@ -40,7 +40,6 @@ from .masking import (
     NotOpened,
     add_masks,
     form_of,
-    from_bytes,
     from_vector,
     is_usable,
     join,
@@ -59,14 +58,8 @@ class SecureSettings:
     """The arguments of `Secure`."""
 
     threshold: float
-    update_range: float
-    statistics_range: float
-    max_examples: float
+    ranges: tuple[float, float, float]  # the largest update, statistic and weight
     timeout: float
-
-    @property
-    def ranges(self) -> list[float]:
-        return [float(self.update_range), float(self.statistics_range), float(self.max_examples)]
 
 
 @dataclass(frozen=True)
@@ -200,7 +193,7 @@ class Session:
                 if share is None:
                     disputes.add(frozenset({sender, receiver}))
                 else:
-                    shares[sender][1 + place] = from_bytes(share)
+                    shares[sender][1 + place] = int.from_bytes(share, "little")
         if not disputes <= self._disputes:
             self._settle(disputes)
         found = {}

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -43,6 +44,7 @@ from . import protocol as secure
 from .masking import TOTALS, FixedPoint, NotOpened, kind_of_exchange, kind_of_metric, kinds_of
 from .session import SecureSettings, Session, Sums
 
+_Range = Annotated[float, Ge(1), Le(2**31), "a number from 1 to 2**31"]
 _MOST_SKIPPED = 3  # rounds in a row without a client that could be named
 
 # Strategies of Flower whose result depends on the mean of the replies only.
@@ -92,27 +94,22 @@ class Secure(Wrapper):
         self,
         strategy: Strategy,
         *,
-        threshold: float = 0.5,
-        update_range: float = 1024,
-        statistics_range: float = 65536,
-        max_examples: int = 2**20,
-        timeout: float = 600,
+        threshold: Annotated[float, Ge(0.5), Lt(1), "a share of the clients from 0.5 to below 1"] = 0.5,
+        update_range: _Range = 1024,
+        statistics_range: _Range = 65536,
+        max_examples: _Range = 2**20,
+        timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
     ) -> None:
         super().__init__(strategy)
-        if not 0.5 <= threshold < 1:
-            raise SettingsError(f"threshold is {threshold!r}; expected a share of the clients from 0.5 to below 1")
-        ranges = {"update_range": update_range, "statistics_range": statistics_range, "max_examples": max_examples}
-        for name, value in ranges.items():
-            if not 1 <= value <= 2**31:
-                raise SettingsError(f"{name} is {value!r}; expected a number from 1 to 2**31")
-            if name != "max_examples" and value * max_examples > 2**44:
+        for name, value in {"update_range": update_range, "statistics_range": statistics_range}.items():
+            if value * max_examples > 2**44:
                 raise SettingsError(
                     f"{name} is {value!r} and max_examples is {max_examples!r}; expected a product of at most 2**44, "
                     "since 64 bits must hold the sum"
                 )
-        if not timeout > 0:
-            raise SettingsError(f"timeout is {timeout!r}; expected a number of seconds above zero")
-        self.settings = SecureSettings(threshold, update_range, statistics_range, max_examples, timeout)
+        self.settings = SecureSettings(
+            threshold, (float(update_range), float(statistics_range), float(max_examples)), timeout
+        )
         masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
         traffic = "; ".join(filter(None, [self.traits.traffic, masked]))
         self.traits = replace(self.traits, traffic=traffic, hides="hides from the server")
@@ -136,7 +133,7 @@ class Secure(Wrapper):
     # --- a round ---
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        asked = {secure.RANGES: self.settings.ranges, secure.WEIGHT: self.weighted_by_key}
+        asked = {secure.RANGES: [*self.settings.ranges], secure.WEIGHT: self.weighted_by_key}
         return asked | ({secure.EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
 
     def configure_train(
