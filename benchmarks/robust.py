@@ -1,4 +1,4 @@
-"""Accuracy with 0, 1 and 2 malicious clients of ten, with and without the options of docs/robustness.md.
+"""Accuracy with 0, 1 and 2 malicious clients of ten, with and without the bounds and means of docs/robustness.md.
 
     python benchmarks/robust.py digits cifar10 >> docs/results/robust/runs.jsonl
 

@@ -25,7 +25,6 @@ from urllib.request import urlopen
 import pytest
 from safetensors.numpy import load_file
 
-from fedbn_flwr.extensions.site.samples import METRICS
 from tests.support.certificates import write_certificate
 from tests.support.command import PATIENCE, fedbn
 from tests.support.network import (
@@ -92,14 +91,8 @@ def test_images_are_those_of_the_installed_flower() -> None:
     assert {image.split(":")[1].rsplit(".", 1)[0] for image in images} == {version("flwr").rsplit(".", 1)[0]}
 
 
-def test_the_dashboard_uses_metrics_that_exist() -> None:
-    """And the profile mounts all files of deploy/monitoring."""
+def test_the_profile_mounts_all_files_of_monitoring() -> None:
     folder = ROOT / "deploy" / "monitoring"
-    panels = json.loads((folder / "dashboard.json").read_text())["panels"]
-    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
-    used = {name for expression in expressions for name in re.findall(r"fedbn_\w+", expression)}
-    assert len(expressions) >= len(panels) > 5
-    assert used <= METRICS.keys()
     services = [service for service in read_compose()["services"].values() if "profiles" in service]
     sources = {volume["source"] for service in services for volume in service["volumes"] if isinstance(volume, dict)}
     assert {f"./deploy/monitoring/{file.name}" for file in folder.iterdir()} <= sources

@@ -207,3 +207,11 @@ def test_a_damaged_status_has_no_entries(content: bytes) -> None:
 def test_a_path_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["metrics", "--once", "x" * 300]) == 1
     assert capsys.readouterr().err == f"fedbn: error: '{'x' * 300}': File name too long\n"
+
+
+def test_the_dashboard_uses_metrics_that_exist() -> None:
+    panels = json.loads((ROOT / "deploy" / "monitoring" / "dashboard.json").read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    used = {name for expression in expressions for name in re.findall(r"fedbn_\w+", expression)}
+    assert len(expressions) >= len(panels) > 5
+    assert used <= METRICS.keys()
