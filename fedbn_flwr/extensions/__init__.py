@@ -5,6 +5,7 @@ extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure"
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
 only its parts with it. The kinds:
 
+- carriers: classes of exchange services, `fedbn_flwr.exchange.carriers.Service`
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
 """
 
