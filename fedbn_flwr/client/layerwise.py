@@ -113,22 +113,16 @@ class Session:
 
     def _exchange(self, contribution: Contribution) -> Agreement:
         self._reached += 1
+        state = seeding.states()
         if self._reached > self._given:
-            state = seeding.states()
             self._events.put(("pending", contribution))
-            answer = self._wait()
-            seeding.set_states(state)
-        else:
-            answer = self._wait()
-        return answer
-
-    def _wait(self) -> Agreement:
         try:
             answer = self._answers.get(timeout=self._patience)
         except queue.Empty:
-            raise _Abandoned from None
+            answer = None
         if answer is None:
             raise _Abandoned
+        seeding.set_states(state)
         return answer
 
 

@@ -7,7 +7,7 @@ only its parts with it. The kinds:
 
 - app_mods: a mod of the ClientApp of experiments, around every message
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
-- carriers: "streams", the settings that carry the exchanges of FedTAN
+- carriers: classes of exchange services for FedTAN, `fedbn_flwr.exchange.carriers.Service`
 - client_keys: by config key, the client rule that it selects
 - client_mods: by config key, the mod around the handling of messages that have it: (message, context, call_next). Its
   `keys` document the config keys; it removes them from the message that it passes on
