@@ -242,7 +242,7 @@ def ignoring(fed: Any, partition: int) -> ClientApp:
 
 
 @pytest.mark.parametrize(("freeze", "key"), [("statistics", "1.running_mean"), ("affine", "1.weight")])
-def test_a_client_that_ignores_the_freeze_is_refused_by_name(federation: Federations, freeze: str, key: str) -> None:
+def test_a_client_that_ignores_the_freeze_is_refused_by_name(federation: Federations, freeze: Any, key: str) -> None:
     fed = federation((4, 4, 4))
     base = FedAvg(fraction_evaluate=0.0, min_train_nodes=3)
     with pytest.raises(RunFailed) as caught:
