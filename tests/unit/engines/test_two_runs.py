@@ -1,4 +1,4 @@
-"""Two runs in one process do not meet: what a run needs of the process is its own, or stays as it was."""
+"""Two runs in one process do not disturb each other: what a run needs of it is its own, or stays as it was."""
 
 from __future__ import annotations
 
