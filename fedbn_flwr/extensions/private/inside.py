@@ -21,7 +21,7 @@ from fedbn_flwr.strategies import (
 
 _ROBUST = tuple(of.strategy for of in FLOWER.values() if of.robust)
 
-# The error for each need of a strategy that Private does not fulfil, in the order in which they are checked. `{name}` is
+# The error for each need of a strategy that Private does not fulfil, in the order of the checks. `{name}` is
 # the strategy, and `{value}` describes its need.
 REFUSED = {
     "open replies": "with {name} the server cannot clip or check the change of a client, as Private does; use one of "
