@@ -21,7 +21,7 @@ from fedbn_flwr.norms.roles import Role, roles
 
 @dataclass(eq=False)
 class _Use:
-    """Which client has used a model last, and whether its round goes on: an attribute of the model, not of copies."""
+    """Which client has used a model last, and whether it trains now: an attribute of the model, not of copies."""
 
     client: int | None = None
     is_training: bool = False
