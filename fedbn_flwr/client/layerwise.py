@@ -83,6 +83,8 @@ class Session:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
             kind, value = self._events.get()
+            if kind != "pending":
+                self._join()
         finally:
             seeding.set_states(outside)
         if kind == "failed":
@@ -94,13 +96,17 @@ class Session:
         # At its end the round resets the generators to their state at its beginning, which is not the caller's.
         outside = seeding.states()
         self._answers.put(None)
+        self._join()
+        seeding.set_states(outside)
+
+    def _join(self) -> None:
+        """Wait for the end of the thread: if Python ended before, the process would abort."""
         if self._thread is not None:
             self._thread.join(self._patience)
-            # PyTorch still frees memory of the thread then: if Python ended meanwhile, it would abort the process.
+            # PyTorch still frees memory of the thread then.
             task, deadline = Path(f"/proc/self/task/{self._thread.native_id}"), time.monotonic() + 1
             while task.exists() and time.monotonic() < deadline:
                 time.sleep(0.001)
-        seeding.set_states(outside)
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # the number is a setting of the thread
