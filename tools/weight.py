@@ -1,4 +1,4 @@
-"""Counts what there is to read: statements by folder, the way of a round, and the names that a strategy's author meets.
+"""Counts what there is to read: statements by folder, the way of a round, and the names that concern the author of a strategy.
 
 Statements are all `ast.stmt` of the modules, so denser lines do not change them; tests are left out. The way of a round
 is what `sys.setprofile` reports from `configure_train` to `aggregate_train` of the second round, on the local engine
@@ -67,7 +67,7 @@ def long_signatures(most: int = 8) -> list[str]:
 
 
 def names() -> dict[str, list[str]]:
-    """The names that the author of a strategy with both halves can meet, by class."""
+    """The names that concern the author of a strategy with both halves, by class."""
     from flwr.serverapp.strategy import Strategy
 
     from fedbn_flwr.client.rule import ClientRule, LocalRound, Update
@@ -145,9 +145,9 @@ def main() -> None:
     extensions = sum(count for room, count in found.items() if "extensions/" in room)
     print(f"core {core:,}, extensions {extensions:,}, all {sum(found.values()):,}")
     print(f"isinstance in the core: {isinstances()}; functions with more than 8 parameters: {long_signatures()}")
-    met = names()
-    print(f"names for an author: {sum(map(len, met.values()))}")
-    for kind, each in met.items():
+    of_authors = names()
+    print(f"names for an author: {sum(map(len, of_authors.values()))}")
+    for kind, each in of_authors.items():
         print(f"  {kind} ({len(each)}): {', '.join(each)}")
 
     from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN

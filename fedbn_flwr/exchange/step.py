@@ -9,11 +9,10 @@ The model stays unchanged: only during the step, each batch norm has another `fo
 
     dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / n
 
-For this, a layer has three nodes in autograd's graph, whose backward passes run in this order: `_Normalise` computes
-the direct gradients, `_Cohort` exchanges those of mu and var, and `_Moments` adds the terms through mu and var. On a
-GPU one thread of autograd serves all clients of a process, and must not wait for another client. Autograd runs a node
-whose outputs are on the CPU in the thread that called backward, so those of `_Cohort` are. A token that each `_Cohort`
-passes to the next one makes the order of the exchanges that of the layers, on all clients.
+On a CPU, backward runs in the thread that called it and may wait there for the other clients: `_CohortNorm` is an
+autograd function whose backward exchanges. On a GPU, one thread of autograd serves all clients and would wait for
+itself: each batch norm detaches its input into a leaf, at which the loss's backward stops, and Python code calls the
+layers' backward passes in reverse order. Residual paths are then traversed more than once, which costs time.
 
 The direct gradients that are exchanged follow from those of gamma and beta, which native kernels compute:
 
@@ -39,6 +38,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.models.tensors import as_array
 from fedbn_flwr.norms.roles import computes_as_batch_norm
 
 from .codec import Agreement, Contribution
@@ -47,13 +47,25 @@ Exchange = Callable[[Contribution], Agreement]
 
 
 @dataclass
-class _Call:
-    """One pass through a batch norm; a layer that is used twice has two."""
+class _Moments:
+    """The agreed statistics of one pass through one batch norm; a layer that is used twice has two passes."""
 
-    mean: Tensor  # mu and var, the agreed statistics
+    mean: Tensor
     var: Tensor
     gamma: Tensor
     eps: float
+
+
+@dataclass
+class _Call:
+    """One pass through a batch norm whose backward Python code calls."""
+
+    y: Tensor  # the input, with its graph
+    leaf: Tensor  # the same values, where backward stops
+    moments: _Moments
+    layer: _BatchNorm
+    gamma: Tensor  # leaves of this call: each call needs its own gradients
+    beta: Tensor
 
 
 class LayerwiseStep:
@@ -68,6 +80,8 @@ class LayerwiseStep:
     backward
         Also exchange gradients. Without it each client uses its own instead of the cohort's: the papers'
         "FedAvg + Algorithm 2".
+    walk
+        Call the layers' backward passes outside of autograd; None: only if the model is not on a CPU.
     examples, partition
         Of the client; part of each contribution.
     """
@@ -78,15 +92,18 @@ class LayerwiseStep:
         *,
         fused: bool = True,
         backward: bool = True,
+        walk: bool | None = None,
         examples: int = 0,
         partition: int | None = None,
     ) -> None:
         self.exchange = exchange
         self.fused = fused
         self.backward = backward
+        self.walk = walk
         self.examples = examples
         self.partition = partition
-        self._token = torch.zeros(())
+        self._calls: list[_Call] = []
+        self._open: list[_Moments] = []  # passes whose gradients were not exchanged yet
         self._left = 0
         self._images = 0
 
@@ -97,29 +114,31 @@ class LayerwiseStep:
     def __call__(
         self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
+        self._calls = []
         self._images = len(inputs)
         self._left = self.exchanges(count_calls(model, inputs))
-        self._token = torch.zeros((), requires_grad=True)
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)
-        # The last token too: layers on which the loss does not depend take part in the exchanges, as on all clients.
-        torch.autograd.backward([loss, self._token], [None, torch.zeros(())])
+        # Residual paths belong to the graphs of several calls, so a graph is kept until its last traversal.
+        loss.backward(retain_graph=bool(self._calls))
+        for number, call in reversed(list(enumerate(self._calls))):
+            self._walk(call, last=number == 0)
+        for moments in reversed(self._open):  # layers on which the loss does not depend, the same on all clients
+            self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
+        self._calls, self._open = [], []
         return loss.detach()
 
-    def swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
         """Exchange tensors: the cohort's values of them, and the number of images in all batches."""
         self._left -= 1
-        # NumPy has no bfloat16, which becomes float32.
-        own = {
-            key: value.to(torch.promote_types(value.dtype, torch.float16)).cpu().numpy()
-            for key, value in tensors.items()
-        }
+        own = {key: as_array(value) for key, value in tensors.items()}
         agreed = self.exchange(
             Contribution(kind, own, self._images, self._left, examples=self.examples, partition=self.partition)
         )
         # A copy: PyTorch accepts no read-only array.
-        values = {key: torch.from_numpy(np.array(agreed.tensors[key])).to(value) for key, value in tensors.items()}
-        return values, agreed.images
+        return {
+            k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()
+        }, agreed.images
 
     def _normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
         """Batch norm's forward, over the cohort: y [N, C, ...]."""
@@ -132,90 +151,90 @@ class LayerwiseStep:
                 var = _variance(values, mean, dims)
             else:
                 mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
-            agreed, images = self.swap("moments", {"mean": mean, "var": var})
+            agreed, images = self._swap("moments", {"mean": mean, "var": var})
             mean, var = agreed["mean"], agreed["var"]
         else:
-            mean = self.swap("mean", {"mean": values.mean(dims)})[0]["mean"]
-            agreed, images = self.swap("variance", {"var": _variance(values, mean, dims)})
+            mean = self._swap("mean", {"mean": values.mean(dims)})[0]["mean"]
+            agreed, images = self._swap("variance", {"var": _variance(values, mean, dims)})
             var = agreed["var"]
         # Running variances are unbiased over the values of all clients, as they would be over the union.
         _update_running(layer, mean, var, count=images * (y.numel() // (y.shape[0] * y.shape[1])))
         gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
         beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
-        call = _Call(mean, var, gamma.detach(), layer.eps)
-        y, mean, var = _Moments.apply(y, mean, var, call)  # type: ignore[no-untyped-call]
-        mean, var, self._token = _Cohort.apply(mean, var, self._token, self)  # type: ignore[no-untyped-call]
-        out: Tensor = _Normalise.apply(y, gamma, beta, mean, var, call)  # type: ignore[no-untyped-call]
-        return out
+        moments = _Moments(mean, var, gamma.detach(), layer.eps)
+        self._open.append(moments)
+        walk = y.device.type != "cpu" if self.walk is None else self.walk
+        if not walk:
+            # Images need no gradient, but backward must reach this function.
+            start = y if y.requires_grad else values.requires_grad_()
+            out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
+            return out
+        leaf = values.requires_grad_()
+        call = _Call(
+            y, leaf, moments, layer, gamma.detach().clone().requires_grad_(), beta.detach().clone().requires_grad_()
+        )
+        self._calls.append(call)
+        return F.batch_norm(leaf, mean, var, call.gamma, call.beta, training=False, eps=layer.eps)
 
-
-class _Moments(torch.autograd.Function):
-    """Batch norm's input and the statistics, which depend on it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, mean: Tensor, var: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(y)
-        ctx.call = call
-        return y, mean, var
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor | None, d_mean: Tensor, d_var: Tensor) -> tuple[Tensor | None, ...]:
-        if d_out is None:  # the loss does not depend on the layer
-            return None, None, None, None
-        (y,), call = ctx.saved_tensors, ctx.call
-        n = y.numel() // y.shape[1]
-        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
-        # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
-        slope = d_var * (2 / n)
-        shift = d_mean / n - slope * call.mean
-        zeros, ones = torch.zeros_like(call.mean), torch.ones_like(call.var)
-        d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
-        scale = call.gamma * torch.rsqrt(call.var + call.eps)
-        d_y.addcmul_(d_out, scale.view([1, -1] + [1] * (y.ndim - 2)))
-        return d_y, None, None, None
-
-
-class _Cohort(torch.autograd.Function):
-    """The statistics on the CPU; backward exchanges the loss's gradients with respect to them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, var: Tensor, token: Tensor, step: LayerwiseStep
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.step, ctx.device = step, mean.device
-        return mean.cpu(), var.cpu(), token.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, d_token: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.step.backward:
-            agreed, _ = ctx.step.swap("gradients", {"mean": d_mean, "var": d_var})
+    def _exchange_gradients(self, moments: _Moments, d_gamma: Tensor, d_beta: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss's gradients with respect to the agreed mean and variance: the cohort's, or this client's own."""
+        self._open = [other for other in self._open if other is not moments]
+        inverse = torch.rsqrt(moments.var + moments.eps)
+        d_mean = -moments.gamma * inverse * d_beta
+        d_var = -0.5 * moments.gamma * inverse.square() * d_gamma
+        if self.backward:
+            agreed, _ = self._swap("gradients", {"mean": d_mean, "var": d_var})
             d_mean, d_var = agreed["mean"], agreed["var"]
-        return d_mean.to(ctx.device), d_var.to(ctx.device), d_token, None
+        return d_mean, d_var
+
+    def _walk(self, call: _Call, *, last: bool) -> None:
+        """Backpropagate from the gradients of a call's leaves to the layers before it."""
+        moments = call.moments
+        zero = torch.zeros_like(moments.mean)
+        d_gamma = zero if call.gamma.grad is None else call.gamma.grad
+        d_beta = zero if call.beta.grad is None else call.beta.grad
+        for parameter, gradient in ((call.layer.weight, d_gamma), (call.layer.bias, d_beta)):
+            if parameter is not None and parameter.requires_grad:
+                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+        d_mean, d_var = self._exchange_gradients(moments, d_gamma, d_beta)
+        if not call.y.requires_grad:
+            return  # no layer before it trains
+        y = call.leaf.detach()
+        n = y.numel() // y.shape[1]
+        shape = [1, -1] + [1] * (y.ndim - 2)
+        direct = torch.zeros_like(y) if call.leaf.grad is None else call.leaf.grad
+        through = d_var.view(shape) * (2 / n) * (y - moments.mean.view(shape)) + (d_mean / n).view(shape)
+        call.y.backward(direct + through, retain_graph=not last)
 
 
-class _Normalise(torch.autograd.Function):
-    """Batch norm with given statistics; `_Moments` has the rest of the gradient of its input."""
+class _CohortNorm(torch.autograd.Function):
+    """Batch norm with given statistics, whose backward exchanges the gradients with respect to them."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, moments: _Moments, step: LayerwiseStep) -> Tensor:
         ctx.save_for_backward(y)
-        ctx.call = call
-        return F.batch_norm(y, call.mean, call.var, gamma, beta, training=False, eps=call.eps)
+        ctx.moments, ctx.step = moments, step
+        return F.batch_norm(y, moments.mean, moments.var, gamma, beta, training=False, eps=moments.eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (y,), call = ctx.saved_tensors, ctx.call
+        (y,), moments = ctx.saved_tensors, ctx.moments
+        mean, var, eps = moments.mean, moments.var, moments.eps
         _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-            d_out, y, call.gamma, call.mean, call.var, None, None, False, call.eps, [False, True, True]
+            d_out, y, moments.gamma, mean, var, None, None, False, eps, [False, True, True]
         )
-        inverse = torch.rsqrt(call.var + call.eps)
-        d_mean = -call.gamma * inverse * d_beta
-        d_var = -0.5 * call.gamma * inverse.square() * d_gamma
-        return d_out, d_gamma, d_beta, d_mean.cpu(), d_var.cpu(), None
+        d_mean, d_var = ctx.step._exchange_gradients(moments, d_gamma, d_beta)
+        n = y.numel() // y.shape[1]
+        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
+        # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
+        slope = d_var * (2 / n)
+        shift = d_mean / n - slope * mean
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
+        d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
+        scale = moments.gamma * torch.rsqrt(var + eps)
+        d_y.addcmul_(d_out, scale.view([1, -1] + [1] * (y.ndim - 2)))
+        return d_y, d_gamma, d_beta, None, None
 
 
 def _variance(values: Tensor, mean: Tensor, dims: list[int]) -> Tensor:
