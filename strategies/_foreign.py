@@ -22,9 +22,8 @@ from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, wi
 from fedbn_flwr.messages.screening import common_metrics, evaluation_key, fault_problems, overflow, with_arrays
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._leaf import Leaf
 from ._records import CannotSave, inside, load, nested, save
-from ._rule import Round, Rule
+from ._rule import Leaf, Round, Rule
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)

@@ -17,9 +17,8 @@ from fedbn_flwr.messages.screening import with_records
 
 from ._compose import check_composition
 from ._foreign import as_rule as as_rule
-from ._leaf import Leaf
 from ._records import inside, nested
-from ._rule import Round, Rule
+from ._rule import Leaf, Round, Rule
 
 
 class Wrapper(Rule):

@@ -34,8 +34,7 @@ from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, pa
 from fedbn_flwr.messages.screening import common_metrics, evaluation_key
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._leaf import Leaf
-from ._rule import Round, refuse_bounds, returned_roles, unknown_argument
+from ._rule import Leaf, Round, refuse_bounds, returned_roles, unknown_argument
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 

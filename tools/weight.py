@@ -1,4 +1,4 @@
-"""Counts what there is to read: statements by folder, the way of a round, and the names that concern the author of a strategy.
+"""Counts statements by folder, the modules and calls of a round, and the names for the author of a strategy.
 
 Statements are all `ast.stmt` of the modules, so denser lines do not change them; tests are left out. The way of a round
 is what `sys.setprofile` reports from `configure_train` to `aggregate_train` of the second round, on the local engine

@@ -214,8 +214,7 @@ class BNClient(NumPyClient):
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self._rate(server_round, config)
         seed = seeding.seed_for(self.seed, "model", server_round, self._number)
-        if not self.model.training:  # setting it takes longer than checking it
-            self.model.train()
+        self.model.train()  # also the layers of a round that was frozen
         not_begun = list(rules)
 
         def begin() -> None:

@@ -35,8 +35,11 @@ def test_a_round_asks_the_bounds(federation: Callable[..., Any], flower_log: pyt
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Scaffold(bounds=Equal()), "bounds.equal is True, but Scaffold averages control variates too"),
-        (lambda: GlobalMomentum(FedAvg(bounds=Equal())), "bounds.equal is True, but GlobalMomentum averages momentum"),
+        (lambda: Scaffold(bounds=Equal()), "bounds.equal is True, but Scaffold averages more than the model"),
+        (
+            lambda: GlobalMomentum(FedAvg(bounds=Equal())),
+            "bounds.equal is True, but GlobalMomentum averages more",
+        ),
         (lambda: Standalone(bounds=Equal()), "bounds.equal is True, but Standalone has no model of all clients"),
         (lambda: FedAvg(bounds=0.2), "bounds is 0.2; expected settings, for instance {max_share: 0.2}, or an object"),
     ],
