@@ -61,7 +61,8 @@ class Foreign(Leaf):
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.lacks["known"] = "is not known to compute with nothing but the mean of the replies"
         for each in self.strategies():
-            self.lacks |= {need: why for kinds, need, why in _LACK if isinstance(each, kinds)}
+            within = "" if each is strategy else f"contains {type(each).__name__}, which "
+            self.lacks |= {need: within + why for kinds, need, why in _LACK if isinstance(each, kinds)}
 
     @property
     def name(self) -> str:

@@ -246,11 +246,11 @@ def test_the_figures_of_the_page_are_those_of_the_raw_output() -> None:
     [
         (
             lambda: Scaffold(bounds={"clip_norm": 1.0}),
-            r"bounds\.clip_norm is 1\.0, but Scaffold averages control variates",
+            r"bounds\.clip_norm is 1\.0, but Scaffold averages more than the model",
         ),
         (
             lambda: GlobalMomentum(FedAvg(bounds={"clip_factor": 2})),
-            r"bounds\.clip_factor is 2, but GlobalMomentum averages momentum too",
+            r"bounds\.clip_factor is 2, but GlobalMomentum averages more than the model",
         ),
     ],
 )
