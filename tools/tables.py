@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import weight
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from results import TABLES as MEASURED
@@ -234,6 +235,12 @@ def keys() -> Table:
     return ("key", "value", "asks the client to"), rows
 
 
+def names() -> Table:
+    """What concerns the author of a strategy, by class."""
+    rows: list[Row] = [(f"`{kind}`", ", ".join(f"`{name}`" for name in each)) for kind, each in weight.names().items()]
+    return ("class", "names"), rows
+
+
 def command(name: str) -> Callable[[], Table]:
     def table() -> Table:
         (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -264,6 +271,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "datasets": datasets,
     "experiments": experiments,
     "keys": keys,
+    "names": names,
     **{
         f"command {name}": command(name)
         for name in (
