@@ -17,6 +17,7 @@ import torch
 from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
+from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.rule import BY_KEY
 from fedbn_flwr.errors import RunFailed, SettingsError
@@ -159,6 +160,7 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
 
 def test_a_round_of_fedavg_executes_sixteen_modules(federation: Federations) -> None:
     """From configure_train through two clients on the local engine to aggregate_train, each client with its model."""
+    parked_rounds.clear()  # of other tests, which the next train message would end
     fed = federation()
     tensors = [ModelTensors(copy.deepcopy(fed.model)) for _ in fed.data]
 
