@@ -9,6 +9,7 @@ batch norm's gamma, which its name does not show.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,13 +40,22 @@ def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
     is a batch norm.
     """
     if isinstance(arrays_or_module, Mapping):
-        keys, norms = list(arrays_or_module), set(layers(arrays_or_module))
-    else:
-        keys = list(arrays_or_module.state_dict())
-        norms = {f"{name}." if name else "" for name in norm_layers(arrays_or_module)}
+        return dict(_of_keys(tuple(arrays_or_module)))  # a copy: the caller may change it
+    norms = {f"{name}." if name else "" for name in norm_layers(arrays_or_module)}
+    return _of_layers(arrays_or_module.state_dict(), norms)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_keys(keys: tuple[str, ...]) -> dict[str, Role]:
+    """A round asks for the roles of the same keys several times."""
+    return _of_layers(keys, set(layers(keys)))
+
+
+def _of_layers(keys: Iterable[str], norms: set[str]) -> dict[str, Role]:
+    named = {key: _name(key) for key in keys}
     return {
-        key: _ROLES.get(_name(key), Role.WEIGHTS) if key.removesuffix(_name(key)) in norms else Role.WEIGHTS
-        for key in keys
+        key: _ROLES.get(name, Role.WEIGHTS) if key.removesuffix(name) in norms else Role.WEIGHTS
+        for key, name in named.items()
     }
 
 
