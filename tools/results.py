@@ -398,6 +398,19 @@ def fedwon_rates() -> Table:
     return table("run", by_label("fedwon/digits/rates.json"), {**columns, "average": share("clients_own_accuracy")})
 
 
+def fedwon_digits() -> Table:
+    figures = published("FedWon", "Digits-Five")
+    runs = by_label("fedwon/digits/report.json")
+    columns: dict[str, Column] = {
+        "global model": lambda each: "-" if each[0].label == "Standalone" else share("accuracy")(each)
+    }
+    columns |= {name: share(f"clients_own_accuracy_{key}") for name, key in DIGITS.items()}
+    columns |= {"average": share("clients_own_accuracy"), "seeds": lambda each: str(len(each))}
+    columns["published, five domains"] = lambda each: str(figures[each[0].label])
+    order = sorted(runs, key=lambda label: -statistics.mean(run.summary["clients_own_accuracy"] for run in runs[label]))
+    return table("run", {label: runs[label] for label in order}, columns)
+
+
 DIGITS = {"MNIST": "mnist", "USPS": "usps", "MNIST-M": "mnist_m"}
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 
@@ -569,6 +582,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results costs": costs,
     "results fedwon": fedwon(32),
     "results fedwon rates": fedwon_rates,
+    "results fedwon digits": fedwon_digits,
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,
     "results fixbn seeds": fixbn_seeds("BN", "FixBN"),
