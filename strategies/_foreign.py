@@ -134,15 +134,14 @@ class Foreign(Leaf):
         metrics = common_metrics([reply.metrics for reply in replies])
         messages = []
         for reply, numbers in zip(replies, metrics, strict=True):
+            of, sent = roles(reply.arrays), reply.arrays
             # QFedAvg takes arrays by their place.
-            of, keys = roles(reply.arrays), sorted(reply.arrays, key=list({**round.arrays, **reply.arrays}).index)
-            arrays = pack({key: reply.arrays[key] for key in keys if of[key] not in self.hidden})
+            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in self.hidden)
+            arrays = pack({key: sent[key] for key in keys})
             configs = configs_in(reply.message.content)
             content = RecordDict({**configs, self.arrayrecord_key: arrays, "metrics": numbers})
             messages.append(with_content(reply.message, content))
-        # Flower's strategies only log errors. One around them (for privacy) aggregates nothing if there is an error.
-        errors = [] if hasattr(self.strategy, "weighted_by_key") else self.refused
-        model, self._metrics = self.strategy.aggregate_train(round.number, [*messages, *errors])
+        model, self._metrics = self.strategy.aggregate_train(round.number, [*messages, *self._errors()])
         values = unpack(round.arrays if model is None else model)
         if key := next((key for key, value in values.items() if not is_finite(value)), None):
             reason = f"{type(self.strategy).__name__} made a model whose {key!r} is not finite"
@@ -176,8 +175,14 @@ class Foreign(Leaf):
                 RecordDict({**configs_in(each.content), "metrics": m}) for each, m in zip(usable, common, strict=True)
             ]
             usable = [with_content(each, content) for each, content in zip(usable, contents, strict=True)]
-        errors = [] if hasattr(self.strategy, "weighted_by_key") else self.refused
-        return self.strategy.aggregate_evaluate(server_round, [*usable, *errors])
+        return self.strategy.aggregate_evaluate(server_round, [*usable, *self._errors()])
+
+    def _errors(self) -> list[Message]:
+        """The refused replies, for the strategy: Flower's only log them, and are given none.
+
+        One around them (for privacy) aggregates nothing if there is an error.
+        """
+        return [] if hasattr(self.strategy, "weighted_by_key") else self.refused
 
     def summary(self) -> None:
         self.strategy.summary()

@@ -237,10 +237,7 @@ class Rule(Strategy):
         found: Sequence[Reply] = leaf.screen(what, replies, leaf.asked, read, compare)
         for rule in chain:
             found = rule.shown(round, found)
-        weights = self.weights(round, found)
-        if not sum(weights) > 0:
-            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({leaf.weighted_by_key}) are zero")
-        weights = leaf.bounded(weights)
+        weights = leaf.bounded(what, self.weights(round, found))
         leaf.shares = {reply.node: weight for reply, weight in zip(found, weights, strict=True)}
         model = pack(self.combine(round, found, weights))
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
@@ -316,9 +313,11 @@ class Leaf(Rule):
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         return [reply.number(self.weighted_by_key) for reply in replies]
 
-    def bounded(self, weights: list[float]) -> list[float]:
-        """The weights, none of which is larger than the rule allows."""
-        return weights
+    def bounded(self, what: str, weights: list[float]) -> list[float]:
+        """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
+        if not sum(weights) > 0:
+            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
+        return weights if self.bounds is None else self.bounds.weights(weights)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         """The metrics of training, of all clients together."""
@@ -338,6 +337,7 @@ class Leaf(Rule):
     ) -> list[Content]:
         """What `read` returns for each reply, in the order of partitions; a MessageError refuses one. See `admit`."""
         usable: dict[int, Content] = {}
+        metrics: dict[int, MetricRecord] = {}
         answered: dict[int, int | None] = {}
         problems: list[tuple[int, str]] = []  # not a dict: all errors for lost nodes have the SuperLink's node id
         messages = gate(replies)
@@ -351,10 +351,8 @@ class Leaf(Rule):
                 usable[node] = read(reply)
             except MessageError as error:
                 problems.append((node, str(error)))
-        metrics = {node: MetricRecord() for node in usable}
-        for reply in messages:
-            if (node := reply.metadata.src_node_id) in usable:
-                metrics[node] = next(iter(metrics_in(reply.content).values()), metrics[node])
+            else:
+                metrics[node] = next(iter(metrics_in(reply.content).values()), MetricRecord())
         problems += {**odd_metrics(metrics), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
         reasons = dict(problems)

@@ -208,9 +208,6 @@ class FedAvg(Leaf, FlowerFedAvg):
         outliers = self.bounds.outliers([reply.arrays for reply in replies], keys)
         return {replies[i].node: reason for i, reason in outliers.items()}
 
-    def bounded(self, weights: list[float]) -> list[float]:
-        return weights if self.bounds is None else self.bounds.weights(weights)
-
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
 

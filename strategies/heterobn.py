@@ -93,8 +93,5 @@ class HeteroBN(FedAvg):
             return {**problems, **self.compare(round, left)}
 
         replies = self.screen(what, answers, len(nodes), read, compare)
-        weights = self.weights(round, replies)
-        if not sum(weights) > 0:
-            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
-        arrays = [reply.arrays for reply in replies]
-        return record_of({**round.arrays, **pack(weighted_mean(arrays, self.bounded(weights)))})
+        weights = self.bounded(what, self.weights(round, replies))
+        return record_of({**round.arrays, **pack(weighted_mean((reply.arrays for reply in replies), weights))})

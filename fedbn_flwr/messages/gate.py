@@ -208,16 +208,6 @@ def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECON
     return changed
 
 
-def refuse(replies: Iterable[Message], reasons: Mapping[int, str]) -> list[Message]:
-    """The replies, where those of the nodes in `reasons` are errors."""
-    return [
-        refused(reply, reasons[node])
-        if (node := reply.metadata.src_node_id) in reasons and reply.has_content()
-        else reply
-        for reply in replies
-    ]
-
-
 def with_content(message: Message, content: RecordDict) -> Message:
     changed = copy.copy(message)
     changed.content = content
