@@ -88,8 +88,8 @@ def flwr(arguments: argparse.Namespace) -> int:
     from fedbn_flwr.results.folder import errors_since, mark_interrupted, stopped_by_hand
 
     began = time.time()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the run's processes are ended, too
+    stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     words = ["run", arguments.app, *(w for text in arguments.run_config for w in ("--run-config", text))]
     words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
     with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)), stopped_by_hand(out):
@@ -102,4 +102,7 @@ def flwr(arguments: argparse.Namespace) -> int:
             # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
             lost = [f"{name}: {why}" for name, why in errors_since(out, began).items() if why not in str(error)]
             raise RunFailed("\n".join([str(error), *lost])) from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return 0

@@ -192,7 +192,7 @@ class Worker:
             self.connection.close()
             self.process.join(0.5)  # it ends at once, unless a client is still training
             if self.process.is_alive():
-                self.process.terminate()
+                self.process.kill()  # it may wait for a lock, and has this process's handler of other signals
                 self.process.join(5)
         self.process, self._is_ready = None, False
 
@@ -257,7 +257,7 @@ def serve(handle: Handler, connection: Connection) -> None:
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # close() sends it; the parent's handler is not for this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         connection.send(None)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +384,15 @@ def test_workers_start_while_another_thread_draws_random_numbers(monkeypatch: py
     assert [reply.has_error() for reply in replies] == [False, False]
 
 
+@pytest.fixture
+def _own_handler() -> Iterator[None]:
+    """A command has set a handler for SIGTERM, which forked processes inherit."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_own_handler")
 def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, here = threading.Lock(), os.getpid()
 
