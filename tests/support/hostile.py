@@ -1,6 +1,6 @@
 """Runs with one hostile client of five, and the comparison with runs in which that client is absent or honest.
 
-`python -m tests.support.hostile` runs every attack against every rule and prints the counts; docs/reliability.md has
+`python -m tests.support.hostile` runs every attack against every rule and prints the counts; docs/results/reliability.md has
 them.
 """
 
