@@ -55,7 +55,7 @@ def test_one_process_and_several_give_the_same_arrays(local: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "strategies",
     [
-        # Arrays alone, node state, records beside the arrays, exchanges, stages of several messages.
+        # Only arrays, node state, records beside the arrays, exchanges, stages of several messages.
         pytest.param(["FedAvg", "FedBN", "FedTAN", "Scaffold", *declared("strategies").keys() & {"Secure"}], id="five"),
         pytest.param(sorted(STRATEGIES), id="all", marks=pytest.mark.slow),
     ],
