@@ -17,7 +17,7 @@ from fedbn_flwr.experiment.find import load_experiment
 from tests.support.command import ROOT
 
 # The figures of speed and of attacks are medians that their scripts print; the script of "robustness" has a test.
-BY_HAND = {"performance", "privacy", "reliability", "robustness"}
+BY_HAND = {"papers", "performance", "privacy", "reliability", "robustness"}
 PAGES = sorted(page for page in (ROOT / "docs" / "results").glob("*.md") if page.stem not in BY_HAND)
 
 
