@@ -451,6 +451,54 @@ def fixbn() -> Table:
     return ("run", "measured, 160 rounds", "best on the way", "published, 640 rounds"), rows
 
 
+def verdict(budget: str, rows: Mapping[str, tuple[Mapping[int, float], Mapping[int, float], float]]) -> Table:
+    """Differences of accuracies by seed, in percent, beside those of a paper; `budget` is our share of its rounds."""
+    lines: list[Row] = []
+    for name, (one, other, figure) in rows.items():
+        differences = [one[number] - other[number] for number in one if number in other]
+        difference = statistics.mean(differences)
+        test = paired(one, other) if len(differences) > 1 else None
+        interval = f"{test.low:.1f} to {test.high:.1f}, p = {test.p:.1g}" if test else "-"
+        sign = "agrees" if difference * figure > 0 else "**differs**"
+        lines.append((name, mean(differences), str(len(differences)), interval, budget, f"{figure:.1f}", sign))
+    columns = ("measured, points", "seeds", "95 % interval, paired t", "of the paper's rounds", "published", "sign")
+    return ("difference", *columns), lines
+
+
+def by_seed(runs: Iterable[Run], key: str = "accuracy") -> dict[int, float]:
+    return {run.settings["seed"]: 100 * run.summary[key] for run in runs if run.finished}
+
+
+def fixbn_verdict() -> Table:
+    figures = published("FixBN", "Table 4")
+    found = {
+        rule: {number: 100 * seed(rule, number).after(160) for number in range(3)} for rule in ("BN", "GN", "FixBN")
+    }
+    found |= {rule: {0: 100 * seed(rule, 0).after(160)} for rule in ("GN+WS", "IN", "LN", "Fixup")}
+    figures["GN+WS"] = figures.pop("GN+WN")
+    pairs = (("FixBN", "BN"), ("FixBN", "GN"), *((rule, "BN") for rule in ("GN", "GN+WS", "IN", "LN", "Fixup")))
+    return verdict("25 %", {f"{a} - {b}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs})
+
+
+def fedtan_verdict() -> Table:
+    figures = {label: each[-1][0] for label, each in published("FedTAN", "Table 1").items()}
+    found = {label: by_seed(runs) for label, runs in by_label("fedtan/report.json").items()}
+    rules = ("FedTAN", "FedAvg+Algorithm 2", "FedAvg+GN")
+    return verdict(
+        "2 %", {f"{a} - FedAvg+BN": (found[a], found["FedAvg+BN"], figures[a] - figures["FedAvg+BN"]) for a in rules}
+    )
+
+
+def fedwon_verdict() -> Table:
+    figures = published("FedWon", "Digits-Five")
+    runs = by_label("fedwon/digits/report.json")
+    found = {label: by_seed(each, "clients_own_accuracy") for label, each in runs.items()}
+    return verdict(
+        "100 %",
+        {f"FedWon - {a}": (found["FedWon"], found[a], figures["FedWon"] - figures[a]) for a in runs if a != "FedWon"},
+    )
+
+
 def seed(rule: str, number: int) -> Run:
     """A run of fixbn.md, by its history."""
     name = f"fixbn/{rule}-history.jsonl" if number == 0 else f"fixbn/seeds/{rule}-seed{number}-history.jsonl"
@@ -585,6 +633,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon digits": fedwon_digits,
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,
+    "results fixbn answer": fixbn_verdict,
+    "results fedtan answer": fedtan_verdict,
+    "results fedwon answer": fedwon_verdict,
     "results fixbn seeds": fixbn_seeds("BN", "FixBN"),
     "results fixbn GN": fixbn_seeds("GN"),
     "results fixbn frozen": fixbn_frozen,
