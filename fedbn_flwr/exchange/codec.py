@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, filled, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import checked, shown
 
 TEXT_LIMIT = 1000  # characters of a text that a client sends
@@ -48,13 +48,12 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
     }
     if contribution.partition is not None:
         numbers[protocol.PARTITION] = contribution.partition
-    return filled(
-        RecordDict(),
+    return RecordDict(
         {
             "arrays": pack(contribution.tensors),
             "metrics": MetricRecord(numbers),  # type: ignore[arg-type]
-            "config": filled(ConfigRecord(), {KIND: contribution.kind}),
-        },
+            "config": ConfigRecord({KIND: contribution.kind}),
+        }
     )
 
 

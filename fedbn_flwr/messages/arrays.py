@@ -13,7 +13,7 @@ import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from fedbn_flwr.errors import MessageError
 
 Values = Mapping[str, NDArray[Any]]
-AnyRecord = TypeVar("AnyRecord", FlowerRecord, ConfigRecord, RecordDict)
 
 
 @dataclass(frozen=True)
@@ -196,12 +195,6 @@ def elements(content: RecordDict) -> int:
 def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
     """An ArrayRecord of Arrays from several records; Flower's constructor would write and copy the bytes of each."""
     return pack(unpack(arrays))
-
-
-def filled(record: AnyRecord, entries: Mapping[str, Any]) -> AnyRecord:
-    """A new record with these entries, which Flower's constructor of an ArrayRecord would copy."""
-    record.update(entries)
-    return record
 
 
 def flat_block(values: Values) -> FlatArrays | None:
