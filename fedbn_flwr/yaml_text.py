@@ -6,36 +6,29 @@ describe a structure that fits into no memory.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
 from fedbn_flwr.errors import SettingsError
 
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_MAPPING, _LIST, _TEXT, _INT, _FLOAT, _MERGE = (
+    f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "merge")
+)
 LENGTH, VALUES, DEPTH, DIGITS = 2**18, 50_000, 50, 19  # bounds of a text: characters, values, levels, digits
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number and a date as text, and rejects a key that is given twice."""
+    """Reads 1e-4 as a number and a date as text."""
 
     yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise SettingsError(f"the key {key!r} is given twice (line {key_node.start_mark.line + 1})")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
 
 
 class Dumper(yaml.SafeDumper):
@@ -44,7 +37,7 @@ class Dumper(yaml.SafeDumper):
 
 for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+        _FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
 
 
@@ -61,10 +54,8 @@ def parse_yaml(text: str, source: str = "") -> Any:
         node = yaml.compose(text, _Loader)
         if node is None:
             return None
-        _measure(node, {})
-        content = _Loader("").construct_document(node)
-        _check_plain(content, "")
-        return content
+        _check(_Loader(""), node, "", 1, itertools.count(1))
+        return _Loader("").construct_document(node)
     except SettingsError as error:
         reason = str(error)
     except RecursionError:
@@ -78,54 +69,49 @@ def parse_yaml(text: str, source: str = "") -> Any:
     raise SettingsError(f"{source}: {reason}" if source else reason)
 
 
-def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """The number of values and of levels of a node with its aliases expanded."""
-    where = f"line {node.start_mark.line + 1}"
-    if id(node) not in known:
-        known[id(node)] = (0, 0)  # while its parts are measured
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            for key, _ in parts:
-                if key.tag in _NUMBERS:  # as it is written: keys of JSON, in which nodes receive settings, are text
-                    key.tag = "tag:yaml.org,2002:str"
-            parts = [part for pair in parts for part in pair]
-        sizes = [_measure(part, known) for part in parts]
-        size, depth = 1 + sum(size for size, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
-        if size > VALUES:
-            raise SettingsError(f"{where}: there are {size} values with aliases expanded; expected at most {VALUES}")
-        if depth > DEPTH:
-            raise SettingsError(f"{where}: it is nested more than {DEPTH} levels deep")
-        known[id(node)] = size, depth
-    elif known[id(node)] == (0, 0):
-        raise SettingsError(f"{where}: the alias contains itself")
-    return known[id(node)]
+def _check(loader: _Loader, node: yaml.Node, key: str, depth: int, counted: Iterator[int]) -> None:
+    """Refuse keys that are given twice, more than a file may have with its aliases expanded, and what JSON would change.
 
-
-def _check_plain(value: Any, key: str) -> None:
-    """Refuse what JSON would change, since nodes receive experiments as JSON: dates, binaries, infinities."""
-    wrong = ""
-    match value:
-        case dict():
-            for name, part in value.items():
-                where = f"{key}.{name}" if key else str(name)
-                if not isinstance(name, str):
-                    raise SettingsError(
-                        f"the key {where!r} is read as {type(name).__name__}; expected text: write it in quotes"
-                    )
-                _check_plain(name, where)
-                _check_plain(part, where)
-        case list():
-            for number, part in enumerate(value):
-                _check_plain(part, f"{key}[{number}]")
-        case int() if abs(value) >= 10**DIGITS:
+    Nodes receive experiments as JSON, which has no dates, binaries and infinities.
+    """
+    line = f"line {node.start_mark.line + 1}"
+    if (count := next(counted)) > VALUES:
+        raise SettingsError(f"{line}: there are {count} values with aliases expanded; expected at most {VALUES}")
+    if depth > DEPTH:
+        raise SettingsError(f"{line}: it is nested more than {DEPTH} levels deep, or an alias contains itself")
+    if node.tag == _LIST:
+        for number, part in enumerate(node.value):
+            _check(loader, part, f"{key}[{number}]", depth + 1, counted)
+        return
+    if node.tag == _MAPPING:
+        seen: set[str] = set()
+        for name_node, part in node.value:
+            if name_node.tag in (_INT, _FLOAT):  # as it is written: keys of JSON are text
+                name_node.tag = _TEXT
+            if name_node.tag == _MERGE:
+                _check(loader, part, key, depth + 1, counted)
+                continue
+            name = loader.construct_object(name_node) if isinstance(name_node, yaml.ScalarNode) else name_node.value
+            where = f"{key}.{name}" if key else str(name)
+            if not isinstance(name, str):
+                raise SettingsError(
+                    f"the key {where!r} is read as {type(name).__name__}; expected text: write it in quotes"
+                )
+            if name in seen:
+                raise SettingsError(f"the key {name!r} is given twice (line {name_node.start_mark.line + 1})")
+            seen.add(name)
+            for each in (name_node, part):
+                _check(loader, each, where, depth + 1, counted)
+        return
+    match loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else node:
+        case int(value) if abs(value) >= 10**DIGITS:
             wrong = f"a number of more than {DIGITS} digits"
-        case float() if not math.isfinite(value):
+        case float(value) if not math.isfinite(value):
             wrong = f"{value}; expected a finite number"
-        case str() if bad := re.search(r"[\0\ud800-\udfff]", value):
+        case str(value) if bad := re.search(r"[\0\ud800-\udfff]", value):
             wrong = f"{value!r}; expected text without the character {bad[0]!r}"
         case int() | float() | str() | None:
-            pass
-        case _:
+            return
+        case value:
             wrong = f"a {type(value).__name__}; expected text, a number, true, false, a list or a mapping"
-    if wrong:
-        raise SettingsError(f"{key or 'the value'} is {wrong}")
+    raise SettingsError(f"{key or 'the value'} is {wrong}")

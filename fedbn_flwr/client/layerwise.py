@@ -12,7 +12,8 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_re
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, filled, unpack
-from fedbn_flwr.messages.gate import sent_model
+from fedbn_flwr.messages.arrays import arrays_in, unpack
+from fedbn_flwr.messages.gate import arrays_of, sent_model
 
 from .client import BNClient
 from .node_state import NodeState, run_of
@@ -37,10 +38,6 @@ MakeClient = Callable[[], BNClient]
 
 _EXCHANGES = "exchanges"  # the round's model and agreements, in the client's state
 _ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round
-
-
-class _Abandoned(BaseException):
-    """Ends a parked round that receives no more messages."""
 
 
 class Session:
@@ -57,39 +54,34 @@ class Session:
     """
 
     def __init__(
-        self, work: Callable[[Exchange], Any], agreed: Sequence[Agreement] = (), *, patience: float = 3600
+        self, work: Callable[[Exchange], Any], agreed: Iterable[Agreement] = (), *, patience: float = 3600
     ) -> None:
         self._work = work
+        self._agreed = iter(agreed)
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
-        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        for answer in agreed:
-            self._answers.put(answer)
-        self._given = len(agreed)
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._patience = patience
-        self._threads = torch.get_num_threads()
-        self._reached = 0  # number of exchanges that the round has reached
-        self._thread: threading.Thread | None = None
+        # The number of threads is a setting of the thread.
+        self._thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], daemon=True)
 
     def advance(self, answer: Agreement | None = None) -> Any:
-        """Continue (with the cohort's agreement, after an exchange) to the next Contribution or the round's result."""
+        """Begin, or continue with the cohort's agreement, to the next Contribution or the round's result."""
         # All threads share torch's global random generators, but the round and the caller have separate random streams:
         # the caller's state is saved before the round continues and sets its own.
         outside = seeding.states()
         try:
-            if answer is not None:
-                self._given += 1
-                self._answers.put(answer)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True)
+            if answer is None:
                 self._thread.start()
-            kind, value = self._events.get()
-            if kind != "pending":
+            else:
+                self._answers.put(answer)
+            event = self._events.get()
+            if not isinstance(event, Contribution):
                 self._join()
         finally:
             seeding.set_states(outside)
-        if kind == "failed":
-            raise value
-        return value
+        if isinstance(event, BaseException):
+            raise event
+        return event
 
     def abandon(self) -> None:
         """End a parked round and free its memory."""
@@ -101,39 +93,34 @@ class Session:
 
     def _join(self) -> None:
         """Wait for the end of the thread: if Python ended before, the process would abort."""
-        if self._thread is not None:
-            self._thread.join(self._patience)
-            # PyTorch still frees memory of the thread then.
-            task, deadline = Path(f"/proc/self/task/{self._thread.native_id}"), time.monotonic() + 1
-            while task.exists() and time.monotonic() < deadline:
-                time.sleep(0.001)
+        self._thread.join(self._patience)
+        # PyTorch still frees memory of the thread then.
+        task, deadline = Path(f"/proc/self/task/{self._thread.native_id}"), time.monotonic() + 1
+        while task.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # the number is a setting of the thread
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
         try:
-            self._events.put(("done", self._work(self._exchange)))
-        except _Abandoned:
-            pass
+            event = self._work(self._exchange)
         except BaseException as error:
-            self._events.put(("failed", error))
+            event = error
+        self._events.put(event)
 
     def _exchange(self, contribution: Contribution) -> Agreement:
-        self._reached += 1
+        if (known := next(self._agreed, None)) is not None:
+            return known
         state = seeding.states()
-        if self._reached > self._given:
-            self._events.put(("pending", contribution))
-        try:
-            answer = self._answers.get(timeout=self._patience)
-        except queue.Empty:
-            answer = None
-        if answer is None:
-            raise _Abandoned
-        seeding.set_states(state)
-        return answer
+        self._events.put(contribution)
+        with suppress(queue.Empty):
+            if (answer := self._answers.get(timeout=self._patience)) is not None:
+                seeding.set_states(state)
+                return answer
+        raise SystemExit("the parked round received no more messages")  # the user's code catches other exceptions
 
 
 @dataclass
-class _Parked:
+class Parked:
     """A round that waits in this process for the result of exchange `step` + 1."""
 
     number: str  # random; the client's state has it too
@@ -146,22 +133,29 @@ class _Parked:
 Place = tuple[str, int, int]  # a node in a process: training run, Flower's run, node
 
 
-class ParkedRounds(dict[Place, _Parked]):
+class ParkedRounds(dict[Place, Parked]):
     """The parked rounds of a process."""
 
-    def take(self, place: Place, number: str = "", step: int = 0) -> _Parked | None:
+    def take(self, place: Place, number: str = "", step: int | None = None) -> Parked | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop(place, None)
-        if parked is None or (step and (parked.number, parked.step) == (number, step - 1)):
+        if parked is None or (parked.number == number and step in (None, parked.step + 1)):
             return parked
         parked.session.abandon()
         return None
 
     def clear(self) -> None:
         """End all parked rounds, for instance to simulate the end of the process."""
-        for parked in self.values():
-            parked.session.abandon()
-        super().clear()
+        while self:
+            self.popitem()[1].session.abandon()
+
+    def advance(self, place: Place, parked: Parked, agreement: Agreement | None) -> Contribution | Update:
+        """Continue a round, or begin it, up to the next exchange, where it is parked, or the end."""
+        outcome: Contribution | Update = parked.session.advance(agreement)
+        if isinstance(outcome, Contribution):
+            parked.step += agreement is not None
+            self[place] = parked
+        return outcome
 
 
 parked_rounds = ParkedRounds()
@@ -177,20 +171,19 @@ def train_by_messages(
     state = NodeState(context.state, run)
     if not step:
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
-    exchanged = _exchanged(content, config)
+    # The message's model or agreement, without its other records.
+    batch = ConfigRecord({protocol.COHORT_BATCH: config.get(protocol.COHORT_BATCH, 0)})
+    exchanged = RecordDict({"arrays": arrays_of(content), "config": batch})
     state.save_records(_name(step), exchanged)
     place, number = _place(context)
-    parked = parked_rounds.take(place, number, step)
+    parked, agreement = parked_rounds.take(place, number, step), None
     if parked is None:
-        parked, agreement = _replay(make, state, config, extras, number), None
+        parked = _replayed(make, state, config, extras, number)
     else:
         parked.client.state.records, agreement = context.state, agreement_from_records(exchanged)
         parked.extras.update(extras)
-    outcome: Contribution | Update = parked.session.advance(agreement)
-    if isinstance(outcome, Contribution):
-        parked.step = step
-        parked_rounds[place] = parked
-    else:
+    outcome = parked_rounds.advance(place, parked, agreement)
+    if not isinstance(outcome, Contribution):
         state.forget(_EXCHANGES)
         del context.state[_ROUND]
     return outcome
@@ -202,18 +195,14 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
     The state does not get the agreement: the engine knows that the round is here, so no other process replays it.
     """
     place, number = _place(context)
-    parked = parked_rounds.get(place)
-    if parked is None or parked.number != number:
+    if (parked := parked_rounds.take(place, number)) is None:
         raise MessageError(
             "its round is no longer parked in this process, for instance because another grid has served a node of "
             "the same number; give the strategy direct=False if the rounds of two grids take turns in one process"
         )
-    del parked_rounds[place]
-    outcome = parked.session.advance(agreement)
+    outcome = parked_rounds.advance(place, parked, agreement)
     if not isinstance(outcome, Contribution):
         raise MessageError("its round has ended, and the server expects another exchange")
-    parked.step += 1
-    parked_rounds[place] = parked
     return outcome
 
 
@@ -237,31 +226,19 @@ def abandon_parked(config: Mapping[str, Any], context: Context) -> None:
     parked_rounds.take((run_of(config) or "", context.run_id, context.node_id))
 
 
-def _replay(
+def _replayed(
     make: MakeClient, state: NodeState, config: Mapping[str, Any], extras: dict[str, Arrays], number: str
-) -> _Parked:
+) -> Parked:
+    """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.COHORT_STEP])
-    arrays = unpack(arrays_in(state.load_records(_name(0)))["arrays"])
-
-    def work(exchange: Exchange) -> Update:
-        return client.train_round(arrays, config, extras, exchange)
-
-    agreements = []
-    for earlier in range(1, step + 1):
-        if not (records := state.load_records(_name(earlier))):
-            raise MessageError(f"the client's state does not have the result of exchange {earlier}")
-        agreements.append(agreement_from_records(records))
-    return _Parked(number, step, client, Session(work, agreements), extras)
-
-
-def _exchanged(content: RecordDict, config: Mapping[str, Any]) -> RecordDict:
-    """The message's model or agreement, without its other records."""
-    arrays = arrays_in(content)
-    if "arrays" not in arrays:
-        raise MessageError(f"expected an ArrayRecord 'arrays', found {len(arrays)} ArrayRecords: {list(arrays)}")
-    images = int(config.get(protocol.COHORT_BATCH, 0))
-    batch = filled(ConfigRecord(), {protocol.COHORT_BATCH: images})
-    return filled(RecordDict(), {"arrays": arrays["arrays"], "config": batch})
+    received = [state.load_records(_name(each)) for each in range(step + 1)]
+    if missing := [each for each, records in enumerate(received) if not records]:
+        raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
+    model = unpack(arrays_of(received[0]))
+    session = Session(
+        lambda exchange: client.train_round(model, config, extras, exchange), map(agreement_from_records, received[1:])
+    )
+    return Parked(number, step, client, session, extras)
 
 
 def _name(step: int) -> str:

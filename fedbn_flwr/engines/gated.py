@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.messages.gate import Gated, gate, refused, valid_partition
+from fedbn_flwr.messages.gate import Gated, gate, partition_of, refused
 
 from .base import GridAround
 
@@ -43,7 +43,7 @@ class GatedGrid(GridAround):
         reported = {
             reply.metadata.src_node_id: partition
             for reply in found  # refused ones too, so that their clients have names
-            if reply.has_content() and (partition := valid_partition(reply.content)) is not None
+            if reply.has_content() and (partition := partition_of(reply.content)) is not None
         }
         reasons = self.partition_problems(reported) | {
             after.metadata.src_node_id: after.error.reason

@@ -13,7 +13,6 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.messages.arrays import filled
 
 from .context_cache import Contexts
 from .schedule import keeps_node
@@ -78,7 +77,7 @@ class Nodes:
         try:
             # The messages of a round share their content; a change by one client must not reach the next.
             content = message.content
-            own = filled(RecordDict(), {key: record.copy() for key, record in content.items()})
+            own = RecordDict({key: record.copy() for key, record in content.items()})
             message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
             reply = self.client_app(message, context)
         except (Exception, SystemExit) as error:

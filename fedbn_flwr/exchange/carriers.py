@@ -18,7 +18,7 @@ from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack
-from fedbn_flwr.messages.gate import sent_model
+from fedbn_flwr.messages.gate import gate, sent_model
 
 from .codec import Agreement, Contribution, contribution_from_records
 from .round import Answers, Carrier, ExchangesDone
@@ -50,7 +50,7 @@ class Service(Protocol):
     def prepare(self) -> None:
         """Raise SettingsError before the first round if it cannot carry exchanges."""
 
-    def carrier(self, grid: Grid, about: RoundMessages, timeout: float) -> RoundCarrier: ...
+    def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> RoundCarrier: ...
 
 
 def check(direct: Any) -> None:
@@ -88,31 +88,23 @@ def choose(
     direct: Service | bool, grid: Grid, messages: Sequence[Message], timeout: float, pass_on: PassOn
 ) -> RoundCarrier:
     """The carrier of a round that would begin with these train messages; an exchange may take `timeout` seconds."""
-    about, service = RoundMessages(messages), service_of(direct)
+    service = service_of(direct)
     if service is not None:
-        return service.carrier(grid, about, timeout)
-    return ByMessages(grid, about, timeout, pass_on if direct else None)
+        return service.carrier(grid, messages, timeout)
+    return ByMessages(grid, messages, timeout, pass_on if direct else None)
 
 
-class RoundMessages:
-    """What the messages of a round have in common."""
-
-    def __init__(self, messages: Sequence[Message]) -> None:
-        content = messages[0].content
-        self.nodes = [message.metadata.dst_node_id for message in messages]
-        self.model = sent_model(content)
-        self._key, self._config = next(iter(configs_in(content).items()))
-
-    def content(self, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
-        """The content of a message; `more` is added to the config."""
-        return RecordDict({"arrays": arrays, self._key: ConfigRecord({**self._config, **more})})
+def content_like(message: Message, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
+    """The content of a message with other arrays, and `more` in the config."""
+    key, config = next(iter(configs_in(message.content).items()))
+    return RecordDict({"arrays": arrays, key: ConfigRecord({**config, **more})})
 
 
 class ByMessages:
     """A carrier over `grid`; without `pass_on`, all exchanges are messages."""
 
-    def __init__(self, grid: Grid, about: RoundMessages, timeout: float, pass_on: PassOn | None) -> None:
-        self._grid, self._about, self._timeout, self._pass_on = grid, about, timeout, pass_on
+    def __init__(self, grid: Grid, messages: Sequence[Message], timeout: float, pass_on: PassOn | None) -> None:
+        self._grid, self._first, self._timeout, self._pass_on = grid, messages[0], timeout, pass_on
         self._left = 0
 
     def run(self, exchanges: Exchanges) -> list[Message]:
@@ -129,7 +121,7 @@ class ByMessages:
             if answers is not None:
                 return answers
         questions = self._messages(protocol.COHORT_QUERY, nodes, step, agreement)
-        replies = list(self._grid.send_and_receive(questions, timeout=self._timeout))
+        replies = gate(self._grid.send_and_receive(questions, timeout=self._timeout))
         answers = {reply.metadata.src_node_id: _answer(reply) for reply in replies}
         failed = [reply.metadata.src_node_id for reply in replies if reply.has_error()]
         if failed and step == 0:
@@ -146,14 +138,16 @@ class ByMessages:
         return {reply.metadata.src_node_id for reply in replies if reply.has_content()}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
-        arrays, images = (self._about.model, 0) if agreement is None else (pack(agreement.tensors), agreement.images)
-        content = self._about.content(arrays, {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
+        arrays, images = sent_model(self._first.content), 0
+        if agreement is not None:
+            arrays, images = pack(agreement.tensors), agreement.images
+        content = content_like(self._first, arrays, {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
         return [Message(content, node, kind) for node in nodes]
 
 
 def _answer(reply: Message) -> Contribution | str:
     if reply.has_error():
-        return reply.error.reason or f"error code {reply.error.code}"
+        return reply.error.reason
     try:
         return contribution_from_records(reply.content)
     except MessageError as error:

@@ -7,14 +7,15 @@ raises `MessageError`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, filled, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import checked, shown
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.gate import partition_of, shown
 
 TEXT_LIMIT = 1000  # characters of a text that a client sends
 KIND = "what"  # config key
@@ -48,50 +49,39 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
     }
     if contribution.partition is not None:
         numbers[protocol.PARTITION] = contribution.partition
-    return filled(
-        RecordDict(),
+    return RecordDict(
         {
             "arrays": pack(contribution.tensors),
             "metrics": MetricRecord(numbers),  # type: ignore[arg-type]
-            "config": filled(ConfigRecord(), {KIND: contribution.kind}),
-        },
+            "config": ConfigRecord({KIND: contribution.kind}),
+        }
     )
 
 
 def contribution_from_records(content: RecordDict) -> Contribution:
-    content = checked(content)
-    metrics, configs = metrics_in(content), configs_in(content)
-    if set(arrays_in(content)) != {"arrays"} or len(metrics) != 1 or "config" not in configs:
+    """The contribution in a reply that has passed the gate."""
+    metrics, configs, arrays = metrics_in(content), configs_in(content), arrays_in(content)
+    if {*arrays} != {"arrays"} or len(metrics) != 1 or "config" not in configs:
         raise MessageError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
-    numbers = next(iter(metrics.values()))
-    partition = numbers.get(protocol.PARTITION)
+    (numbers,) = metrics.values()
+    images, remaining, examples = (
+        _number(numbers, key) for key in (protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT, protocol.NUM_EXAMPLES)
+    )
+    kind = str(configs["config"].get(KIND))[:TEXT_LIMIT]
     return Contribution(
-        shown(kind) if not isinstance(kind := configs["config"].get(KIND), str) else kind[:TEXT_LIMIT],
-        unpack(arrays_in(content)["arrays"]),
-        images=_count(numbers, protocol.BATCH_EXAMPLES),
-        remaining=_count(numbers, protocol.EXCHANGES_LEFT),
-        examples=_number(numbers, protocol.NUM_EXAMPLES),
-        partition=partition if isinstance(partition, int) else None,
+        kind, unpack(arrays["arrays"]), int(images), int(remaining), examples, partition_of(content)
     )
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:
-    content = checked(content)
     images = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_BATCH)
     if "arrays" not in arrays_in(content) or not isinstance(images, int):
         raise MessageError(f"an agreement needs the record 'arrays' and an integer {protocol.COHORT_BATCH!r}")
     return Agreement(unpack(arrays_in(content)["arrays"]), images)
 
 
-def _number(numbers: MetricRecord, key: str) -> float:
-    value = numbers.get(key)
-    if isinstance(value, int | float):
-        return value
-    raise MessageError(f"its metrics have {key!r} = {shown(value)}, expected a number")
-
-
-def _count(numbers: MetricRecord, key: str) -> int:
-    value = _number(numbers, key)
-    if value == int(value):
-        return int(value)
-    raise MessageError(f"its metrics have {key!r} = {shown(value)}, expected a whole number")
+def _number(numbers: MetricRecord, key: str) -> Any:
+    value: Any = numbers.get(key)
+    if value is None or (key != protocol.NUM_EXAMPLES and value % 1):  # clients may have weights of their own
+        raise MessageError(f"its metrics have {key!r} = {shown(value)}, expected a whole number")
+    return value

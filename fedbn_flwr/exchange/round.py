@@ -21,7 +21,7 @@ from .codec import Agreement, Contribution
 # The tensors of each kind of contribution.
 _TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "gradients": {"mean", "var"}}
 _MOST_EXCHANGES = 100_000  # in a round
-_LARGEST = 1e18  # of an agreed value: its square and its sums are finite in float32
+_LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
 
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
 Found = dict[int, Contribution]  # by node, in the order of partitions
@@ -69,17 +69,27 @@ def run_exchanges(
     """All exchanges of a round, `per_layer` for each batch norm; `what` is the round's name in messages."""
     agreement: Agreement | None = None
     step, remaining, done = 0, None, Counter[str]()
+
+    def without(found: Found, refused: Mapping[int, str], asked: int) -> Found:
+        """The contributions of the nodes that stay in the round; `asked` nodes could have contributed."""
+        if agreement is not None and not refused and len(found) == asked:  # all stay, and are in order
+            return found
+        partitions = {node: each.partition for node, each in found.items()}
+        return {node: found[node] for node in admit(exchange, partitions, list(refused.items()), asked)}
+
     while remaining != 0:
         answers = carrier.ask(nodes, step, agreement)
         step += 1
-        exchange = _Exchange(f"{what}, exchange {step}", admit, is_first=remaining is None)
-        found = exchange.usable(nodes, answers, remaining)
+        exchange = f"{what}, exchange {step}"
+        found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
+        reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+        found = without(found, reasons | problems(found, remaining), len(nodes))
         if outliers is not None:
             tensors = [each.tensors for each in found.values()]
             far = outliers(tensors, sorted(tensors[0]))
             reasons = {node: f"{found[node].kind}: {far[i]}" for i, node in enumerate(found) if i in far}
-            found = exchange.without(found, reasons)
-        found, agreement = exchange.agreed(found, agree)
+            found = without(found, reasons, len(found))
+        agreement = agree(exchange, list(found.values()))
         nodes, first = list(found), next(iter(found.values()))
         remaining = first.remaining
         done[first.kind] += 1
@@ -90,67 +100,37 @@ def run_exchanges(
     return ExchangesDone(list(nodes), step, agreement)
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """The choice of the contributions to one exchange."""
-
-    what: str
-    admit: Admit
-    is_first: bool
-
-    def without(self, found: Found, refused: Mapping[int, str], asked: int | None = None) -> Found:
-        """The contributions of the nodes that stay in the round; `asked` nodes could have contributed."""
-        asked = len(found) if asked is None else asked
-        if not refused and len(found) == asked and not self.is_first:  # all stay, and are in order
-            return found
-        partitions = {node: each.partition for node, each in found.items()}
-        return {node: found[node] for node in self.admit(self.what, partitions, list(refused.items()), asked)}
-
-    def usable(self, nodes: Sequence[int], answers: Answers, remaining: int | None) -> Found:
-        """The valid contributions, all of the most frequent kind, shape and step."""
-        found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
-        refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-        # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
-        large = [node for node, each in found.items() if each.images > each.examples]
-        if 2 * len(large) <= len(found):
-            reason = "its batch has {} images, and its data set {}"
-            refused |= {node: reason.format(found[node].images, found[node].examples) for node in large}
-        refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
-        found = self.without(found, refused, len(nodes))
-        forms = [_form(each) for each in found.values()]
-        most = max(forms, key=forms.count)  # the first one if several are equally frequent
-        others = {
-            node: f"it sent {form}, others {most}; do all clients have the same model?"
-            for node, form in zip(found, forms, strict=True)
-            if form != most
-        }
-        return self.without(found, others)
-
-    def agreed(self, found: Found, agree: Agree) -> tuple[Found, Agreement]:
-        """The agreement without the contributions that would make the clients' arithmetic overflow, and the others."""
-        while True:
-            with np.errstate(over="ignore", invalid="ignore"):
-                agreement = agree(self.what, list(found.values()))
-            # As a Python number, since float16 cannot represent the bound; false for NaN.
-            if all(float(np.abs(array).max()) <= _LARGEST for array in agreement.tensors.values()):
-                return found, agreement
-            node = max(found, key=lambda node: _magnitude(found[node]))
-            reason = f"with its {found[node].kind}, the means of all clients exceed {_LARGEST:g} (the client diverged?)"
-            found = self.without(found, {node: reason})
-
-
-def _magnitude(contribution: Contribution) -> float:
-    """The logarithm of the largest value in a contribution; a mean is squared in the variance of all clients."""
-    powers = {"mean": 2 if contribution.kind == "moments" else 1, "var": 1}
-    largest = {name: float(np.abs(array).max()) for name, array in contribution.tensors.items()}
-    return max(powers[name] * math.log(value) if value else -math.inf for name, value in largest.items())
-
-
-def problem(contribution: Contribution, remaining: int | None) -> str | None:
-    """Why a contribution cannot be used, or None.
+def problems(found: Found, remaining: int | None) -> dict[int, str]:
+    """Why contributions cannot be used, by node: each one's own problem, or that most clients sent another form.
 
     `remaining` is the number of exchanges that were to follow the previous one; None before the first.
     """
+    # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
+    large = {
+        node: f"its batch has {each.images} images, and its data set {each.examples}"
+        for node, each in found.items()
+        if each.images > each.examples
+    }
+    refused = large if 2 * len(large) <= len(found) else {}
+    refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
+    forms = {node: _form(each) for node, each in found.items() if node not in refused}
+    times = Counter(forms.values())
+    # Of equally frequent ones, that of the first partition.
+    most = min(forms, key=lambda node: (-times[forms[node]], _partition(found[node])), default=0)
+    others = {
+        node: f"it sent {form}, others {forms[most]}; do all clients have the same model?"
+        for node, form in forms.items()
+        if form != forms[most]
+    }
+    return refused | others
+
+
+def _partition(contribution: Contribution) -> float:
+    return math.inf if contribution.partition is None else contribution.partition
+
+
+def problem(contribution: Contribution, remaining: int | None) -> str | None:
+    """Why a contribution cannot be used, or None."""
     kind, follow = contribution.kind, contribution.remaining
     if follow > _MOST_EXCHANGES or (remaining is not None and follow != remaining - 1):
         expected = f"at most {_MOST_EXCHANGES}" if remaining is None else remaining - 1
@@ -162,14 +142,19 @@ def problem(contribution: Contribution, remaining: int | None) -> str | None:
     for name, array in contribution.tensors.items():
         if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
             return f"{name!r} is {array.dtype} of shape {array.shape}, expected floats, one per channel"
-        if not np.isfinite(array).all():
-            return f"{name!r} has values that are not finite (the client diverged?)"
-        if name == "var" and kind != "gradients" and array.min() < 0:
-            return "a variance is negative"
+        most = min(_LARGEST, float(np.finfo(array.dtype).max) / 8)
+        least = -most
+        if kind != "gradients":  # differences of means are squared in the variance of all clients
+            least, most = (0.0, most) if name == "var" else (-math.sqrt(most), math.sqrt(most))
+        low, high = float(array.min()), float(array.max())
+        if not least <= low <= high <= most:  # true for NaN
+            return (
+                f"{name!r} has values from {low:g} to {high:g}, expected {least:g} to {most:g} (the client diverged?)"
+            )
     return None
 
 
 def _form(contribution: Contribution) -> tuple[Any, ...]:
     """The properties that all contributions to one exchange must share."""
-    shapes = tuple((name, str(array.dtype), *array.shape) for name, array in contribution.tensors.items())
+    shapes = tuple((name, array.dtype.str, *array.shape) for name, array in contribution.tensors.items())
     return (contribution.kind, contribution.remaining, *shapes)

@@ -9,10 +9,8 @@ The model stays unchanged: only during the step, each batch norm has another `fo
 
     dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / n
 
-On a CPU, backward runs in the thread that called it and may wait there for the other clients: `_CohortNorm` is an
-autograd function whose backward exchanges. On a GPU, one thread of autograd serves all clients and would wait for
-itself: each batch norm detaches its input into a leaf, at which the loss's backward stops, and Python code calls the
-layers' backward passes in reverse order. Residual paths are then traversed more than once, which costs time.
+`_CohortNorm` is an autograd function whose backward exchanges: it runs in the thread that called it, on a GPU too, and
+waits there for the other clients.
 
 The direct gradients that are exchanged follow from those of gamma and beta, which native kernels compute:
 
@@ -56,18 +54,6 @@ class _Moments:
     eps: float
 
 
-@dataclass
-class _Call:
-    """One pass through a batch norm whose backward Python code calls."""
-
-    y: Tensor  # the input, with its graph
-    leaf: Tensor  # the same values, where backward stops
-    moments: _Moments
-    layer: _BatchNorm
-    gamma: Tensor  # leaves of this call: each call needs its own gradients
-    beta: Tensor
-
-
 class LayerwiseStep:
     """Loss and gradient of one batch, for the first step of `client.training.train`.
 
@@ -80,8 +66,6 @@ class LayerwiseStep:
     backward
         Also exchange gradients. Without it each client uses its own instead of the cohort's: the papers'
         "FedAvg + Algorithm 2".
-    walk
-        Call the layers' backward passes outside of autograd; None: only if the model is not on a CPU.
     examples, partition
         Of the client; part of each contribution.
     """
@@ -92,17 +76,14 @@ class LayerwiseStep:
         *,
         fused: bool = True,
         backward: bool = True,
-        walk: bool | None = None,
         examples: int = 0,
         partition: int | None = None,
     ) -> None:
         self.exchange = exchange
         self.fused = fused
         self.backward = backward
-        self.walk = walk
         self.examples = examples
         self.partition = partition
-        self._calls: list[_Call] = []
         self._open: list[_Moments] = []  # passes whose gradients were not exchanged yet
         self._left = 0
         self._images = 0
@@ -114,18 +95,16 @@ class LayerwiseStep:
     def __call__(
         self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        self._calls = []
         self._images = len(inputs)
         self._left = self.exchanges(count_calls(model, inputs))
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)
-        # Residual paths belong to the graphs of several calls, so a graph is kept until its last traversal.
-        loss.backward(retain_graph=bool(self._calls))
-        for number, call in reversed(list(enumerate(self._calls))):
-            self._walk(call, last=number == 0)
+        # Otherwise one thread of autograd for each GPU would run the backward passes of all clients there.
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
         for moments in reversed(self._open):  # layers on which the loss does not depend, the same on all clients
             self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
-        self._calls, self._open = [], []
+        self._open = []
         return loss.detach()
 
     def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
@@ -163,18 +142,10 @@ class LayerwiseStep:
         beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
         moments = _Moments(mean, var, gamma.detach(), layer.eps)
         self._open.append(moments)
-        walk = y.device.type != "cpu" if self.walk is None else self.walk
-        if not walk:
-            # Images need no gradient, but backward must reach this function.
-            start = y if y.requires_grad else values.requires_grad_()
-            out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
-            return out
-        leaf = values.requires_grad_()
-        call = _Call(
-            y, leaf, moments, layer, gamma.detach().clone().requires_grad_(), beta.detach().clone().requires_grad_()
-        )
-        self._calls.append(call)
-        return F.batch_norm(leaf, mean, var, call.gamma, call.beta, training=False, eps=layer.eps)
+        # Images need no gradient, but backward must reach this function.
+        start = y if y.requires_grad else values.requires_grad_()
+        out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
+        return out
 
     def _exchange_gradients(self, moments: _Moments, d_gamma: Tensor, d_beta: Tensor) -> tuple[Tensor, Tensor]:
         """The loss's gradients with respect to the agreed mean and variance: the cohort's, or this client's own."""
@@ -186,25 +157,6 @@ class LayerwiseStep:
             agreed, _ = self._swap("gradients", {"mean": d_mean, "var": d_var})
             d_mean, d_var = agreed["mean"], agreed["var"]
         return d_mean, d_var
-
-    def _walk(self, call: _Call, *, last: bool) -> None:
-        """Backpropagate from the gradients of a call's leaves to the layers before it."""
-        moments = call.moments
-        zero = torch.zeros_like(moments.mean)
-        d_gamma = zero if call.gamma.grad is None else call.gamma.grad
-        d_beta = zero if call.beta.grad is None else call.beta.grad
-        for parameter, gradient in ((call.layer.weight, d_gamma), (call.layer.bias, d_beta)):
-            if parameter is not None and parameter.requires_grad:
-                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
-        d_mean, d_var = self._exchange_gradients(moments, d_gamma, d_beta)
-        if not call.y.requires_grad:
-            return  # no layer before it trains
-        y = call.leaf.detach()
-        n = y.numel() // y.shape[1]
-        shape = [1, -1] + [1] * (y.ndim - 2)
-        direct = torch.zeros_like(y) if call.leaf.grad is None else call.leaf.grad
-        through = d_var.view(shape) * (2 / n) * (y - moments.mean.view(shape)) + (d_mean / n).view(shape)
-        call.y.backward(direct + through, retain_graph=not last)
 
 
 class _CohortNorm(torch.autograd.Function):

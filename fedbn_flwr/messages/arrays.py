@@ -12,8 +12,9 @@ import functools
 import io
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -26,7 +27,6 @@ from numpy.typing import NDArray
 from fedbn_flwr.errors import MessageError
 
 Values = Mapping[str, NDArray[Any]]
-AnyRecord = TypeVar("AnyRecord", FlowerRecord, ConfigRecord, RecordDict)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Array(FlowerArray):
     It has the name of Flower's class because Flower serialises the name of the class with the bytes.
     """
 
-    place: tuple[FlatArrays, str] | None  # the block and the key in it; None if the bytes were replaced
+    place: tuple[FlatArrays, str]  # the block, and the key in it
 
     def __init__(self, owner: FlatArrays, key: str) -> None:
         # Setting attributes one by one would call Flower's __setattr__ for each.
@@ -103,21 +103,16 @@ class Array(FlowerArray):
     @property
     def value(self) -> NDArray[Any]:
         """The array itself; callers must not write to it."""
-        return read_npy(self.data) if self.place is None else self.place[0][self.place[1]]
+        return self.place[0][self.place[1]]
 
     def numpy(self) -> NDArray[Any]:
         return self.value.copy()  # Flower's method returns a copy too
 
     @property
-    def data(self) -> bytes:
+    def data(self) -> bytes:  # type: ignore[override]
         if "_bytes" not in self.__dict__:
             self.__dict__["_bytes"] = FlowerArray(self.value).data
-        data: bytes = self.__dict__["_bytes"]
-        return data
-
-    @data.setter
-    def data(self, data: bytes) -> None:
-        self.__dict__.update(place=None, _bytes=data)
+        return self.__dict__["_bytes"]  # type: ignore[no-any-return]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FlowerArray):
@@ -127,8 +122,6 @@ class Array(FlowerArray):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.place is None:
-            return FlowerArray, (self.dtype, self.shape, self.stype, self.data)
         return Array, self.place
 
 
@@ -168,14 +161,13 @@ def pack(arrays: Values) -> FlowerRecord:
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
-    """The arrays of a record, which callers must not change."""
-    places = [array.place if isinstance(array, Array) else None for array in arrays.values()]
-    block = places[0][0] if places and places[0] else {}
-    if list(block) == list(arrays) and all(
-        place and place[0] is block and place[1] == key for place, key in zip(places, block, strict=True)
-    ):
-        return block
-    return {key: value.value if isinstance(value, Array) else _read(value) for key, value in arrays.items()}
+    """The arrays of a record as they were declared, which callers must not change; MessageError names another key."""
+    places = [getattr(array, "place", (None, "")) for array in arrays.values()]
+    block = places[0][0] if places else None
+    if block is not None and list(block) == list(arrays):
+        if all(owner is block and key == own for (owner, key), own in zip(places, block, strict=True)):
+            return block  # type: ignore[no-any-return]
+    return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
 
 def size_of(record: FlowerRecord) -> tuple[int, int]:
@@ -198,18 +190,6 @@ def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
     return pack(unpack(arrays))
 
 
-def filled(record: AnyRecord, entries: Mapping[str, Any]) -> AnyRecord:
-    """A new record with these entries, which Flower's constructor of an ArrayRecord would copy."""
-    record.update(entries)
-    return record
-
-
-def flat_block(values: Values) -> FlatArrays | None:
-    """Copies of the arrays in one block; None if they have several dtypes or there are no arrays."""
-    blocks = _blocks(values)
-    return blocks[0] if len(blocks) == 1 else None
-
-
 def _blocks(values: Values) -> list[FlatArrays]:
     """Copies of the arrays, those of one dtype in a block."""
     if isinstance(values, FlatArrays):
@@ -224,35 +204,24 @@ def _blocks(values: Values) -> list[FlatArrays]:
 
 
 def held(record: FlowerRecord) -> FlowerRecord:
-    """The record with all its arrays in memory, as they were declared; MessageError names a key that is not so.
-
-    The same record if nothing had to be read. Arrays in memory need no bytes, so they are not checked again.
-    """
-    if all(isinstance(array, Array) and array.place for array in record.values()):
-        return record
-    return pack({key: _read_as_declared(key, array) for key, array in record.items()})
+    """The record with all its arrays in memory; the same record if nothing had to be read."""
+    return record if all(isinstance(array, Array) for array in record.values()) else pack(unpack(record))
 
 
-def _read_as_declared(key: str, array: FlowerArray) -> NDArray[Any]:
+def _read(key: str, array: FlowerArray) -> NDArray[Any]:
     try:
-        value = _read(array)
-        shape = tuple(array.shape)
-    except MessageError as error:
-        raise MessageError(f"its array {key!r} cannot be read: {error}") from None
-    except Exception:  # of Python or NumPy: the attributes may be of any type
-        raise MessageError(f"its array {key!r} cannot be read") from None
+        if array.stype != SType.NUMPY:
+            raise MessageError("its serialisation is not that of an array")
+        value, shape = read_npy(array.data), tuple(array.shape)
+    except Exception as error:  # others are of Python or NumPy: the attributes may be of any type
+        reason = f": {error}" if isinstance(error, MessageError) else ""
+        raise MessageError(f"its array {key!r} cannot be read{reason}") from None
     if (array.dtype, shape) != (str(value.dtype), value.shape):
         raise MessageError(
             f"its array {key!r} is declared as {array.dtype!r:.40} of shape {shape!s:.80}, "
             f"but its bytes are {value.dtype} of shape {value.shape}"
         )
     return value
-
-
-def _read(array: FlowerArray) -> NDArray[Any]:
-    if array.stype != SType.NUMPY:
-        raise MessageError("its serialisation is not that of an array")
-    return read_npy(array.data)
 
 
 def read_npy(data: bytes) -> NDArray[Any]:
@@ -262,13 +231,11 @@ def read_npy(data: bytes) -> NDArray[Any]:
     """
     start = 10 + int.from_bytes(data[8:10], "little")
     shape, fortran_order, dtype = _header(data[:start])
-    if math.prod(shape) * dtype.itemsize != len(data) - start or min(shape, default=0) < 0:
-        raise MessageError(f"its header has {dtype} of shape {shape!s:.80}, which does not fit its {len(data)} bytes")
-    values = np.frombuffer(data, dtype, offset=start) if len(data) > start else np.empty(0, dtype)
-    try:
-        return values.reshape(shape, order="F" if fortran_order else "C")
-    except ValueError as error:  # too many axes, or one of no size and others too long
-        raise MessageError(f"its header has shape {shape!s:.80}: {error}") from None
+    if math.prod(shape) * dtype.itemsize == len(data) - start and min(shape, default=0) >= 0:
+        values = np.frombuffer(data, dtype, offset=start) if len(data) > start else np.empty(0, dtype)
+        with suppress(ValueError):  # too many axes, or one of no size and others too long
+            return values.reshape(shape, order="F" if fortran_order else "C")
+    raise MessageError(f"its header has {dtype} of shape {shape!s:.80}, which does not fit its {len(data)} bytes")
 
 
 _LONGEST_HEADER = 2048  # bytes; 64 axes fit

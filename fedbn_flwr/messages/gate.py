@@ -81,27 +81,35 @@ def _check_metrics(metrics: MetricRecord) -> None:
     for key, value in metrics.items():
         if key in _WHOLE:
             _check_whole(key, value)
-        elif key.endswith(_COUNTS):
-            if not _is_number(value) or not 0 <= value <= MOST_EXAMPLES:  # type: ignore[operator]
-                raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected a number from 0 to 2**31")
+            continue
+        is_count, expected = key.endswith(_COUNTS), "a finite number (the client diverged?)"
+        numbers: Any = [value]
+        if is_count:
+            expected = "a number from 0 to 2**31"
         elif isinstance(value, list) and key != protocol.TRAIN_LOSS:
-            if not all(map(_is_number, value)):
-                raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected finite numbers")
-        elif not _is_number(value):
-            raise MessageError(
-                f"its metric {shown(key)} is {shown(value)}, expected a finite number (the client diverged?)"
-            )
+            numbers, expected = value, "finite numbers"
+        if not all(map(_is_number, numbers)) or (is_count and not 0 <= numbers[0] <= MOST_EXAMPLES):
+            raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected {expected}")
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < _LARGEST_INTEGER if isinstance(value, int) else abs(value) <= _LARGEST  # false for NaN
+    match value:
+        case bool():
+            return False
+        case int():
+            return abs(value) < _LARGEST_INTEGER
+        case float():
+            return abs(value) <= _LARGEST  # false for NaN
+    return False
 
 
 def _check_whole(key: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_EXAMPLES:
+    if not _is_partition(value):
         raise MessageError(f"its {key!r} is {shown(value)}, expected a whole number from 0 to 2**31")
+
+
+def _is_partition(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_EXAMPLES
 
 
 # --- the typed content of a reply --------------------------------------------
@@ -137,17 +145,9 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 
 def partition_of(content: RecordDict) -> int | None:
-    """The partition that a client reports, in a ConfigRecord or among its metrics, or None."""
-    for record in content.values():
-        if not isinstance(record, ArrayRecord) and isinstance(partition := record.get(protocol.PARTITION), int):
-            return partition
-    return None
-
-
-def valid_partition(content: RecordDict) -> int | None:
-    """The partition in a reply that has not passed the gate; None if there is none, or no valid one."""
-    partition = partition_of(content)
-    return partition if type(partition) is int and 0 <= partition <= MOST_EXAMPLES else None
+    """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
+    found = (record.get(protocol.PARTITION) for record in content.values() if not isinstance(record, ArrayRecord))
+    return next(filter(_is_partition, found), None)  # type: ignore[arg-type]
 
 
 def number_of(reply: Message) -> int:
@@ -174,13 +174,6 @@ def sent_model(content: RecordDict) -> ArrayRecord:
     records = arrays_in(content)
     is_ours = any(key.startswith(protocol.PREFIX) for config in configs_in(content).values() for key in config)
     return arrays_of(content, next(iter(records)) if is_ours and records and "arrays" not in records else "arrays")
-
-
-def only_arrays(content: RecordDict) -> ArrayRecord:
-    records = list(arrays_in(content).values())
-    if len(records) != 1:
-        raise MessageError(f"the reply has {len(records)} ArrayRecords, expected one")
-    return records[0]
 
 
 def metrics_of(content: RecordDict) -> MetricRecord:

@@ -14,7 +14,7 @@ from fedbn_flwr.errors import MessageError, MissingPackage
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.gate import number_of, one_line, only_arrays
+from fedbn_flwr.messages.gate import arrays_of, number_of, one_line
 from fedbn_flwr.results.clients import is_count
 from fedbn_flwr.results.folder import RunFolder
 
@@ -85,7 +85,7 @@ def personal_models(state: RunState) -> dict[int, ArrayRecord]:
     whole, models = unpack(state.arrays), {}
     for reply in replies:
         try:
-            own = unpack(only_arrays(reply.content))
+            own = unpack(arrays_of(reply.content))
             problem = fault(own, whole, own.keys() & whole.keys())
         except MessageError as error:
             problem = str(error)

@@ -13,40 +13,41 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from types import TracebackType
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
 
 from fedbn_flwr.errors import RunFailed
 
-from .config import ACCEPTED, KEEPALIVE, METHOD, TOKEN, ExchangeConfig, split_address
+from .config import ExchangeConfig, split_address
+from .wire import ACCEPTED, KEEPALIVE, METHOD, TOKEN
 
 _GRACE_SECONDS = 10  # to deliver the last answers
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A node that has lost its connection, and why."""
-
-    reason: str
-
-
 @dataclass
 class _Connection:
-    """The state of one node's stream."""
+    """One node's stream. In the queues, None ends a wait after `lost` is set."""
 
-    token: str
+    token: str = field(default_factory=functools.partial(secrets.token_hex, 32))
+    received: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)  # from the client
+    answers: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)  # for the client
     claimed: bool = False
-    received: bytes | None = None  # the client's message, until `collect` takes it
-    answer: bytes | None = None  # for the client
-    over: bool = False  # whether the answer is the last one
-    lost: str | None = None
-    reading: Any = None  # the stream's context, while it waits for the client
+    over: bool = False  # whether the last answer was given
+    lost: str | None = None  # why
+    waiting: Any = None  # the stream's context, while it waits for the client
+
+    def lose(self, reason: str) -> None:
+        if self.lost is None and not self.over:
+            self.lost = reason
+            self.received.put(None)
+            self.answers.put(None)
 
 
-class ExchangeService:
+class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
     """A service for `nodes`; a client's message may have up to `limit` bytes, and all streams end after `seconds`.
 
     It waits up to `bind_seconds` for its port, which another run's round may have open.
@@ -55,13 +56,38 @@ class ExchangeService:
     def __init__(
         self, settings: ExchangeConfig, nodes: Sequence[int], *, limit: int, seconds: float, bind_seconds: float = 60
     ) -> None:
-        self._connections = {node: _Connection(secrets.token_hex(32)) for node in nodes}
-        self._changed = threading.Condition()
+        self._connections = {node: _Connection() for node in nodes}
         self._end = time.monotonic() + seconds
-        self._limit = limit
-        self._server, port = self._open(settings, bind_seconds)
+        options = [
+            *KEEPALIVE,
+            ("grpc.so_reuseport", 0),  # two runs must not share a port unnoticed
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_metadata_size", 4096),
+            ("grpc.max_concurrent_streams", 4),  # of one connection; a client needs one
+            ("grpc.server_handshake_timeout_ms", 20_000),
+            ("grpc.max_connection_idle_ms", 20_000),
+        ]
+        self._server = grpc.server(_Threads(), handlers=[self], options=options)
+        port = self._bound(settings, time.monotonic() + bind_seconds)
+        self._server.start()
         host, wanted = split_address(settings.address)
         self.address = f"{host}:{port}" if wanted == "0" else settings.address
+
+    def _bound(self, settings: ExchangeConfig, end: float) -> int:
+        key, certificate = settings.read("key"), settings.read("certificate")
+        while True:
+            try:
+                if key is None:
+                    return int(self._server.add_insecure_port(settings.listens_on))
+                credentials = grpc.ssl_server_credentials([(key, certificate)])
+                return int(self._server.add_secure_port(settings.listens_on, credentials))
+            except RuntimeError as error:
+                if time.monotonic() > end:
+                    raise RunFailed(
+                        f"the exchange service cannot listen on {settings.listens_on!r} ({error}); is another run "
+                        "using it, or is the certificate wrong? Without FEDBN_EXCHANGE_ADDRESS messages are used"
+                    ) from None
+                time.sleep(0.5)
 
     @property
     def tokens(self) -> dict[int, str]:
@@ -70,161 +96,77 @@ class ExchangeService:
     @property
     def lost(self) -> dict[int, str]:
         """The nodes that have lost their connection, and why."""
-        with self._changed:
-            return {node: each.lost for node, each in self._connections.items() if each.lost is not None}
+        return {node: each.lost for node, each in self._connections.items() if each.lost is not None}
 
     # --- the round's side ---
 
-    def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | Lost]:
-        """The next message of each node, or why there is none; a node that sends none in time is lost."""
-        end = min(time.monotonic() + seconds, self._end)
-        connections = {node: self._connections[node] for node in nodes}
-        with self._changed:
-            while any(connection.received is None and connection.lost is None for connection in connections.values()):
-                if (left := end - time.monotonic()) <= 0:
-                    break
-                self._changed.wait(left)
-            messages: dict[int, bytes | Lost] = {}
-            for node, connection in connections.items():
-                if connection.lost is None and connection.received is None:
-                    what = "sent nothing" if connection.claimed else "did not connect"
-                    connection.lost = f"it {what} to the exchange service within {seconds:g} s"
-                    self._changed.notify_all()
-                if connection.lost is not None:
-                    messages[node] = Lost(connection.lost)
-                else:
-                    assert connection.received is not None
-                    messages[node], connection.received = connection.received, None
-            return messages
+    def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | str]:
+        """The next message of each node, or as text why there is none; a node that sends none in time is lost."""
+        end, found = min(time.monotonic() + seconds, self._end), dict[int, bytes | str]()
+        for node in nodes:
+            connection, content = self._connections[node], b""
+            try:
+                content = connection.received.get(timeout=max(0.0, end - time.monotonic())) or b""
+            except Empty:
+                what = "sent nothing" if connection.claimed else "did not connect"
+                connection.lose(f"it {what} to the exchange service within {seconds:g} s")
+            found[node] = content if connection.lost is None else connection.lost
+        return found
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
         """Send `message` to these nodes; all others are lost."""
-        with self._changed:
-            for node, connection in self._connections.items():
-                if node in nodes:
-                    connection.answer, connection.over = message, last
-                elif connection.lost is None:
-                    connection.lost = "excluded from this round's exchanges; the server's log says why"
-            self._changed.notify_all()
+        self.lose(self._connections.keys() - set(nodes), "excluded from this round's exchanges; the server's log says why")
+        for connection in (self._connections[node] for node in nodes):
+            connection.over = last
+            connection.answers.put(message)
 
     def lose(self, nodes: Collection[int], reason: str) -> None:
         """End these nodes' part in the round."""
-        with self._changed:
-            for connection in (self._connections[node] for node in nodes if node in self._connections):
-                if connection.lost is None and not connection.over:
-                    connection.lost = reason
-            self._changed.notify_all()
-
-    def close(self, reason: str = "the round's exchanges are over") -> None:
-        """Wait until the last answers have arrived, end all streams and free the port."""
-        self.lose(list(self._connections), reason)
-        with self._changed:
-            waiting = [each.reading for each in self._connections.values() if each.lost and each.reading is not None]
-        for context in waiting:  # the other streams end on their own
-            context.cancel()
-        self._server.stop(_GRACE_SECONDS).wait(2 * _GRACE_SECONDS)
+        for connection in (self._connections[node] for node in nodes if node in self._connections):
+            connection.lose(reason)
 
     def __enter__(self) -> ExchangeService:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(f"the round has failed: {error}" if error else "the round's exchanges are over")
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait until the last answers have arrived, end all streams and free the port."""
+        self.lose(self._connections, f"the round has failed: {error}" if error else "the round's exchanges are over")
+        for connection in self._connections.values():
+            if connection.lost is not None and (context := connection.waiting) is not None:  # others end on their own
+                context.cancel()
+        self._server.stop(_GRACE_SECONDS).wait(2 * _GRACE_SECONDS)
 
     # --- the streams' side ---
 
-    def _open(self, settings: ExchangeConfig, bind_seconds: float) -> tuple[grpc.Server, int]:
-        options = [
-            *KEEPALIVE,
-            ("grpc.so_reuseport", 0),  # two runs must not share a port unnoticed
-            ("grpc.max_receive_message_length", self._limit),
-            ("grpc.max_metadata_size", 4096),
-            ("grpc.max_concurrent_streams", 4),  # of one connection; a client needs one
-            ("grpc.server_handshake_timeout_ms", 20_000),
-            ("grpc.max_connection_idle_ms", 20_000),
-        ]
-        end = time.monotonic() + bind_seconds
-        key, certificate = settings.read("key"), settings.read("certificate")
-        while True:
-            server = grpc.server(_Threads(), handlers=[_TokenHandler(self)], options=options)
-            try:
-                if key is not None and certificate is not None:
-                    credentials = grpc.ssl_server_credentials([(key, certificate)])
-                    port = server.add_secure_port(settings.listens_on, credentials)
-                else:
-                    port = server.add_insecure_port(settings.listens_on)
-            except RuntimeError as error:
-                if time.monotonic() > end:
-                    raise RunFailed(
-                        f"the exchange service cannot listen on {settings.listens_on!r} ({error}); is another run "
-                        "using it, or is the certificate wrong? Without FEDBN_EXCHANGE_ADDRESS messages are used"
-                    ) from None
-                time.sleep(0.5)
-                continue
-            server.start()
-            return server, port
+    def service(self, handler_call_details: Any) -> Any:
+        """Accepts a call with a valid token; for others the method is unknown, so that they occupy no thread."""
+        given = str(dict(handler_call_details.invocation_metadata).get(TOKEN, "")).encode()
+        for connection in self._connections.values():
+            is_right = secrets.compare_digest(connection.token.encode(), given) and handler_call_details.method == METHOD
+            if is_right and not connection.claimed and connection.lost is None:
+                connection.claimed = True
+                return grpc.stream_stream_rpc_method_handler(functools.partial(self._serve, connection))
+        return None
 
-    def claim(self, token: str) -> int | None:
-        """The node to which the token belongs, on its first use; otherwise None."""
-        found = None
-        with self._changed:
-            for node, connection in self._connections.items():  # check all: the time must not depend on the token
-                if secrets.compare_digest(connection.token.encode(), token.encode()) and not connection.claimed:
-                    found = node
-            if found is not None:
-                self._connections[found].claimed = True
-                if self._connections[found].lost is not None:
-                    return None
-        return found
-
-    def serve(self, node: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def _serve(self, connection: _Connection, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """One stream: an answer to each of the client's messages."""
-        connection = self._connections[node]
-        gone = functools.partial(self.lose, [node], "its connection to the exchange service broke")
+        gone = functools.partial(connection.lose, "its connection to the exchange service broke")
         if not context.add_callback(gone):  # the call has already ended
-            gone()
-            return
-        self._read(connection, context)
+            return gone()
+        connection.waiting = context
         context.send_initial_metadata(((ACCEPTED, "1"),))
         for message in requests:
-            with self._changed:
-                connection.received, connection.reading = message, None
-                self._changed.notify_all()
-                while connection.answer is None and connection.lost is None and time.monotonic() < self._end:
-                    self._changed.wait(max(0.0, self._end - time.monotonic()))
-                answer, connection.answer, over = connection.answer, None, connection.over
+            connection.waiting = None
+            connection.received.put(message)
+            answer = None
+            with suppress(Empty):
+                answer = connection.answers.get(timeout=max(0.0, self._end - time.monotonic()))
             if answer is None:
                 context.abort(grpc.StatusCode.ABORTED, connection.lost or "the round took too long")  # raises
-                return
             yield answer
-            if over:
+            if connection.over:
                 return
-            self._read(connection, context)
-
-    def _read(self, connection: _Connection, context: Any) -> None:
-        """Mark the stream as waiting for its client, so that `close` may cancel it."""
-        with self._changed:
-            if connection.lost is None:
-                connection.reading = context
-                return
-        context.abort(grpc.StatusCode.ABORTED, connection.lost)  # raises
-
-
-class _TokenHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Accepts calls with a valid token; for others the method is unknown, so that they occupy no thread."""
-
-    def __init__(self, service: ExchangeService) -> None:
-        self._service = service
-
-    def service(self, handler_call_details: Any) -> Any:
-        if handler_call_details.method != METHOD:
-            return None
-        token = next((value for key, value in handler_call_details.invocation_metadata if key == TOKEN), "")
-        node = self._service.claim(token if isinstance(token, str) else "")
-        if node is None:
-            return None
-        return grpc.stream_stream_rpc_method_handler(functools.partial(self._service.serve, node))
+            connection.waiting = context
 
 
 class _Threads(Executor):
@@ -232,12 +174,6 @@ class _Threads(Executor):
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, daemon=True, name="fedbn-exchange").start()
+        call = functools.partial(fn, *args, **kwargs)
+        threading.Thread(target=lambda: future.set_result(call()), daemon=True, name="fedbn-exchange").start()
         return future

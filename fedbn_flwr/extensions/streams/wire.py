@@ -15,7 +15,22 @@ from fedbn_flwr.exchange.codec import (
 )
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack
+from fedbn_flwr.messages.gate import checked
 from fedbn_flwr.messages.serialization import dump, parse
+
+METHOD = "/fedbn.Exchange/Stream"
+TOKEN = "fedbn-token"  # key of the call's metadata  # noqa: S105 (the name of a header)
+ACCEPTED = "fedbn-accepted"  # key in the metadata of the answer to an accepted call
+
+# Pings detect a lost machine within half a minute.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # the timeout that applies; one minute by default
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
 
 HEADER_LIMIT = 16384  # bytes of a message besides the tensors
 _FAILURE = "failure"  # config key
@@ -54,6 +69,7 @@ def _from_bytes(data: bytes) -> RecordDict:
     if len(data) < 8 or length > HEADER_LIMIT:
         raise MessageError(f"it has {len(data)} bytes, with a header of {length}; expected at most {HEADER_LIMIT}")
     try:
-        return parse(data)
+        content = parse(data)
     except ValueError:
         raise MessageError("its bytes are not those of records") from None
+    return checked(content)

@@ -114,12 +114,11 @@ def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [2, 5, 3]], ids=["equal", "unequal"])
-@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
 def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(
-    name: str, sizes: list[int], fused: bool, walk: bool
+    name: str, sizes: list[int], fused: bool
 ) -> None:
     model, batches, _ = clients_of(name, sizes)
-    copies, mean, exchanges = cohort_gradients(model, batches, [float(n) for n in sizes], fused=fused, walk=walk)
+    copies, mean, exchanges = cohort_gradients(model, batches, [float(n) for n in sizes], fused=fused)
     assert exchanges == count_calls(model, batches[0][0]) * (2 if fused else 3)
     twin = union_twin(model, batches)
     assert worst(mean, gradients(twin)) < 1e-10
@@ -133,9 +132,8 @@ def test_channels_last_changes_only_the_last_bits() -> None:
     _, plain, _ = cohort_gradients(model, batches, [1.0, 1.0])
     model.to(memory_format=torch.channels_last)
     last = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
-    for walk in (False, True):
-        _, found, _ = cohort_gradients(model, last, [1.0, 1.0], walk=walk)
-        assert worst(found, plain) < 1e-10
+    _, found, _ = cohort_gradients(model, last, [1.0, 1.0])
+    assert worst(found, plain) < 1e-10
 
 
 def test_plain_federated_gradient_is_far_from_the_union() -> None:
@@ -195,21 +193,19 @@ class Unused(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
-def test_a_layer_outside_the_loss_takes_part_in_all_exchanges(walk: bool) -> None:
+def test_a_layer_outside_the_loss_takes_part_in_all_exchanges() -> None:
     torch.manual_seed(0)
     model = Unused().double()
     batches = [(torch.randn(4, 3, 2, 2, dtype=torch.float64) + i, torch.full((4,), i)) for i in range(2)]
-    _, mean, exchanges = cohort_gradients(model, batches, [1.0, 1.0], walk=walk)
+    _, mean, exchanges = cohort_gradients(model, batches, [1.0, 1.0])
     twin = gradients(union_twin(model, batches))
     assert exchanges == 4
     assert worst({key: mean[key] for key in twin}, twin) < 1e-10
 
 
-@pytest.mark.parametrize("walk", [False, True], ids=["inside autograd", "walked"])
-def test_the_model_is_as_it_was_afterwards(walk: bool) -> None:
+def test_the_model_is_as_it_was_afterwards() -> None:
     model, batches, _ = clients_of("used twice", [3, 3])
-    copies, _, _ = cohort_gradients(model, batches, [1.0, 1.0], walk=walk)
+    copies, _, _ = cohort_gradients(model, batches, [1.0, 1.0])
     for m in copies:
         assert "forward" not in m.norm.__dict__
         assert list(m.state_dict()) == list(model.state_dict())

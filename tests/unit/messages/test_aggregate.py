@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from fedbn_flwr.messages.aggregate import cast, fault, normalised, weighted_mean
-from fedbn_flwr.messages.arrays import FlatArrays, flat_block
+from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 
 DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
 
@@ -136,8 +136,7 @@ def test_the_mean_depends_neither_on_threads_nor_on_positions() -> None:
     apart = weighted_mean(replies, weights)
     single = weighted_mean([{"one": reply["one"]} for reply in replies], weights)
     np.testing.assert_array_equal(single["one"], apart["one"])
-    blocks = [flat_block(reply) for reply in replies]
-    together = weighted_mean([block for block in blocks if block is not None], weights)
+    together = weighted_mean([unpack(pack(reply)) for reply in replies], weights)
     assert isinstance(together, FlatArrays)
     for key in sizes:
         np.testing.assert_array_equal(together[key], apart[key], err_msg=key)

@@ -27,7 +27,8 @@ names = st.sampled_from(["ADDRESS", "LISTEN", "CERTIFICATE", "KEY", "CA", "INSEC
 @given(st.dictionaries(names.map(PREFIX.__add__), values.filter(lambda value: "\0" not in value), max_size=5))
 def test_any_environment_of_the_exchange(environment: dict[str, str]) -> None:
     with contextlib.suppress(SettingsError):
-        ExchangeConfig.from_environment(environment)
+        if (config := ExchangeConfig.from_environment(environment)) is not None:
+            config.prepare()
 
 
 MOMENTS = {"mean": np.zeros(3), "var": np.ones(3)}

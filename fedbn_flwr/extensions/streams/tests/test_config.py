@@ -13,6 +13,11 @@ from fedbn_flwr.strategies import FedTAN
 from tests.support.command import ROOT
 
 
+def prepared(environment: dict[str, str]) -> None:
+    if (config := ExchangeConfig.from_environment(environment)) is not None:
+        config.prepare()
+
+
 def test_without_an_address_there_is_no_service() -> None:
     assert ExchangeConfig.from_environment({"FEDBN_OUT": "/runs"}) is None
     assert ExchangeConfig.from_environment({"FEDBN_EXCHANGE_ADDRESS": ""}) is None
@@ -33,7 +38,7 @@ def test_without_an_address_there_is_no_service() -> None:
 )
 def test_wrong_settings_are_named(given: dict[str, str], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
-        ExchangeConfig.from_environment({f"FEDBN_EXCHANGE_{key}": value for key, value in given.items()})
+        prepared({f"FEDBN_EXCHANGE_{key}": value for key, value in given.items()})
 
 
 def test_an_experiment_cannot_name_an_address() -> None:

@@ -17,10 +17,10 @@ import pytest
 
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.extensions.streams.client import ExchangeAddress, ExchangeStream
-from fedbn_flwr.extensions.streams.config import METHOD, TOKEN, ExchangeConfig
-from fedbn_flwr.extensions.streams.server import ExchangeService, Lost
-from fedbn_flwr.extensions.streams.wire import answer_from_bytes, to_bytes
+from fedbn_flwr.extensions.streams.client import ExchangeStream
+from fedbn_flwr.extensions.streams.config import ExchangeConfig
+from fedbn_flwr.extensions.streams.server import ExchangeService
+from fedbn_flwr.extensions.streams.wire import METHOD, TOKEN, answer_from_bytes, to_bytes
 from tests.support.network import make_keys, missing_tools
 
 HERE = ExchangeConfig("127.0.0.1:0")  # any free port
@@ -32,8 +32,8 @@ def service() -> Iterator[ExchangeService]:
         yield opened
 
 
-def address_of(service: ExchangeService, node: int, timeout: float = 20) -> ExchangeAddress:
-    return ExchangeAddress(service.address, service.tokens[node], None, True, timeout)
+def stream_of(service: ExchangeService, node: int, timeout: float = 20) -> ExchangeStream:
+    return ExchangeStream(service.address, service.tokens[node], timeout, insecure=True)
 
 
 def moments(value: float = 1.0) -> Contribution:
@@ -49,7 +49,7 @@ def clients(service: ExchangeService, *nodes: int) -> Iterator[list[Any]]:
     """Each node's outcome of one exchange: a future of an Agreement or an error."""
 
     def exchange(node: int) -> Agreement:
-        with ExchangeStream(address_of(service, node)) as stream:
+        with stream_of(service, node) as stream:
             return stream.exchange(moments(node))
 
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -101,7 +101,7 @@ def test_a_token_is_good_once(service: ExchangeService) -> None:
     with clients(service, 7, 8) as outcomes:
         finish(service, outcomes, [7, 8])
     with pytest.raises(MessageError, match="does not accept this node's token"):
-        ExchangeStream(address_of(service, 7))
+        stream_of(service, 7)
 
 
 def test_a_service_does_not_accept_the_tokens_of_another_round(service: ExchangeService) -> None:
@@ -114,30 +114,30 @@ def test_a_client_that_sends_too_much_or_disconnects_is_lost(service: ExchangeSe
     with clients(service, 8) as outcomes:
         raw(service, service.tokens[7], [] if content is None else [content])
         received = service.collect([7, 8], 20)
-        assert isinstance(received[7], Lost)
-        assert "broke" in received[7].reason
+        assert isinstance(received[7], str)
+        assert "broke" in received[7]
         assert isinstance(received[8], bytes)
         service.answer([8], agreed(), last=True)
         assert outcomes[0].result(20).images == 12
 
 
 def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: ExchangeService) -> None:
-    with ExchangeStream(address_of(service, 7, timeout=1)) as silent, clients(service, 8) as outcomes:
+    with stream_of(service, 7, timeout=1) as silent, clients(service, 8) as outcomes:
         received = service.collect([7, 8], 1)
-        assert received[7] == Lost("it sent nothing to the exchange service within 1 s")
+        assert received[7] == "it sent nothing to the exchange service within 1 s"
         service.answer([8], agreed(), last=True)
         assert outcomes[0].result(20).images == 12
         with pytest.raises(MessageError, match="sent nothing"):
             silent.exchange(moments())
     with ExchangeService(HERE, [7], limit=1000, seconds=60) as service_of_one:
-        assert service_of_one.collect([7], 0.2)[7] == Lost("it did not connect to the exchange service within 0.2 s")
+        assert service_of_one.collect([7], 0.2)[7] == "it did not connect to the exchange service within 0.2 s"
 
 
 def test_a_round_ends_when_its_time_is_over() -> None:
     with ExchangeService(HERE, [7], limit=1000, seconds=1) as short:
-        with ExchangeStream(address_of(short, 7)) as stream, pytest.raises(MessageError, match="ended the exchange"):
+        with stream_of(short, 7) as stream, pytest.raises(MessageError, match="ended the exchange"):
             stream.exchange(moments())
-        assert isinstance(short.collect([7], 60)[7], bytes | Lost)
+        assert isinstance(short.collect([7], 60)[7], bytes | str)
 
 
 def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,16 +145,16 @@ def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: py
     monkeypatch.setattr("fedbn_flwr.extensions.streams.client.CONNECT_SECONDS", 1)
     with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as service:
         with (
-            ExchangeStream(address_of(service, 7, timeout=0.5)) as stream,
+            stream_of(service, 7, timeout=0.5) as stream,
             pytest.raises(MessageError, match="did not answer within 1 s"),
         ):
             stream.exchange(moments())
-        last = ExchangeStream(address_of(service, 8))
+        last = stream_of(service, 8)
     with pytest.raises(MessageError, match="ended the exchange: the round continued without"):
         last.exchange(moments())
     last.close()
     with pytest.raises(MessageError, match=rf"{service.address} cannot be reached"):
-        ExchangeStream(address_of(service, 8))
+        stream_of(service, 8)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,10 @@ def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: py
         b"",
         b"\0" * 8,
         to_bytes(moments()),
-        to_bytes(Agreement({"mean": np.ones(4, np.float32)}, 12)),
     ],
 )
 def test_an_answer_that_does_not_fit_is_an_error(service: ExchangeService, answer: bytes) -> None:
-    with ExchangeStream(address_of(service, 7)) as stream, ThreadPoolExecutor(1) as pool:
+    with stream_of(service, 7) as stream, ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(stream.exchange, moments())
         service.collect([7], 20)
         service.answer([7], answer)
@@ -200,7 +199,7 @@ def test_a_client_that_does_not_trust_the_certificate_sends_nothing(
     with ExchangeService(direct, [7], limit=1000, seconds=60) as service:
         for ca in ((tmp_path / "other" / "ca.crt").read_text(), None):
             with pytest.raises(MessageError, match="cannot be reached"):
-                ExchangeStream(ExchangeAddress(service.address, service.tokens[7], ca, False, 5))
+                ExchangeStream(service.address, service.tokens[7], 5, ca=ca)
         with pytest.raises(MessageError):
-            ExchangeStream(address_of(service, 7))  # without TLS
-        assert service.collect([7], 0) == {7: Lost("it did not connect to the exchange service within 0 s")}
+            stream_of(service, 7)  # without TLS
+        assert service.collect([7], 0) == {7: "it did not connect to the exchange service within 0 s"}
