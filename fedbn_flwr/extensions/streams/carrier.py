@@ -48,7 +48,7 @@ class StreamCarrier:
     def run(self, exchanges: Exchanges) -> list[Message]:
         self._thread = threading.Thread(target=self._run, args=[exchanges], daemon=True, name="fedbn-exchanges")
         self._thread.start()
-        self._engine.observe(self)
+        self._engine.observe(self.replied, self.given_up)
         return [
             Message(self._about.content(self._about.model, self._config_for(token)), node, MessageType.TRAIN)
             for node, token in self._service.tokens.items()
@@ -84,7 +84,7 @@ class StreamCarrier:
         lost = self._nodes - self._done
         return [reply for reply in replies if reply.metadata.src_node_id not in lost], len(self._done)
 
-    # --- an engine's observer of replies ---
+    # --- what an engine that observes replies calls ---
 
     def replied(self, reply: Message) -> None:
         """A client that has answered the train message takes part in no more exchanges."""
