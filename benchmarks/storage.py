@@ -28,7 +28,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.node_state import stored_state
-from fedbn_flwr.engines.context_cache import Contexts
+from fedbn_flwr.engines.nodes import Contexts
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
@@ -63,13 +63,13 @@ def spilled(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, flo
     """Each use of a node writes the state of the other one to a file and reads its own."""
     floats, arrays, _ = size
     contexts = {node: Context(1, node, {}, state(floats, arrays, node), {}) for node in (1, 2)}
-    cache = Contexts(contexts, 0, folder)
+    cache = Contexts(contexts, 0)
     uses = 200 if floats < 10_000 else 4
     while True:
         began = time.perf_counter()
         for use in range(uses):
-            with cache.using(use % 2 + 1):
-                pass
+            cache.bring(use % 2 + 1)
+            cache.used(use % 2 + 1)
         yield "spill and recall", (time.perf_counter() - began) / uses
 
 

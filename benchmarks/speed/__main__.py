@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 
 from fedbn_flwr.cores import cores
-from fedbn_flwr.engines.context_cache import keep_freed_memory
+from fedbn_flwr.engines.worker import keep_freed_memory
 from fedbn_flwr.experiment.model import choose_device
 from fedbn_flwr.results.folder import environment
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flwr.app import Message, RecordDict
 from flwr.common import log
@@ -26,12 +26,8 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
     from fedbn_flwr.messages.aggregate import Arrays
 
 
-class ReplyObserver(Protocol):
-    """Observes replies as they arrive, and reports the nodes whose replies the grid should stop waiting for."""
-
-    def replied(self, reply: Message) -> None: ...
-
-    def given_up(self) -> frozenset[int]: ...
+Replied = Callable[[Message], object]  # gets a reply when it arrives
+GivenUp = Callable[[], Collection[int]]  # the nodes whose replies the grid should stop waiting for
 
 
 class NodeStates(Protocol):
@@ -49,11 +45,8 @@ class Capabilities:
         """Start the processes that serve nodes. Returns how many nodes are served at once; None: all of them."""
         return None
 
-    def rest(self) -> None:
-        """Let the processes that serve nodes return freed memory, because the server needs it now."""
-
-    def observe(self, observer: ReplyObserver) -> None:
-        """Pass the replies of the next `send_and_receive` to `observer` as they arrive, if the engine can."""
+    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
+        """Call `replied` with each reply of the next `send_and_receive` as it arrives, if the engine can."""
 
     def node_states(self) -> NodeStates | None:
         """The nodes' states; None if the server cannot access them."""
@@ -113,30 +106,6 @@ class GridAround(Capabilities, Grid):
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work
 
-    def start(self) -> int | None:
-        return capabilities(self.inner).start()
-
-    def rest(self) -> None:
-        capabilities(self.inner).rest()
-
-    def observe(self, observer: ReplyObserver) -> None:
-        capabilities(self.inner).observe(observer)
-
-    def node_states(self) -> NodeStates | None:
-        return capabilities(self.inner).node_states()
-
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        return capabilities(self.inner).exchange(nodes, agreement, timeout)
-
-    def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
-        capabilities(self.inner).count_exchange(up, down)
-
-    def report(self, what: str, done: int, total: int) -> None:
-        capabilities(self.inner).report(what, done, total)
-
-    def partition_problems(self, reported: Mapping[int, int]) -> Mapping[int, str]:
-        return capabilities(self.inner).partition_problems(reported)
-
     def set_run(self, run: Run) -> None:
         self.inner.set_run(run)
 
@@ -165,3 +134,15 @@ class GridAround(Capabilities, Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return self.inner.send_and_receive(list(messages), timeout=timeout)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def call(self: GridAround, *args: Any, **kwargs: Any) -> Any:
+        return getattr(capabilities(self.inner), name)(*args, **kwargs)
+
+    return call
+
+
+for _name in vars(Capabilities):
+    if not _name.startswith("_"):
+        setattr(GridAround, _name, _forward(_name))

@@ -1,27 +1,58 @@
 """The local engine: a Flower `Grid` that calls the ClientApp directly with each message.
 
 It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
-through. Otherwise worker processes serve them. They are forked: they share the memory of data loaded before, and only
-messages and states are pickled. With `gpus` they are spawned, because CUDA does not work in forked processes: the
-workers of the extension `gpu`.
+through. Otherwise workers serve them. Any worker serves any node: the node's context is sent with the message, and its
+state returned with the reply. Workers are forked: they share the memory of data loaded before. With `gpus` they are
+spawned, because CUDA does not work in forked processes: the workers of the extension `gpu`.
+
+A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import itertools
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
-from typing import Literal, Unpack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
 
 from fedbn_flwr import extensions
-from fedbn_flwr.errors import MissingPackage
+from fedbn_flwr.errors import MissingPackage, RunFailed
 
-from .grid import NodeOptions, WorkersGrid
-from .nodes import Nodes
-from .worker import Worker, leave_if_unguarded
+from .base import Capabilities, GivenUp, NodeStates, Replied
+from .nodes import Contexts, Nodes
+from .schedule import Schedule
+from .worker import START_TIMEOUT, NodeWorker, Worker, leave_if_unguarded
+
+if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from fedbn_flwr.exchange.codec import Agreement, Contribution
+    from fedbn_flwr.exchange.round import Answers
+
+_FLOWER = "1.41"
+if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):
+    raise MissingPackage(
+        f"the local engine uses internals of Flower {_FLOWER}, found {_found}: pip install 'fedbn-flwr[run]'; "
+        "strategies and clients work with other versions"
+    )
+
+from flwr.supercore.run import Run  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+_LOOK = 1.0  # seconds of waiting for results, after which lost workers and those that do not start are looked for
+
+UserConfig = Mapping[str, Any]
 
 
-class LocalGrid(WorkersGrid[Worker]):
+class LocalGrid(Capabilities, Grid):
     """A grid of `num_nodes` nodes on this machine, for one run: nodes keep their states until it is closed.
 
     Parameters
@@ -41,16 +72,16 @@ class LocalGrid(WorkersGrid[Worker]):
     threads
         PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
         Results can depend on it in the last bit.
-    **nodes
-        Options of the nodes:
-
-        - `work`: the expected relative duration of each node's messages, for instance its number of images. Workers
-          begin with the longest; from the second message of a node on, the duration of its last one counts.
-        - `run_config`, `node_config`: the configs in the ClientApp's context; `node_config` is one mapping for all
-          nodes, or one per node.
-        - `node_ids`: node ids, 1 to `num_nodes` by default.
-        - `state_memory`: GiB that the nodes' states (FedBN's batch norms, for instance) may take in memory; beyond it
-          the states of the least recently served nodes are written to a temporary folder.
+    work
+        The expected relative duration of each node's messages, for instance its number of images. Workers begin with
+        the longest; from the second message of a node on, the duration of its last one counts.
+    run_config, node_config
+        The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
+    node_ids
+        Node ids, 1 to `num_nodes` by default.
+    state_memory
+        GiB that the nodes' states (FedBN's batch norms, for instance) may take in memory; beyond it the states of the
+        least recently served nodes are written to a temporary folder.
     """
 
     def __init__(
@@ -62,40 +93,266 @@ class LocalGrid(WorkersGrid[Worker]):
         gpus: int = 0,
         start: Literal["fork", "spawn"] | None = None,
         threads: int | None = None,
-        **nodes: Unpack[NodeOptions],
+        work: Sequence[float] | None = None,
+        run_config: UserConfig | None = None,
+        node_config: UserConfig | Sequence[UserConfig] | None = None,
+        node_ids: Sequence[int] | None = None,
+        state_memory: float = math.inf,
     ) -> None:
-        if workers and threads not in (None, 1):
-            # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
-            raise ValueError(f"threads is {threads}; worker processes train with one, or give workers=0")
+        leave_if_unguarded()
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
+        if workers < 0:
+            raise ValueError(f"workers is {workers}; give 0 (this process) or a number of processes")
         if gpus < 0 or gpus > max(workers, 0):
             raise ValueError(f"gpus is {gpus}, workers {workers}; expected gpus=0, or at least a worker for each GPU")
         if start not in (None, "fork", "spawn") or (gpus and start == "fork"):
             raise ValueError(f"start is {start!r} with gpus={gpus}; expected spawn, or fork without GPUs")
-        if (gpus or start == "spawn") and "spawn" not in extensions.declared("workers"):
-            raise MissingPackage("gpus and start='spawn' need the extension fedbn_flwr.extensions.gpu")
-        leave_if_unguarded()
-        self._gpus = min(gpus, num_nodes)
-        self._spawns = gpus > 0 or start == "spawn"
-        super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
+        ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
+        node_configs = [node_config or {}] * num_nodes if isinstance(node_config, Mapping | None) else node_config
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"node_ids must be different numbers, found {ids}")
+        for name, each in {"node_ids": ids, "node_config": node_configs, "work": work or ids}.items():
+            if len(each) != num_nodes:
+                raise ValueError(f"{name} has {len(each)} entries for {num_nodes} nodes")
+        self._run = Run.create_empty(run_id=1)
+        identify()
+        self._node_ids = ids
+        contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": i, "num-partitions": num_nodes, **node_configs[i]},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for i, node in enumerate(ids)
+        }
+        self._contexts = Contexts(contexts, state_memory * 2**30)
+        self._nodes = Nodes(client_app, threads, self._contexts)  # that this process serves, if there are no workers
+        self._next_id = itertools.count(1)
+        self._replies: dict[str, Message] = {}
+        self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
+        self._observers: list[Replied] = []
+        self._gpus = min(gpus, num_nodes) if gpus or start == "spawn" else None  # of spawned workers
+        self._start_timeout = 3 * START_TIMEOUT
+        self._workers: Sequence[Any] = ()  # each is a NodeWorker
+        if workers:
+            self._workers = self._make_workers(Nodes(client_app, threads or 1, {}), min(workers, num_nodes))
+        self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
+        self._served_at: float | None = None  # when some worker was last ready
 
-    def _make_workers(self, served: Nodes, count: int) -> list[Worker]:
-        if not self._spawns:
-            return [Worker(number, served.handle) for number in range(count)]
-        spawned: list[Worker] = extensions.part("workers", "spawn")(served.handle, count, self._gpus)
+    def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
+        """Workers, not started, that each serve a copy of `nodes`."""
+        if nodes.threads != 1:
+            # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
+            raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
+        if self._gpus is None:
+            return [Worker(nodes) for _ in range(count)]
+        if "spawn" not in extensions.declared("workers"):
+            raise MissingPackage("gpus and start='spawn' need the extension fedbn_flwr.extensions.gpu")
+        spawned: Sequence[NodeWorker]
+        spawned, self._start_timeout = extensions.part("workers", "spawn")(nodes, count, self._gpus)
         return spawned
 
+    def _wait(self, timeout: float) -> list[int]:
+        """The numbers of the workers whose job has a result; waits up to `timeout` seconds for the first."""
+        busy = {worker.channel: number for number, worker in enumerate(self._workers) if worker.then}
+        return [busy[channel] for channel in wait(list(busy), timeout)] if busy else []
+
+    def _start_problem(self, waited: float) -> str:
+        """Why the run must end after so many seconds without a worker that is ready, or nothing."""
+        if waited <= self._start_timeout:
+            return ""
+        return (
+            f"worker processes cannot start: they did nothing for {self._start_timeout:g} s, because other threads of "
+            "this process use PyTorch's random numbers or its output, or they import for too long; use workers=0"
+        )
+
+    # --- Flower's interface ---
+
+    def set_run(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._node_ids)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        message_ids, waiting = [], []
+        for message in messages:
+            message_id = str(next(self._next_id))
+            message.metadata.__dict__["_message_id"] = message_id
+            message_ids.append(message_id)
+            node = message.metadata.dst_node_id
+            if node not in self._contexts:
+                known = f"1 to {len(self._node_ids)}" if self._node_ids == sorted(self._node_ids) else "others"
+                error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}; the grid has {known}")
+                self._replies[message_id] = Message(error, reply_to=message)
+            elif self._workers:
+                waiting.append(message)
+                self._awaited.add(message_id)
+            else:
+                self._received(message_id, self._nodes.answer(message, self._contexts.bring(node)))
+                self._contexts.used(node)
+        if waiting:
+            self._schedule.add(waiting, [number for number, worker in enumerate(self._workers) if not worker.problem])
+            self._serve_workers(0)
+        return message_ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        if self._workers:
+            self._serve_workers(0)
+        return [self._replies.pop(key) for key in message_ids if key in self._replies]
+
+    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
+        self._observers.append(replied)
+
+    def _received(self, message_id: str, reply: Message) -> None:
+        self._replies[message_id] = reply
+        for replied in self._observers:
+            replied(reply)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Replies in the order of the messages, without those that take longer than `timeout` seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        message_ids = list(self.push_messages(messages))
+        while missing := [key for key in message_ids if key not in self._replies]:
+            if (left := deadline - time.monotonic()) <= 0:
+                self._schedule.drop(missing)
+                self._awaited.difference_update(missing)
+                break
+            self._serve_workers(left)
+        self._observers.clear()
+        return [self._replies.pop(key) for key in message_ids if key in self._replies]
+
+    # --- workers ---
+
     def start(self) -> int:
-        """Start the workers now; processes are forked before this one has threads that a fork would lose."""
-        for worker in self._workers:
-            worker.begin()
-        for worker in self._workers:
-            worker.start()
+        """Start the workers now, and wait until one is ready. Returns how many nodes are served at once."""
+        while self._workers and not any(worker.is_ready for worker in self._workers):
+            self._receive(_LOOK)
         return len(self._workers) or 1
 
-    def rest(self) -> None:
-        for worker in self._workers:
-            worker.rest()
+    def _serve_workers(self, timeout: float) -> None:
+        """Send queued messages and collect replies; waits up to `timeout` seconds for the first reply."""
+        self._send_next()
+        self._receive(timeout)
+        self._send_next()
 
-    def _wait(self, timeout: float | None) -> list[int]:
-        busy = {worker.connection: i for i, worker in enumerate(self._workers) if worker.current is not None}
-        return [busy[connection] for connection in wait(list(busy), timeout)] if busy else []  # type: ignore[index]
+    def _receive(self, timeout: float) -> None:
+        """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
+        now = time.monotonic()
+        if self._served_at is None or any(worker.is_ready for worker in self._workers):
+            self._served_at = now
+        for worker in self._workers:
+            worker.begin()  # all at once, because a process can take seconds until it is ready
+        problem = self._start_problem(now - self._served_at)
+        if problem or all(worker.problem for worker in self._workers):
+            raise RunFailed(problem or self._workers[0].problem)
+        for number in self._wait(min(timeout, _LOOK)):
+            self._workers[number].proceed()
+
+    def _send_next(self) -> None:
+        for number, worker in enumerate(self._workers):
+            if worker.is_free and (message := self._schedule.take(number)) is not None:
+                node = message.metadata.dst_node_id
+                context = None if self._schedule.is_kept(node) else self._contexts.bring(node)
+                then = functools.partial(self._handled, message, number, time.monotonic())
+                worker.send(then, "serve", message, context)
+
+    def _handled(
+        self, message: Message, worker: int, began: float, result: tuple[Message, RecordDict | None], lost: str
+    ) -> None:
+        """Keep the reply to a message that a worker has handled, and the node's state."""
+        if lost:
+            reason = f"{lost}; its node has the state from before this message"
+            reply, state = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message), None
+        else:
+            reply, state = result
+        if state is not None:
+            node = message.metadata.dst_node_id
+            self._contexts.bring(node).state = state
+            self._contexts.used(node)
+        self._schedule.done(message, worker, None if lost else time.monotonic() - began)
+        if message.metadata.message_id in self._awaited:
+            self._awaited.remove(message.metadata.message_id)
+            self._received(message.metadata.message_id, reply)
+
+    # --- layer-wise rounds ---
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        if not hasattr(self._nodes.client_app, "exchange"):
+            return None
+        if not self._workers:
+            return self._nodes.exchange(nodes, agreement)
+        answers: dict[int, Contribution | str] = {}
+
+        def answered(worker: int, kept: Sequence[int], result: Answers, lost: str) -> None:
+            if lost:
+                self._schedule.release(worker)
+            answers.update(dict.fromkeys(kept, lost) if lost else result)
+
+        waiting = self._schedule.keepers(nodes)
+        expected = sum(map(len, waiting.values()))
+        deadline = time.monotonic() + timeout
+        while len(answers) < expected and (left := deadline - time.monotonic()) > 0:
+            for number in [each for each in waiting if self._workers[each].is_free]:  # others are late with a message
+                kept = waiting.pop(number)
+                self._workers[number].send(functools.partial(answered, number, kept), "exchange", kept, agreement)
+            self._receive(left)
+        return answers.copy()  # a worker that is late with this exchange adds its answers
+
+    # --- the nodes' states, between rounds ---
+
+    def node_states(self) -> NodeStates:
+        return self
+
+    def read_state(self, node: int) -> RecordDict:
+        """A node's `Context.state`; that of before the message or the layer-wise round that a worker has not ended."""
+        return self._between_rounds(node).state
+
+    def write_state(self, node: int, records: RecordDict) -> None:
+        """Replace a node's `Context.state`."""
+        self._between_rounds(node).state = records
+
+    def _between_rounds(self, node: int) -> Context:
+        if self._awaited:
+            raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
+        self._schedule.let_go(node)
+        context = self._contexts.bring(node)
+        self._contexts.used(node)
+        return context
+
+    def close(self) -> None:
+        """End the workers, and remove the folder of states."""
+        for worker in self._workers:
+            worker.close()
+        self._contexts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def identify() -> None:
+    """Let this process create messages, if Flower's runtime has not given it an identity, of which it has only one."""
+    if vars(TaskIdentity)["_run_id"] is None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0

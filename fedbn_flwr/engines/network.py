@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import SettingsError
 
-from .base import GridAround, ReplyObserver
+from .base import GivenUp, GridAround, Replied
 
 VARIABLE = "FEDBN_POLL_SECONDS"
 _LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
@@ -46,60 +46,59 @@ class PollingGrid(GridAround):
     def __init__(self, grid: Grid, interval: float | None = None) -> None:
         super().__init__(grid)
         self._interval = _interval() if interval is None else interval
-        self._observer: ReplyObserver | None = None
+        self._observers: list[tuple[Replied, GivenUp]] = []
 
-    def observe(self, observer: ReplyObserver) -> None:
-        self._observer = observer
+    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
+        self._observers.append((replied, given_up))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """The replies that arrive within `timeout` seconds, in that order; later ones stay on the SuperLink."""
         messages = list(messages)  # Flower's grid iterates over them twice
-        observer, self._observer = self._observer, None
-        began = checked = time.monotonic()
-        next_warning = _FIRST_WARNING
+        observers, self._observers = self._observers, []
         if not messages:
             return []
+        began = checked = time.monotonic()
+        next_warning = _FIRST_WARNING
         before = self._activations()
-        message_ids = list(self.inner.push_messages(messages))
-        asked: dict[str, Message] = {}
+        # The id of a rejected message is None; if all messages together are too large, there are no ids.
+        message_ids = [*self.inner.push_messages(messages), *[None] * len(messages)]
+        asked = {key: message for key, message in zip(message_ids, messages, strict=False) if key}
+        refused = "the SuperLink did not accept the message; its log says why"
+        new = [
+            Message(Error(ErrorCode.UNKNOWN, refused), reply_to=message)
+            for key, message in zip(message_ids, messages, strict=False)
+            if not key
+        ]
         replies: list[Message] = []
-        for number, message in enumerate(messages):
-            # The id of a rejected message is None; if all messages together are too large, there are no ids.
-            if number < len(message_ids) and message_ids[number]:
-                asked[message_ids[number]] = message
-            else:
-                error = Error(ErrorCode.UNKNOWN, "the SuperLink did not accept the message; its log says why")
-                replies.append(Message(error, reply_to=message))
-        known = 0
-        while asked:
+        while True:
             restarted: frozenset[int] = frozenset()
             if time.monotonic() - checked >= _RESTART_CHECK:
                 restarted = _changed(before, self._activations())
                 checked = time.monotonic()
             # Only after that check: a reply that a node sent before its restart counts.
-            for reply in list(self.inner.pull_messages(list(asked))):
+            for reply in list(self.inner.pull_messages(list(asked))) if asked else []:
                 if reply.metadata.reply_to_message_id in asked:
-                    replies.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
+                    new.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
             for key, message in list(asked.items()):
                 if message.metadata.dst_node_id in restarted:
                     error = Error(ErrorCode.NODE_UNAVAILABLE, "its SuperNode was restarted and has lost the message")
-                    replies.append(Message(error, reply_to=asked.pop(key)))
-            if observer is not None:
-                for reply in replies[known:]:
-                    observer.replied(reply)
-                known = len(replies)
-                given_up = observer.given_up()
-                asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in given_up}
+                    new.append(Message(error, reply_to=asked.pop(key)))
+            for replied, given_up in observers:
+                for reply in new:
+                    replied(reply)
+                lost = given_up()
+                asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in lost}
+            replies += new
+            new.clear()
             passed = time.monotonic() - began
             if not asked or (timeout is not None and passed >= timeout):
-                break
+                return replies
             if passed >= next_warning:
                 limit = "without limit" if timeout is None else f"at most {timeout:g} s"
                 log(WARNING, "waiting for %d of %d replies since %.0f s, %s", len(asked), len(messages), passed, limit)
                 next_warning *= 2
             pause = min(max(self._interval, _PAUSE_SHARE * passed), max(self._interval, _LONGEST_PAUSE))
             time.sleep(pause if timeout is None else min(pause, timeout - passed))
-        return replies
 
     def _activations(self) -> dict[int, str]:
         """When each connected node was last started, by the SuperLink's clock; empty if unknown."""

@@ -1,103 +1,133 @@
-"""The nodes of a grid in one process: their contexts, and what they do with messages and exchanges."""
+"""The nodes of a grid: their contexts, and what a process that serves them does with messages and exchanges."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import array_bytes
+from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.storage import Store, write_store
 
-from .context_cache import Contexts
 from .schedule import keeps_node
-from .worker import Done, Exchange, Job, Result, Task
+from .temporary import temporary_folder
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution
+    from fedbn_flwr.exchange.round import Answers
 
 
-@runtime_checkable
-class ParksRounds(Protocol):
-    """A ClientApp that continues a node's layer-wise round, which is parked in its process, without a message."""
+class Contexts(dict[int, Context]):
+    """The contexts of all nodes. The states used last stay in memory, up to `limit` bytes in all; others are in files.
 
-    def exchange(self, context: Context, agreement: Agreement) -> Contribution: ...
+    `used()` follows each use of a state that `bring()` has returned.
+    """
+
+    def __init__(self, contexts: Mapping[int, Context], limit: float = math.inf) -> None:
+        super().__init__(contexts)
+        self._limit = limit
+        self._folder = temporary_folder("nodes") if math.isfinite(limit) else None
+        self._sizes: dict[int, int] = {}  # of the states in memory; those used last at the end
+        self._total = 0
+
+    def bring(self, node: int) -> Context:
+        """The context of a node, with its state."""
+        context = self[node]
+        if self._folder is not None and (file := self._file(node)).exists():
+            with Store(file) as store:
+                context.state = RecordDict({**parse(store["state"]), **context.state})
+            file.unlink()
+        return context
+
+    def used(self, node: int) -> None:
+        """Write the states that were used longest ago to files, if those in memory are too large."""
+        if self._folder is None:
+            return
+        self._total -= self._sizes.pop(node, 0)
+        self._sizes[node] = array_bytes(self[node].state)
+        self._total += self._sizes[node]
+        while self._total > self._limit and len(self._sizes) > 1:
+            other = next(iter(self._sizes))
+            self._total -= self._sizes.pop(other)
+            try:
+                data = dump(self[other].state)
+            except ValueError:  # an array of a type that cannot be stored: it stays in memory
+                continue
+            write_store(self._file(other), [("state", data)], durable=False)  # it need not outlive this process
+            self[other].state = protocol.volatile(self[other].state)  # which `dump` leaves out
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _file(self, node: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"node-{node}")
 
 
 @dataclass
 class Nodes:
-    """The nodes of a grid. A worker has a copy, in which it sets a node's state for each message."""
+    """The nodes that a process serves: all of them, or in a worker those whose layer-wise rounds are parked there."""
 
     client_app: ClientApp
-    contexts: Contexts
     threads: int | None
+    contexts: dict[int, Context]
 
-    def handle(self, job: Job) -> Result:
-        """Do a job in a worker process."""
-        match job:
-            case Task():
-                return self._handle(job)
-            case Exchange():
-                return self.exchange(job)
-            case node:
-                with self.contexts.using(node) as context:
-                    state, context.state = context.state, RecordDict()
-                return state
+    def serve(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
+        """In a worker: the reply, and the node's new state. None instead of context or state: the worker has it."""
+        node = message.metadata.dst_node_id
+        context = self.contexts.pop(node) if context is None else context
+        reply = self.answer(message, context)
+        if not keeps_node(message):
+            return reply, context.state
+        self.contexts[node] = context
+        return reply, None
 
-    def _handle(self, task: Task) -> Done:
-        began = time.perf_counter()
-        with self.contexts.using(task.message.metadata.dst_node_id) as context:
-            if task.state is not None:
-                context.state = task.state
-            reply = self.answer(task.message, context)
-            state = None
-            if not keeps_node(task.message):
-                state, context.state = context.state, RecordDict()
-        return Done(reply, state, time.perf_counter() - began)
-
-    def exchange(self, exchange: Exchange) -> dict[int, Contribution | str]:
-        """Continue the parked rounds of the nodes in this process; the reason in place of each that fails."""
-        app, answers = self.client_app, dict[int, "Contribution | str"]()
-        assert isinstance(app, ParksRounds)
-        for node in exchange.nodes:
+    def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
+        """Continue the nodes' rounds, which are parked in this process; the reason in place of each that fails."""
+        answers: dict[int, Contribution | str] = {}
+        for node in nodes:
             try:
-                answers[node] = app.exchange(self.contexts[node], exchange.agreement)
+                answers[node] = self.client_app.exchange(self.contexts[node], agreement)  # type: ignore[attr-defined]
             except (Exception, SystemExit) as error:
                 answers[node] = _reason(error)
         return answers
 
     def answer(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
-        self._limit_threads()
-        try:
-            # The messages of a round share their content; a change by one client must not reach the next.
-            content = message.content
-            own = RecordDict({key: record.copy() for key, record in content.items()})
-            message = Message(content=own, metadata=message.metadata)  # type: ignore[call-overload]
-            reply = self.client_app(message, context)
-        except (Exception, SystemExit) as error:
-            code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, _reason(error)
-        else:
-            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            if not isinstance(reply, Message):  # a handler returned nothing
-                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
-            elif (problem := _mismatch(message, reply)) is not None:
-                reason = problem
-            else:
-                return reply
-        return Message(Error(code, reason), reply_to=message)
-
-    def _limit_threads(self) -> None:
         if self.threads is not None and "torch" in sys.modules:
             import torch
 
             if torch.get_num_threads() != self.threads:
                 torch.set_num_threads(self.threads)
+        asked = message.metadata
+        try:
+            # The messages of a round share their content; a change by one client must not reach the next.
+            own = RecordDict({key: record.copy() for key, record in message.content.items()})
+            reply = self.client_app(Message(content=own, metadata=asked), context)  # type: ignore[call-overload]
+            if not isinstance(reply, Message):  # a handler returned nothing
+                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
+            # Flower's SuperLink refuses such replies too.
+            elif (given := reply.metadata).reply_to_message_id != asked.message_id:
+                reason = f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
+            elif given.src_node_id != asked.dst_node_id:
+                reason = f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
+            else:
+                return reply
+        except (Exception, SystemExit) as error:
+            reason = _reason(error)
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
 def _reason(error: BaseException) -> str:
@@ -105,13 +135,3 @@ def _reason(error: BaseException) -> str:
     if os.environ.get("FEDBN_DEBUG"):
         traceback.print_exc(file=sys.stderr)
     return str(error) or type(error).__name__
-
-
-def _mismatch(message: Message, reply: Message) -> str | None:
-    """Why this is not the node's reply to this message; Flower's SuperLink refuses such replies too."""
-    asked, given = message.metadata, reply.metadata
-    if given.reply_to_message_id != asked.message_id:
-        return f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
-    if given.src_node_id != asked.dst_node_id:
-        return f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
-    return None

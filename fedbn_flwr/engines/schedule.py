@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flwr.app import Message, MessageType
 
@@ -21,14 +21,13 @@ def keeps_node(message: Message) -> bool:
 
 
 class Schedule:
-    """The waiting messages of `workers` workers.
+    """The waiting messages, and the workers of nodes.
 
     `work` is the expected relative duration of a node's messages. The durations of a node's last messages, by type,
     replace it.
     """
 
-    def __init__(self, workers: int, work: Mapping[int, float]) -> None:
-        self._workers = workers
+    def __init__(self, work: Mapping[int, float]) -> None:
         self._work = work
         self._holder: dict[int, int] = {}  # the worker that a node must go to, by node
         self._kept: set[int] = set()  # the nodes whose state is there
@@ -48,16 +47,13 @@ class Schedule:
                 kept.setdefault(self._holder[node], []).append(node)
         return kept
 
-    def let_go(self, node: int) -> int | None:
-        """Let any worker take a node; returns the worker that had kept its state, or None."""
-        worker = self._holder.pop(node, None)
-        if node not in self._kept:
-            return None
-        self._kept.remove(node)
-        return worker
+    def let_go(self, node: int) -> None:
+        """Let any worker take a node."""
+        self._holder.pop(node, None)
+        self._kept.discard(node)
 
-    def add(self, messages: Iterable[Message]) -> None:
-        """Put messages into the queue."""
+    def add(self, messages: Iterable[Message], workers: Sequence[int]) -> None:
+        """Put messages into the queue; the layer-wise rounds that they begin are shared among `workers`."""
         longest = {message.metadata.dst_node_id: seconds for seconds, message in self._waiting}
         for message in messages:
             node = message.metadata.dst_node_id
@@ -67,7 +63,7 @@ class Schedule:
         self._waiting.sort(key=lambda entry: -entry[0])
         for _, message in self._waiting:
             if keeps_node(message) and message.metadata.dst_node_id not in self._holder:  # a layer-wise round begins
-                self._holder[message.metadata.dst_node_id] = self._least_loaded()
+                self._holder[message.metadata.dst_node_id] = self._least_loaded(workers)
 
     def take(self, worker: int) -> Message | None:
         """Remove and return the next message of a free worker; None if there is none."""
@@ -107,13 +103,13 @@ class Schedule:
         for node in [node for node, kept_by in self._holder.items() if kept_by == worker]:
             self.let_go(node)
 
-    def _least_loaded(self) -> int:
+    def _least_loaded(self, workers: Sequence[int]) -> int:
         """The worker that is to hold the next node: not one that is late with a message, if others are free."""
-        loads = [0.0] * self._workers
+        loads: defaultdict[int, float] = defaultdict(float)
         for node, worker in self._holder.items():
             loads[worker] += self._duration(node, MessageType.TRAIN)
         busy = set(self._busy.values())
-        return min(range(self._workers), key=lambda worker: (worker in busy, loads[worker]))
+        return min(workers, key=lambda worker: (worker in busy, loads[worker]))
 
     def _duration(self, node: int, kind: str) -> float:
         """The seconds of the node's last message of this type, or an estimate from the durations of other nodes."""

@@ -1,210 +1,197 @@
-"""A worker process of the local engine. Any worker can serve any node: the node's state travels with the message.
+"""What serves nodes beside the server's process, one job at a time: for the local engine, a forked process.
 
-A forked worker shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that one
+A forked process shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that one
 of them holds at the fork stays locked in the new process: a worker that does not start is forked again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from logging import WARNING
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
-from flwr.app import Message, RecordDict
+from flwr.common import log
 
 from fedbn_flwr import seeding
-from fedbn_flwr.errors import RunFailed
 
-from .context_cache import keep_freed_memory, return_freed_memory
-from .transport import receive, send
+from .nodes import Nodes
 
-if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
-    from fedbn_flwr.exchange.codec import Agreement, Contribution
-
-_FORKS = 3  # attempts to start a worker
-_START_TIMEOUT = 10  # seconds until a forked worker has taken the locks that it will need
+START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
+_STARTS = 3  # attempts to start a worker
 _WATCH = 2  # seconds between two looks whether the parent lives
-_IDLE = 1  # seconds without a message, after which a worker returns freed memory to the system
+_IDLE = 1  # seconds without a job, after which a worker returns freed memory to the system
+_KEPT, _ALL = 256 << 20, -1  # bytes
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 UNGUARDED = 97  # exit code of a process that found its main script unguarded
 
-
-@dataclass(frozen=True)
-class Task:
-    """A message to a node, and the node's state; None if the worker has the state."""
-
-    message: Message
-    state: RecordDict | None
+Then = Callable[[Any, str], object]  # gets a job's result, or the reason why there is none
 
 
-@dataclass(frozen=True)
-class Done:
-    """A node's reply and its new state; None if the worker keeps it, because the node's round is not complete."""
-
-    reply: Message
-    state: RecordDict | None
-    seconds: float
+class Gone(Exception):
+    """A worker is lost, for the reason in the text."""
 
 
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """The agreement of an exchange, with which the layer-wise rounds of these nodes continue in the worker."""
+class NodeWorker(ABC):
+    """Serves nodes, one job at a time. It is started before its first job, and again when it was lost."""
 
-    nodes: list[int]
-    agreement: Agreement
-
-
-@dataclass(frozen=True)
-class Lost:
-    """There is no result, because the worker is lost."""
-
-    reason: str
-
-
-Job = Task | Exchange | int  # the number of a node that the worker keeps: it gives up its state
-Result = Done | dict[int, "Contribution | str"] | RecordDict | Lost  # of a task, an exchange, a node; of each
-Handler = Callable[[Job], Result]  # what a worker does with a job
-_REST = "rest"  # asks a worker to return freed memory; it does not reply
-
-
-class NodeWorker(Protocol):
-    """A worker that handles one job at a time; one that is lost is replaced."""
-
-    current: Job | None  # what it does
+    starts = _STARTS  # after so many attempts it is not started again
+    then: Then | None = None  # gets the result of the current job, of which the first one is its start
+    is_ready = False
+    problem = ""  # why it is not started again
+    _failures = 0  # to start, one after the other
 
     @property
     def is_free(self) -> bool:
-        """Whether a job can be sent to it."""
+        return self.is_ready and self.then is None
 
     def begin(self) -> None:
         """Start it if it is not started, without waiting until it is ready."""
+        if not (self.is_ready or self.then or self.problem):
+            self.launch()
+            self.then = self._started
 
-    def send(self, job: Job) -> None: ...
-
-    def receive(self) -> tuple[Job, Result]:
-        """The current job and its result, as soon as there is one."""
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class Worker:
-    """A forked process that handles one job at a time; a dead one is replaced."""
-
-    number: int
-    handle: Handler
-    current: Job | None = None
-    process: BaseProcess | None = None
-    connection: Connection = field(init=False)
-    _is_ready: bool = False
-
-    @property
-    def is_free(self) -> bool:
-        return self.current is None
-
-    def send(self, job: Job) -> None:
-        # One job at a time: with several, each end could wait for the other to read.
-        self.start()
-        self.current = job
-        with contextlib.suppress(OSError):  # it died while idle: receive() reports it
-            send(self.connection, job)
-
-    def receive(self) -> tuple[Job, Result]:
-        """The current job and its result, as soon as there is one."""
-        job, self.current = self.current, None
-        assert job is not None
-        try:
-            return job, receive(self.connection)
-        except (EOFError, OSError):
-            how = self.how_it_ended()
+    def _started(self, problem: str | None, lost: str) -> None:
+        self.is_ready = not (problem or lost)
+        self._failures = 0 if self.is_ready else self._failures + 1
+        if not self.is_ready:
+            log(WARNING, "a worker could not be started: %s", problem or lost)
             self.close()
-            return job, Lost(f"the client's process died ({how})")
+        if self._failures == self.starts:
+            self.problem = problem or lost
 
-    def rest(self) -> None:
-        """Let the idle process return freed memory."""
-        if self._is_ready and self.is_free:
-            with contextlib.suppress(OSError):  # it died while idle
-                send(self.connection, _REST)
+    def proceed(self) -> None:
+        """Pass on the result of the current job, as soon as there is one."""
+        then, result, lost = self.then, None, ""
+        self.then = None
+        assert then is not None
+        try:
+            result = self.receive()
+        except Gone as error:
+            lost = str(error)
+            self.close()
+        then(result, lost)
+
+    @abstractmethod
+    def launch(self) -> None: ...
+
+    @abstractmethod
+    def send(self, then: Then, call: str, *arguments: Any) -> None:
+        """Call a method of `Nodes` there."""
+
+    @abstractmethod
+    def receive(self) -> Any:
+        """The result of the current job; of the start, why it cannot serve, or nothing. Gone if it is lost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it; begin() starts it again."""
+
+
+class Channel:
+    """Objects between two processes. A `Connection` would copy each array three times, and one end sees its end late:
+
+    it is open as long as any process that was forked in between."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._file = end.makefile("rb")
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, value: Any) -> None:
+        with self._end.makefile("wb") as file:
+            pickle.dump(value, file, protocol=5)
+
+    def write(self, pickled: memoryview) -> None:
+        """Send what is pickled, unless the other end is closed."""
+        with contextlib.suppress(OSError):
+            self._end.sendall(pickled)
+
+    def receive(self) -> Any:
+        """The next object; EOFError if the other end is closed."""
+        try:
+            return pickle.load(self._file)  # noqa: S301 (both ends are processes of one run)
+        except (OSError, pickle.UnpicklingError) as error:
+            raise EOFError from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._file.close()
+        self._end.close()
+
+
+class Worker(NodeWorker):
+    """A forked process."""
+
+    process: BaseProcess | None = None
+    channel: Channel
+    _began: float
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
 
     def begin(self) -> None:
-        """Start the process if there is none, without waiting until it is ready."""
-        if self.process is None:
-            self.launch()
-
-    def start(self) -> None:
-        """Start the process if there is none, and wait until it is ready."""
-        for _ in range(_FORKS):
-            self.begin()
-            if self._is_ready or self.becomes_ready(_START_TIMEOUT):
-                return
-            self.close()
-        raise RunFailed(
-            f"worker processes cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
-            "threads of this process use PyTorch's random numbers or its output; end them, or use workers=0"
-        )
-
-    def becomes_ready(self, timeout: float) -> bool:
-        """Whether the process, which has been started, is ready within `timeout` seconds; RunFailed if it cannot be."""
-        if not self.connection.poll(timeout):
-            return False
-        try:
-            problem = self.connection.recv()
-        except (EOFError, OSError):
-            problem = self.died_early()
-        if problem is not None:
-            self.close()
-            raise RunFailed(problem)
-        self._is_ready = True
-        return True
-
-    def died_early(self) -> str | None:
-        """Why the process, which was not ready yet, has ended; None: receive() reports it."""
-        return None
-
-    def how_it_ended(self) -> str:
-        assert self.process is not None
-        self.process.join(5)
-        code = self.process.exitcode
-        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        if self.process is not None and not self.is_ready and time.monotonic() - self._began > START_TIMEOUT:
+            self.close()  # it waits for a lock
+        super().begin()
 
     def launch(self) -> None:
-        """Start a process."""
         return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
-        fork = multiprocessing.get_context("fork")
-        self.connection, other = fork.Pipe()
-        self.process = fork.Process(target=_serve_forked, args=(self.handle, self.connection, other), daemon=True)
-        with without_interrupts():
+        here, there = socket.socketpair()
+        self.channel, self._began = Channel(here), time.monotonic()
+        self.process = self.new_process(there)
+        # It receives Ctrl-C only when it has decided what to do with it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             self.process.start()
-        other.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            there.close()
+
+    def new_process(self, end: socket.socket) -> BaseProcess:
+        return multiprocessing.get_context("fork").Process(target=_serve_forked, args=(self.nodes, end), daemon=True)
+
+    def send(self, then: Then, call: str, *arguments: Any) -> None:
+        # One job at a time: with several, each end could wait for the other to read.
+        self.then = then
+        with contextlib.suppress(OSError):  # it died while idle: receive() reports it
+            self.channel.send((call, arguments))
+
+    def receive(self) -> Any:
+        try:
+            return self.channel.receive()
+        except EOFError:
+            assert self.process is not None
+            self.process.join(5)
+            raise Gone(self.why_it_ended(self.process.exitcode)) from None
+
+    def why_it_ended(self, code: int | None) -> str:
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return f"the client's process died ({how})"
 
     def close(self) -> None:
         if self.process is not None:
-            with contextlib.suppress(OSError):
-                send(self.connection, None)
-            self.connection.close()
+            self.channel.close()
             self.process.join(0.5)  # it ends at once, unless a client is still training
             if self.process.is_alive():
                 self.process.kill()  # it may wait for a lock, and has this process's handler of other signals
                 self.process.join(5)
-        self.process, self._is_ready = None, False
-
-
-@contextlib.contextmanager
-def without_interrupts() -> Iterator[None]:
-    """A process that is started here receives Ctrl-C only when it has decided what to do with it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.process, self.then, self.is_ready = None, None, False
 
 
 def leave_if_unguarded() -> None:
@@ -216,17 +203,12 @@ def leave_if_unguarded() -> None:
         sys.exit(UNGUARDED)
 
 
-def _serve_forked(handle: Handler, parent: Connection, connection: Connection) -> None:
-    parent.close()
+def _serve_forked(nodes: Nodes, end: socket.socket) -> None:
     if "torch" in sys.modules:
         seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
-    if (problem := fork_problem()) is None:
-        serve(handle, connection)
-    else:
-        with contextlib.suppress(OSError):  # the parent has ended
-            connection.send(problem)
+    serve(nodes, Channel(end), fork_problem())
 
 
 def fork_problem() -> str | None:
@@ -252,7 +234,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def serve(handle: Handler, connection: Connection) -> None:
+def serve(nodes: Nodes, channel: Channel, problem: str | None = None) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
@@ -260,20 +242,35 @@ def serve(handle: Handler, connection: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
-        connection.send(None)
-        while _serve_next(handle, connection):
-            pass
+        channel.send(problem)
+        while True:
+            _serve_next(nodes, channel)
 
 
-def _serve_next(handle: Handler, connection: Connection) -> bool:
-    """Answer a message. A function, so that no message or reply stays in memory while the worker waits."""
-    if not connection.poll(_IDLE):
+def _serve_next(nodes: Nodes, channel: Channel) -> None:
+    """Do a job. A function, so that no message or reply stays in memory while the worker waits."""
+    if not wait([channel], _IDLE):  # type: ignore[list-item]  # it has a descriptor
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
-    match receive(connection):
-        case None:
-            return False
-        case str():  # _REST
-            return_freed_memory()
-        case job:
-            send(connection, handle(job))
-    return True
+    call, arguments = channel.receive()
+    channel.send(getattr(nodes, call)(*arguments))
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep freed memory for the next arrays, except blocks of more than 256 MiB (glibc only).
+
+    Otherwise a model's arrays are returned to the system after each message, and allocating them again page by page
+    takes longer than filling them. Threads use the same memory as the main thread, because malloc returns that of a
+    thread at once; a layer-wise round runs in a thread. Only for the processes of a run, because the settings apply to
+    the whole process.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        malloc = ctypes.CDLL(None).mallopt
+        malloc(_M_MMAP_THRESHOLD, _KEPT)
+        malloc(_M_TRIM_THRESHOLD, _ALL)
+        malloc(_M_ARENA_MAX, 1)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system (glibc only), before other work than that which will need it again."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

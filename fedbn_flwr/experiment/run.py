@@ -21,8 +21,7 @@ from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.gated import GatedGrid
-from fedbn_flwr.engines.grid import UserConfig
-from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.ray_settings import set_ray_defaults

@@ -20,8 +20,7 @@ import torch
 
 from fedbn_flwr import seeding
 from fedbn_flwr.cores import cores
-from fedbn_flwr.engines.context_cache import keep_freed_memory
-from fedbn_flwr.engines.worker import fork_problem
+from fedbn_flwr.engines.worker import fork_problem, keep_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.results.text import shorten
 

@@ -194,7 +194,7 @@ def test_a_round_of_fedavg_executes_sixteen_modules(federation: Federations) -> 
 OURS = ("fedbn_flwr", "strategies")
 ROUND = {
     "strategies.fedavg", "strategies._rule", "fedbn_flwr.messages.screening",
-    "fedbn_flwr.engines.grid", "fedbn_flwr.engines.context_cache", "fedbn_flwr.engines.nodes",
+    "fedbn_flwr.engines.local", "fedbn_flwr.engines.nodes",
     "fedbn_flwr.models.tensors",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training",
     "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",

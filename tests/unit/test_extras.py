@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedbn_flwr.engines import grid
+from fedbn_flwr.engines import local
 from tests.support.command import PATIENCE, ROOT, environment
 
 # Makes `import NAME` fail as if the package were not installed, then runs the command.
@@ -94,10 +94,10 @@ def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None
 
 
 def test_the_local_engine_names_the_version_of_flower_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(grid.__file__).read_text(encoding="utf-8")
+    source = Path(local.__file__).read_text(encoding="utf-8")
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "1.38.0" if name == "flwr" else version(name))
     with pytest.raises(
         ImportError, match=r"internals of Flower 1\.41, found 1\.38\.0: pip install 'fedbn-flwr\[run\]'"
     ):
-        exec(compile(source, grid.__file__, "exec"), {"__name__": grid.__name__, "__package__": grid.__package__})
+        exec(compile(source, local.__file__, "exec"), {"__name__": local.__name__, "__package__": local.__package__})

@@ -13,7 +13,7 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.metrics import key_of
 from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
-from fedbn_flwr.engines.context_cache import return_freed_memory
+from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import gate
@@ -73,7 +73,6 @@ class Evaluate(Listener):
             )
         if self.test is not None:
             torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
-            state.grid.rest()
             state.grid.report("test sets evaluated", 0, 1 + len(self.domains))
             queried = bool(set(state.model) - set(state.arrays))
             used = self._load(state.model, self.test, queried)

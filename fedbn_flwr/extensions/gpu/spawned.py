@@ -7,23 +7,23 @@ trains its own.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import io
 import logging
+import math
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
-import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from logging import WARNING
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from fedbn_flwr.engines.logs import use_json
-from fedbn_flwr.engines.worker import UNGUARDED, Handler, Worker, serve, without_interrupts
+from fedbn_flwr.engines.nodes import Nodes
+from fedbn_flwr.engines.worker import UNGUARDED, Channel, Worker, serve
 from fedbn_flwr.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -45,124 +46,86 @@ _AT_THE_TOP = (
 )
 
 
-@dataclass
-class Spawned:
-    """What spawned processes get: `served`, and one of `gpus` GPUs each; with 0 no choice of GPU is made."""
-
-    served: Any
-    gpus: int = 0
-    _copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by tensor and GPU
-
-    def pack(self, number: int) -> Packed:
-        """The data from which process `number` makes `served`."""
-        file = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process has started)
-        try:
-            _Pickler(file, number % self.gpus if self.gpus else None, self._copies).dump(self.served)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise RunFailed(f"worker processes cannot get the ClientApp: {error}; {_AT_THE_TOP}") from error
-        file.seek(0)
-        return Packed(file)
-
-    @contextmanager
-    def environment(self, number: int) -> Iterator[None]:
-        """The environment that process `number` is started in.
-
-        It sees one GPU, so that "cuda" is that GPU in all of its threads, also in code of the user.
-        """
-        if not self.gpus:
-            yield
-            return
-        before = os.environ.get(_VISIBLE)
-        gpu = number % self.gpus
-        os.environ[_VISIBLE] = before.split(",")[gpu].strip() if before else str(gpu)
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_VISIBLE]
-            else:
-                os.environ[_VISIBLE] = before
+Copies = dict[tuple[int, int], tuple["Tensor", "Tensor"]]  # by tensor and GPU
 
 
 class SpawnedWorker(Worker):
-    """A process that is a new interpreter; `handle` is the `Spawned` that it gets."""
+    """A process that is a new interpreter, which sees one GPU; None: no choice of GPU is made."""
 
-    handle: Any
+    starts = 1
 
-    def start(self) -> None:
-        self.begin()
-        if not self._is_ready and not self.becomes_ready(_START_TIMEOUT):
-            self.close()
-            raise RunFailed(f"a worker process was not ready after {_START_TIMEOUT} s; use fewer workers, or workers=0")
+    def __init__(self, nodes: Nodes, gpu: int | None, copies: Copies) -> None:
+        super().__init__(nodes)
+        self._gpu, self._copies = gpu, copies
 
     def launch(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.connection, other = spawn.Pipe()
-        packed = self.handle.pack(self.number)
-        level = logging.getLogger("flwr").getEffectiveLevel()
-        self.process = spawn.Process(target=_serve, args=(packed, level, other), daemon=True)
-        resource_tracker.ensure_running()  # the start of the first process would start it, and unblock Ctrl-C
-        with packed.file, self.handle.environment(self.number), without_interrupts():
-            self.process.start()
-        other.close()
+        data = packed(self.nodes, self._gpu, self._copies)
+        with environment(self._gpu):
+            super().launch()
+        self._began = math.inf  # to import can take long, and there is no lock to wait for
+        # In a thread: the socket holds less, and the process reads when it has imported what it needs.
+        threading.Thread(target=self.channel.write, args=(data,), daemon=True).start()
 
-    def died_early(self) -> str:
-        how = self.how_it_ended()
-        assert self.process is not None
-        if self.process.exitcode == UNGUARDED:
+    def new_process(self, end: socket.socket) -> BaseProcess:
+        resource_tracker.ensure_running()  # the start of the first process would start it, and unblock Ctrl-C
+        level = logging.getLogger("flwr").getEffectiveLevel()
+        return multiprocessing.get_context("spawn").Process(target=_serve, args=(end, level), daemon=True)
+
+    def why_it_ended(self, code: int | None) -> str:
+        if self.is_ready:
+            return super().why_it_ended(code)
+        if code == UNGUARDED:
             return (
                 "a worker process imports the script, and the script trains when it is imported; put what trains below "
                 'if __name__ == "__main__": (docs/python.md), or use workers=0'
             )
-        return (
-            f"a worker process ended while it started ({how}); the output above may have the reason; or use workers=0"
-        )
+        return f"{super().why_it_ended(code)} while it started; the output above may have the reason; or use workers=0"
 
 
-def spawned(handle: Handler, count: int, gpus: int) -> list[Worker]:
-    """`count` workers, on `gpus` GPUs in turn."""
-    shared = Spawned(handle, gpus)
-    return [SpawnedWorker(number, shared) for number in range(count)]  # type: ignore[arg-type]
+def spawned(nodes: Nodes, count: int, gpus: int) -> tuple[list[Worker], float]:
+    """`count` workers, on `gpus` GPUs in turn, and the seconds in which one must be ready."""
+    copies: Copies = {}
+    return [SpawnedWorker(nodes, i % gpus if gpus else None, copies) for i in range(count)], _START_TIMEOUT
 
 
-def _serve(packed: Packed, level: int, connection: Connection) -> None:
+def packed(value: Any, gpu: int | None, copies: Copies) -> memoryview:
+    """What another process, which sees this GPU only, reads as the value."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, gpu, copies).dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RunFailed(f"worker processes cannot get the ClientApp: {error}; {_AT_THE_TOP}") from error
+    return file.getbuffer()
+
+
+@contextmanager
+def environment(gpu: int | None) -> Iterator[None]:
+    """The environment to start a process in that sees one GPU: "cuda" is that one in all of its threads."""
+    before = os.environ.get(_VISIBLE)
+    if gpu is not None:
+        os.environ[_VISIBLE] = before.split(",")[gpu].strip() if before else str(gpu)
+    try:
+        yield
+    finally:
+        os.environ.pop(_VISIBLE, None)
+        if before is not None:
+            os.environ[_VISIBLE] = before
+
+
+def _serve(end: socket.socket, level: int) -> None:
     logging.getLogger("flwr").setLevel(level)
     use_json()
+    channel, problem = Channel(end), ""
+    nodes: Any = None
     try:
-        handle = packed.load()
-    except RunFailed as error:
-        with contextlib.suppress(OSError):  # the parent has ended
-            connection.send(str(error))
-    else:
-        serve(handle, connection)
-
-
-class Packed:
-    """A file that a new process reads when it has started. (A full pipe would make this process wait for it.)"""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (DupFd(self.file.fileno()),)
-
-    def load(self) -> Any:
-        """What was packed; RunFailed if this process cannot import it."""
-        try:
-            with self.file as file:
-                return pickle.load(file)  # noqa: S301 (from the process that started this one)
-        except Exception as error:  # of any module that is imported
-            raise RunFailed(
-                f"a worker process cannot load the ClientApp ({type(error).__name__}: {error}); {_AT_THE_TOP}"
-            ) from error
-
-
-def _opened(descriptor: Any) -> Packed:
-    return Packed(os.fdopen(descriptor.detach(), "rb"))
+        nodes = channel.receive()
+    except Exception as error:  # of any module that is imported
+        problem = f"a worker process cannot load the ClientApp ({type(error).__name__}: {error}); {_AT_THE_TOP}"
+    serve(nodes, channel, problem)
 
 
 class _Pickler(ForkingPickler):
-    def __init__(self, file: IO[bytes], gpu: int | None, copies: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, file: IO[bytes], gpu: int | None, copies: Copies) -> None:
         super().__init__(file)
         self._gpu = gpu
         self._copies = copies

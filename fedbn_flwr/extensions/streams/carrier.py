@@ -58,7 +58,7 @@ class StreamCarrier:
 
     def run(self, exchanges: Exchanges) -> list[Message]:
         threading.Thread(target=self._run, args=[exchanges], daemon=True, name="fedbn-exchanges").start()
-        self._engine.observe(self)
+        self._engine.observe(self.replied, self.given_up)
         asked = {node: {**self._config, client.DIRECT_TOKEN: token} for node, token in self._service.tokens.items()}
         contents = {node: content_like(self._message, self._model, config) for node, config in asked.items()}
         return [Message(content, node, MessageType.TRAIN) for node, content in contents.items()]
@@ -75,7 +75,7 @@ class StreamCarrier:
         lost = {*self._nodes}.difference(done)
         return [reply for reply in replies if reply.metadata.src_node_id not in lost], len(done)
 
-    # --- an engine's observer of replies ---
+    # --- what an engine that observes replies calls ---
 
     def replied(self, reply: Message) -> None:
         """A client that has answered the train message takes part in no more exchanges."""

@@ -16,17 +16,6 @@ from fedbn_flwr.results.ledger import MeteredGrid
 Federations = Callable[..., Any]
 
 
-class Observer:
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def replied(self, reply: Message) -> None:
-        self.seen.append(reply.metadata.src_node_id)
-
-    def given_up(self) -> frozenset[int]:
-        return frozenset()
-
-
 def test_a_foreign_grid_serves_all_nodes_at_once_and_hides_their_states() -> None:
     engine = capabilities(type("ForeignGrid", (Grid,), dict.fromkeys(Grid.__abstractmethods__))())
     assert engine.start() is None
@@ -56,8 +45,8 @@ def test_an_exchange_is_counted_through_another_grid(federation: Federations) ->
 
 
 def test_replies_are_observed_through_another_grid(federation: Federations) -> None:
-    grid, observer = MeteredGrid(PollingGrid(LocalGrid(federation((4, 4)).app(), 2), 0.01)), Observer()
-    capabilities(grid).observe(observer)
+    grid, seen = MeteredGrid(PollingGrid(LocalGrid(federation((4, 4)).app(), 2), 0.01)), list[int]()
+    grid.observe(lambda reply: seen.append(reply.metadata.src_node_id))
     questions = [Message(RecordDict(), node, "query.partition") for node in (1, 2)]
     list(grid.send_and_receive(questions))
-    assert sorted(observer.seen) == [1, 2]
+    assert sorted(seen) == [1, 2]

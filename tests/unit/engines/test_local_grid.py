@@ -167,8 +167,10 @@ def test_a_node_finds_its_configuration() -> None:
         ({"workers": -1}, "workers is -1"),
         ({"gpus": 2, "workers": 1}, "at least a worker for each GPU"),
         ({"gpus": 1, "workers": 1, "start": "fork"}, "start is 'fork' with gpus=1; expected spawn"),
-        ({"node_ids": [1, 1]}, "2 different numbers"),
-        ({"node_ids": [1]}, "2 different numbers"),
+        ({"node_ids": [1, 1]}, "different numbers"),
+        ({"node_ids": [1]}, "node_ids has 1 entries for 2 nodes"),
+        ({"work": [1.0]}, "work has 1 entries for 2 nodes"),
+        ({"workers": 1, "threads": 2}, "threads is 2"),
         ({"node_config": [{}]}, "1 entries for 2 nodes"),
     ],
 )
@@ -290,12 +292,12 @@ def test_a_client_that_ends_its_process_gives_an_error_reply(do: str, how: str) 
         assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3, 4)]), "count") == [3, 2, 3, 3]
 
 
-def test_workers_that_rest_answer_the_next_message() -> None:
+def test_workers_that_were_idle_answer_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.engines.worker._IDLE", 0.05)  # before the processes are forked
     with LocalGrid(app_of(count), 2, workers=2) as grid:
-        grid.rest()  # not started yet
         for times in (1, 2):
             assert metrics(grid.send_and_receive([to(1), to(2)]), "count") == [times, times]
-            grid.rest()
+            time.sleep(0.2)
 
 
 def test_a_process_that_died_between_rounds_is_replaced() -> None:
@@ -374,7 +376,7 @@ def draw(message: Message, context: Context) -> Message:
 
 
 def test_workers_start_while_another_thread_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.engines.worker._START_TIMEOUT", 1)
+    monkeypatch.setattr("fedbn_flwr.engines.worker.START_TIMEOUT", 1)
     # The thread locks PyTorch's generator for as long as it takes to draw all of these numbers.
     thread = threading.Thread(target=torch.randn, args=(20_000_000,))
     with LocalGrid(app_of(draw), 2, workers=2) as grid:
@@ -403,7 +405,7 @@ def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch)
             if os.getpid() != here:
                 lock.acquire()
 
-    monkeypatch.setattr("fedbn_flwr.engines.worker._START_TIMEOUT", 0.1)
+    monkeypatch.setattr("fedbn_flwr.engines.worker.START_TIMEOUT", 0.1)
     monkeypatch.setattr(sys, "stdout", Output())
     with lock, LocalGrid(app_of(draw), 1, workers=1) as grid, pytest.raises(RunFailed, match="use workers=0"):
         grid.start()

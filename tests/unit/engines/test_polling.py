@@ -156,7 +156,7 @@ def test_nodes_that_the_observer_gave_up_are_not_waited_for(federation: Federati
     """An observer is for one batch of messages."""
     grid = SlowGrid(federation((4, 4)).app(), 2, lost=[2], looks=0)
     polled, observer = PollingGrid(grid), Observer(2)
-    polled.observe(observer)
+    polled.observe(observer.replied, observer.given_up)
     assert len(list(polled.send_and_receive(questions(1, 2, 9), timeout=100))) == 2
     assert observer.errors.keys() == {1, 9}
     assert observer.errors[1] is None
@@ -168,7 +168,7 @@ def test_nodes_that_the_observer_gave_up_are_not_waited_for(federation: Federati
 
 def test_the_observer_sees_a_message_that_the_superlink_refused(federation: Federations, slept: list[float]) -> None:
     polled, observer = PollingGrid(SlowGrid(federation((4, 4)).app(), 2, looks=0, refused=[2])), Observer()
-    polled.observe(observer)
+    polled.observe(observer.replied, observer.given_up)
     assert len(list(polled.send_and_receive(questions(1, 2), timeout=100))) == 2
     assert observer.errors.keys() == {1, 2}
     assert "did not accept the message" in str(observer.errors[2])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
 
-from fedbn_flwr.engines.grid import identify
+from fedbn_flwr.engines.local import identify
 from fedbn_flwr.engines.schedule import Schedule
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 
@@ -59,42 +59,42 @@ def test_workers_are_busy_until_the_end(kind: str, workers: int) -> None:
         "shards": np.repeat([100.0, 300.0, 900.0, 2000.0], 25),
     }[kind]
     work = dict(enumerate(images))
-    schedule = Schedule(workers, work)
+    schedule = Schedule(work)
     for _ in range(3):
         chosen = [int(node) for node in random.choice(100, size=5 * workers, replace=False)]
         seconds = {node: work[node] * random.uniform(0.97, 1.03) for node in chosen}
-        schedule.add(messages(chosen))
+        schedule.add(messages(chosen), range(workers))
         took, _ = carry_out(schedule, workers, seconds)
         assert took <= 1.05 * least(list(seconds.values()), workers)
 
 
 def test_measured_durations_replace_the_expected_ones() -> None:
     seconds = {0: 1.0, 1: 1.0, 2: 1.0, 3: 3.0}
-    schedule = Schedule(2, dict.fromkeys(range(4), 1.0))
+    schedule = Schedule(dict.fromkeys(range(4), 1.0))
     times = []
     for _ in range(2):
-        schedule.add(messages(list(seconds)))
+        schedule.add(messages(list(seconds)), (0, 1))
         times.append(carry_out(schedule, 2, seconds)[0])
     assert times == [4.0, 3.0], "the second round begins with node 3"
 
 
 def test_the_durations_of_others_scale_the_expected_ones() -> None:
     """Node 2 trained in no earlier round; its ten times as much work must begin first."""
-    schedule = Schedule(2, {0: 1.0, 1: 1.0, 2: 10.0, 3: 1.0})
-    schedule.add(messages([0, 1, 3]))
+    schedule = Schedule({0: 1.0, 1: 1.0, 2: 10.0, 3: 1.0})
+    schedule.add(messages([0, 1, 3]), (0, 1))
     carry_out(schedule, 2, {0: 5.0, 1: 5.0, 3: 5.0})
-    schedule.add(messages([0, 1, 2, 3]))
+    schedule.add(messages([0, 1, 2, 3]), (0, 1))
     first = schedule.take(0)
     assert first is not None
     assert first.metadata.dst_node_id == 2
 
 
 def test_a_node_stays_with_its_worker_until_its_layer_wise_round_ends() -> None:
-    schedule = Schedule(2, dict.fromkeys(range(5), 1.0))
+    schedule = Schedule(dict.fromkeys(range(5), 1.0))
     places = []
     for _ in range(2):
         for kind in (COHORT_QUERY, COHORT_QUERY, "train"):
-            schedule.add(messages(range(5), kind))
+            schedule.add(messages(range(5), kind), (0, 1))
             places.append(carry_out(schedule, 2, dict.fromkeys(range(5), 1.0))[1])
             assert [schedule.is_kept(node) for node in range(5)] == [kind == COHORT_QUERY] * 5
         assert places[-1] == places[-2] == places[-3]
@@ -102,29 +102,29 @@ def test_a_node_stays_with_its_worker_until_its_layer_wise_round_ends() -> None:
 
 
 def test_the_nodes_of_a_worker_that_died_go_to_any_worker() -> None:
-    schedule = Schedule(2, {0: 1.0, 1: 1.0})
-    schedule.add(messages([0, 1], COHORT_QUERY))
+    schedule = Schedule({0: 1.0, 1: 1.0})
+    schedule.add(messages([0, 1], COHORT_QUERY), (0, 1))
     begun = [schedule.take(worker) for worker in (0, 1)]
     for worker, message in enumerate(begun):
         assert message is not None
         schedule.done(message, worker, 1.0)
-    schedule.add(messages([0, 1], COHORT_QUERY))
+    schedule.add(messages([0, 1], COHORT_QUERY), (0, 1))
     lost = schedule.take(0)
     assert lost is not None
     schedule.done(lost, 0, None)
     assert (schedule.is_kept(0), schedule.is_kept(1)) == (False, True)
-    schedule.add(messages([0]))
+    schedule.add(messages([0]), (0, 1))
     other = schedule.take(1)
     assert other is not None
     assert other.metadata.dst_node_id == 1
 
 
 def test_messages_that_are_dropped_are_not_handled() -> None:
-    schedule = Schedule(1, {0: 1.0, 1: 1.0})
+    schedule = Schedule({0: 1.0, 1: 1.0})
     sent = messages([0, 0, 1])
     for number, message in enumerate(sent):
         message.metadata.__dict__["_message_id"] = str(number)
-    schedule.add(sent)
+    schedule.add(sent, (0,))
     schedule.drop(["0", "2"])
     assert schedule.take(0) is sent[1]
     schedule.done(sent[1], 0, 1.0)
@@ -133,11 +133,11 @@ def test_messages_that_are_dropped_are_not_handled() -> None:
 
 def test_a_worker_that_hangs_loses_its_own_node_only() -> None:
     """Worker 0 hangs in the message of node 0. Nodes that were to go there begin elsewhere in the next round."""
-    schedule = Schedule(2, dict.fromkeys(range(4), 1.0))
+    schedule = Schedule(dict.fromkeys(range(4), 1.0))
     sent = messages(range(4), COHORT_QUERY)
     for message in sent:
         message.metadata.__dict__["_message_id"] = str(message.metadata.dst_node_id)
-    schedule.add(sent)
+    schedule.add(sent, (0, 1))
     hanging = schedule.take(0)
     assert hanging is not None
     done = {hanging.metadata.dst_node_id}
@@ -148,12 +148,12 @@ def test_a_worker_that_hangs_loses_its_own_node_only() -> None:
     schedule.drop([str(hanging.metadata.dst_node_id), str(behind)])
     for node in {0, 1, 2, 3} - {hanging.metadata.dst_node_id}:
         schedule.let_go(node)  # the round ended
-    schedule.add(messages(sorted({0, 1, 2, 3} - {hanging.metadata.dst_node_id}), COHORT_QUERY))
+    schedule.add(messages(sorted({0, 1, 2, 3} - {hanging.metadata.dst_node_id}), COHORT_QUERY), (0, 1))
     served = set()
     while (message := schedule.take(1)) is not None:
         served.add(message.metadata.dst_node_id)
         schedule.done(message, 1, 1.0)
     assert served == {0, 1, 2, 3} - {hanging.metadata.dst_node_id}
     schedule.done(hanging, 0, 600.0)
-    schedule.add(messages([hanging.metadata.dst_node_id], COHORT_QUERY))
+    schedule.add(messages([hanging.metadata.dst_node_id], COHORT_QUERY), (0, 1))
     assert schedule.take(0) is not None, "it is no longer late"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord
 
 from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.strategies import FedAvg
@@ -22,32 +22,19 @@ def watched(grid: Any) -> tuple[WatchedGrid, Reports]:
     return WatchedGrid(grid, lambda *report: reports.append(report)), reports
 
 
-class Seen:
-    """A strategy's observer."""
-
-    def __init__(self) -> None:
-        self.nodes: list[int] = []
-
-    def replied(self, reply: Message) -> None:
-        self.nodes.append(reply.metadata.src_node_id)
-
-    def given_up(self) -> frozenset[int]:
-        return frozenset()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_reply_is_reported_when_it_arrives(federation: Federations, workers: int) -> None:
-    fed, strategy, seen = federation((8, 12, 8)), FedAvg(), Seen()
+    fed, strategy, seen = federation((8, 12, 8)), FedAvg(), list[int]()
     with fed.grid(workers=workers) as inner:
         grid, reports = watched(inner)
         for _ in range(2):
             messages = strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid)
-            grid.observe(seen)
+            grid.observe(lambda reply: seen.append(reply.metadata.src_node_id))
             strategy.aggregate_train(1, grid.send_and_receive(messages))
         grid.send_and_receive(strategy.configure_evaluate(1, fed.arrays(), ConfigRecord(), grid))
     one_round = [("clients trained", done, 3) for done in range(4)]
     assert reports == one_round * 2 + [("clients evaluated", done, 3) for done in range(4)]
-    assert sorted(seen.nodes) == [1, 1, 2, 2, 3, 3], "the strategy's observer sees the same replies"
+    assert sorted(seen) == [1, 1, 2, 2, 3, 3], "the strategy's observer sees the same replies"
 
 
 FORWARD, BACKWARD = "forward pass, layers", "backward pass, layers"

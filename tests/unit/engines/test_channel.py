@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Pipe
+from contextlib import closing
+from socket import SHUT_RDWR, socketpair
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, RecordDict
 
-from fedbn_flwr.engines.transport import receive, send
+from fedbn_flwr.engines.worker import Channel
 from fedbn_flwr.messages.arrays import pack, unpack
 
-LARGE = 1 << 20  # elements; a pipe holds fewer bytes, so that writing and reading alternate
+LARGE = 1 << 20  # elements; a socket holds fewer bytes, so that writing and reading alternate
 
 
 def passed_on(*values: Any) -> tuple[Any, ...]:
-    here, there = Pipe()
-    with here, there, ThreadPoolExecutor(1) as pool:
-        pool.submit(send, here, values)
-        received: tuple[Any, ...] = receive(there)
+    here, there = map(Channel, socketpair())
+    with closing(here), closing(there), ThreadPoolExecutor(1) as pool:
+        pool.submit(here.send, values)
+        received: tuple[Any, ...] = there.receive()
         return received
 
 
@@ -53,14 +54,22 @@ def test_an_array_that_is_sent_twice_in_one_object_stays_one() -> None:
 
 
 def test_both_ends_notice_that_the_other_has_ended_within_an_object() -> None:
-    here, there = Pipe()
-    copy, other = Pipe()
-    with here, other, ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(send, here, np.ones(8 * LARGE))
-        copy.send_bytes(there.recv_bytes())  # the pickled bytes, without the array that follows
-        there.close()
+    end, there = socketpair()
+    here, other = Channel(end), Channel(there.dup())
+    with closing(here), closing(other), ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(here.send, np.ones(8 * LARGE))
+        assert len(there.recv(1000)) > 0
+        there.shutdown(SHUT_RDWR)
         with pytest.raises(OSError):
             sent.result(10)
-        copy.close()
+        there.close()
         with pytest.raises(EOFError):
-            receive(other)
+            other.receive()
+
+
+def test_an_end_is_noticed_although_a_process_that_was_forked_has_a_copy() -> None:
+    end, there = socketpair()
+    with end.dup(), closing(Channel(there)) as other:
+        Channel(end).close()
+        with pytest.raises(EOFError):
+            other.receive()
