@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
@@ -35,7 +35,10 @@ from .node_state import NodeState, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, Update, known_keys, rule_of
-from .training import SGD, Batch, Epochs, LocalOptimizer, Loss, clipping, cross_entropy, local_batches, size_of, train
+from .training import (
+    SGD, Adjust, Batch, Epochs, Gradient, LocalOptimizer, Loss, backpropagate, cross_entropy, local_batches, size_of,
+    train,
+)  # fmt: skip
 
 Config = Mapping[str, Any]
 Metrics = dict[str, Any]  # numbers
@@ -160,7 +163,7 @@ class BNClient(NumPyClient):
         self._other_decay = {"norm": norm_weight_decay, "bias": bias_weight_decay}
         self.keep_momentum, self.clip, self.compile = keep_momentum, clip, compile
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
-        self._passes: dict[str, Any] = {"channels_last": channels_last, "precision": precision}
+        self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch, self.share_personal = seed, min_batch, share_personal
         self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
@@ -214,29 +217,25 @@ class BNClient(NumPyClient):
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self._rate(server_round, config)
         seed = seeding.seed_for(self.seed, "model", server_round, self._number)
-        self.model.train()  # also the layers of a round that was frozen
-        not_begun = list(rules)
+        self._parts.train()
+        not_begun = iter(rules)
 
         def begin() -> None:
-            while not_begun:
-                not_begun.pop(0).begin()
-
-        adjust: list[Callable[[], Any]] = [begin, *(rule.adjust for rule in rules)] if rules else []
+            for rule in not_begun:
+                rule.begin()
 
         with ExitStack() as stack:
             stack.enter_context(seeding.streams(seed, self.device))
             for rule in rules:
                 stack.enter_context(rule.around())
             local.optimizer = self._make_optimizer(lr)
-            adjust += clipping(local.optimizer.parameters, self.clip)
             loss, first_batch = self._train(
                 local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
                 local.optimizer,
-                adjust=adjust,
-                first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
+                [begin, *(rule.adjust for rule in rules)],
+                next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
             )
             begin()  # if the round had no step
-        self._parts.settle()
         returned, received = frozenset[Role](), set(arrays)
         if protocol.RETURN in config:
             returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
@@ -273,7 +272,6 @@ class BNClient(NumPyClient):
                 self._tune(steps, config)
                 tuned = self._measure(config)
             finally:
-                self._parts.settle()
                 self._parts.load(before)
             metrics |= {f"{protocol.TUNED}-{key}": value for key, value in tuned.items()}
         return metrics | self.identity
@@ -289,11 +287,10 @@ class BNClient(NumPyClient):
         """Train some steps without client rules; nothing is stored."""
         server_round = int(config.get(protocol.ROUND, 1))
         lr = config.get(protocol.TUNE_LR) or self._rate(server_round, config)
-        self.model.train()
+        self._parts.train()
         with seeding.streams(seeding.seed_for(self.seed, "fine-tuning", server_round, self._number), self.device):
             batches = local_batches(self.train_data, server_round, epochs=None, steps=steps)
-            optimizer = self._make_optimizer(lr)
-            self._train(batches, optimizer, adjust=clipping(optimizer.parameters, self.clip))
+            self._train(batches, self._make_optimizer(lr))
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
@@ -356,16 +353,30 @@ class BNClient(NumPyClient):
             yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
 
     def _make_optimizer(self, lr: float) -> LocalOptimizer:
-        trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
         is_one = set(self._other_decay.values()) == {None}
-        return self._optimizer(trained, lr, other_decay={} if is_one else decay_of(self.model, **self._other_decay))
+        return self._optimizer(self._parts.trained, lr, other_decay={} if is_one else decay_of(self.model, **self._other_decay))
 
-    def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int]:
-        if self.compile:
-            compiled = part("passes", "compiled")  # imports PyTorch's compiler, which takes seconds
-            options["compiled"] = compiled(self.model, self.loss, getattr(self.train_data, "batch_size", None))
-        options |= self._passes
-        return train(self.model, self._pairs(batches), optimizer, self.loss, device=self.device, **options)
+    def _train(
+        self,
+        batches: Iterable[Any],
+        optimizer: LocalOptimizer,
+        adjust: Sequence[Adjust] = (),
+        first_step: Gradient | None = None,
+    ) -> tuple[float, int]:
+        pairs, compiled = self._pairs(batches), None
+        if self.channels_last:
+            pairs = ((_channels_last(inputs), targets) for inputs, targets in pairs)
+        if self.compile:  # imports PyTorch's compiler, which takes seconds
+            size = getattr(self.train_data, "batch_size", None)
+            compiled = part("passes", "compiled")(self.model, self.loss, size)
+        if self.clip is not None:
+            parameters = list(optimizer.parameters.values())
+            adjust = [*adjust, functools.partial(nn.utils.clip_grad_norm_, parameters, self.clip)]
+        gradient = functools.partial(backpropagate, precision=self.precision, compiled=compiled)
+        return train(
+            self.model, pairs, optimizer, self.loss,
+            device=self.device, adjust=adjust, first_step=first_step, gradient=gradient,
+        )  # fmt: skip
 
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
@@ -399,3 +410,7 @@ def rules_for(config: Config) -> set[type[ClientRule]]:
 def is_known(key: str) -> bool:
     """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
     return not key.startswith(protocol.PREFIX) or key in ALWAYS_KNOWN or key in BY_KEY or key in declared("client_mods")
+
+
+def _channels_last(inputs: Tensor) -> Tensor:
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs
