@@ -59,7 +59,7 @@ class ModelTensors:
         }
         self._modules = list(model.modules())
         self._parameters = [name for name, _ in model.named_parameters()]
-        self._buffers = {key: buffer for key, buffer in model.named_buffers(remove_duplicate=False)}
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self._shapes = {key: tuple(value.shape) for key, value in state.items()}
         # Buffers that are not in the state dict, which a network may change in its passes.
         self._hidden = [key for key in self._places if key not in state]

@@ -97,9 +97,8 @@ def decay_of(model: nn.Module, *, norm: float | None, bias: float | None) -> dic
     """The weight decay of the parameters that have their own: those of normalisers, and biases of other layers."""
     layers = {name for name, module in model.named_modules() if isinstance(module, _NORMS)}
     owners = {name: name.rpartition(".") for name, _ in model.named_parameters()}
-    found = {
-        name: norm if layer in layers else bias for name, (layer, _, own) in owners.items() if layer in layers or own == "bias"
-    }
+    found = {name: bias for name, (_, _, own) in owners.items() if own == "bias"}
+    found |= {name: norm for name, (layer, _, _) in owners.items() if layer in layers}
     return {name: decay for name, decay in found.items() if decay is not None}
 
 

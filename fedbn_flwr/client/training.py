@@ -210,8 +210,8 @@ def backpropagate(
 ) -> Tensor:
     """Set the gradients of the parameters, and return the detached loss.
 
-    With a `precision` (bfloat16) PyTorch's autocast selects the operations that run in it; weights, statistics and steps
-    stay as they are. `compiled` computes the loss instead of calling the model and `loss_fn`.
+    With a `precision` (bfloat16) PyTorch's autocast selects the operations that run in it; weights, statistics and
+    steps stay as they are. `compiled` computes the loss instead of calling the model and `loss_fn`.
     """
     with nullcontext() if precision is None else torch.autocast(inputs.device.type, precision):
         loss = compiled(inputs, targets) if compiled else loss_fn(model(inputs), targets)
@@ -242,7 +242,9 @@ def train(
     for inputs, targets in batches:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         optimizer.zero_grad()
-        total += (gradient if examples or not first_step else first_step)(model, inputs, targets, loss_fn) * len(targets)
+        total += (gradient if examples or not first_step else first_step)(model, inputs, targets, loss_fn) * len(
+            targets
+        )
         for change in adjust:
             change()
         optimizer.step()
