@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from logging import ERROR
 from numbers import Integral, Real
 from types import MappingProxyType
@@ -26,14 +26,9 @@ from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, 
 from fedbn_flwr.messages.gate import sent_model
 
 from .client import BNClient, Config
-from .layerwise import (
-    abandon_parked,
-    continue_parked,
-    parked_rounds,
-    train_by_messages,
-)
-from .node_state import return_to_round, stored_state
-from .rule import Update
+from .layerwise import abandon_parked, continue_parked, parked_rounds, train_by_messages
+from .node_state import place_of, return_to_round, stored_state
+from .rule import Update, known_keys
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
@@ -67,54 +62,6 @@ def client_app(
     return _App(make_client, mods, dict(metric_names))
 
 
-class OtherClient:
-    """Another NumPyClient: it identifies arrays by position, and honours no key by which strategies change training."""
-
-    min_batch = 1
-
-    def __init__(self, client: NumPyClient, context: Context) -> None:
-        self._client, self._place = client, _place(context)
-
-    def honoured(self) -> Collection[str]:
-        return protocol.OF_RUN
-
-    def batch_images(self) -> int:
-        return 0
-
-    def train_round(self, arrays: Arrays, config: Config, extras: object = None, exchange: object = None) -> Update:
-        if exchange is not None:
-            raise self._refusal("take part in a layer-wise step")
-        self._check_known(config)
-        values, num_examples, extra = self._client.fit([each.copy() for each in arrays.values()], dict(config))
-        if len(values) != len(arrays):
-            raise MessageError(
-                f"fit() received {len(arrays)} arrays and returned {len(values)}; expected the same number"
-            )
-        metrics = {protocol.NUM_EXAMPLES: num_examples, **extra} | self._place
-        return Update(dict(zip(arrays, values, strict=True)), metrics, {})
-
-    def evaluate_round(self, arrays: Arrays, config: Config) -> dict[str, Any]:
-        self._check_known(config)
-        loss, num_examples, extra = self._client.evaluate([each.copy() for each in arrays.values()], dict(config))
-        return {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
-
-    def statistics_round(self, arrays: Arrays, config: Config) -> Update:
-        raise self._refusal("report statistics of its data")
-
-    def personal_round(self, config: Config) -> Update:
-        raise self._refusal("send its personal model")
-
-    def _refusal(self, task: str) -> MessageError:
-        return MessageError(f"{type(self._client).__name__} cannot {task}; a BNClient can")
-
-    def _check_known(self, config: Config) -> None:
-        if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.OF_RUN), None):
-            raise MessageError(
-                f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(self._client).__name__} "
-                "does not honour; a BNClient of the server's version of fedbn-flwr does"
-            )
-
-
 class _App(ClientApp):
     # Continues the parked round of a node without a message. Absent if there are mods of queries, which must see all.
     exchange: Callable[[Context, Agreement], Contribution]
@@ -127,13 +74,13 @@ class _App(ClientApp):
     ) -> None:
         super().__init__()
         self._given = make_client, mods, metric_names
+        self._wants = len(inspect.signature(make_client).parameters)
         around = _mods_by_kind(mods)
-        self.train(mods=around["train"])(self._train)
-        self.evaluate(mods=around["evaluate"])(functools.partial(self._answer, "evaluate", _evaluate))
         of_extensions = {f"query.{action}": (f"answer query.{action}", _extension) for action in declared("queries")}
-        for query, (task, handle) in (_QUERIES | of_extensions).items():
-            action = query.removeprefix("query.")
-            self.query(action, mods=around["query"])(functools.partial(self._answer, task, handle))
+        for kind, (task, handle) in (_HANDLERS | of_extensions).items():
+            category, _, action = kind.partition(".")
+            register = getattr(self, category)(action or "default", mods=around[category])
+            register(functools.partial(self._answer, task, handle))
         if not around["query"]:
             self.exchange = _exchange
 
@@ -151,51 +98,38 @@ class _App(ClientApp):
     def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[Any, ...]]:
         return _App, self._given  # its handlers cannot be pickled
 
-    def _train(self, message: Message, context: Context) -> Message:
-        config = _config(message)
-        if protocol.COHORT_STEP in config:
-            return self._answer("train", _train_by_messages, message, context)
-        if parked_rounds:
-            abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
-        return self._answer("train", _train, message, context)
-
     def _answer(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
         """The reply, with the node's state around it; an exception becomes an error that names client and task."""
-        call: Handled = functools.partial(self._handled, handle)
+        call: Callable[[Message, Context], Message] = functools.partial(self._handled, handle)
+        config, by_key = _config(message), declared("client_mods")
         try:
-            with stored_state(message, _config(message), context):
-                for mod in _mods_of(message) if handle is not _extension else ():
+            if handle is _extension:  # it uses volatile records only, which are never in the state folder
+                return call(message, context)
+            with stored_state(message, config, context):
+                for mod in dict.fromkeys(part("client_mods", key) for key in config if key in by_key):
                     call = functools.partial(mod, call_next=call)
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
-            if protocol.RUN not in _config(message):  # in experiments the server reports it
+            if protocol.RUN not in config:  # in experiments the server reports it
                 _log_once(task, described(error))
             raise _failed(context, task, error) from error
 
     def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
-        content = handle(functools.partial(self._make, message, context), message, context)
-        if names := self._given[2]:
-            for key, metrics in metrics_in(content).items():
-                content[key] = MetricRecord({names.get(name, name): value for name, value in metrics.items()})
-        return Message(content, reply_to=message)
+        (make_client, _, names), config = self._given, _config(message)
 
-    def _make(self, message: Message, context: Context) -> Client:
-        make_client: Callable[..., NumPyClient] = self._given[0]
-        client = make_client(*(context, _config(message))[: len(inspect.signature(make_client).parameters)])
-        if not isinstance(client, BNClient):
-            return OtherClient(client, context)
-        if not client.has_context:
-            client.attach(context)
-        return client
+        def make() -> NumPyClient:
+            client: NumPyClient = make_client(*(context, config)[: self._wants])  # type: ignore[call-arg]
+            if isinstance(client, BNClient):
+                client.attach(context)
+            return client
+
+        content = handle(make, message, config, context)
+        for key, metrics in metrics_in(content).items() if names else ():
+            content[key] = MetricRecord({names.get(name, name): value for name, value in metrics.items()})
+        return Message(content, reply_to=message)
 
 
 _KINDS = ("train", "evaluate", "query")
-
-
-def _mods_of(message: Message) -> list[Callable[..., Message]]:
-    """The mods of extensions that the keys of a message select."""
-    where = declared("client_mods")
-    return list(dict.fromkeys(part("client_mods", key) for key in _config(message) if key in where))
 
 
 def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str, list[Mod]]:
@@ -229,62 +163,84 @@ def _log_once(task: str, problem: str) -> None:
 
 # --- one handler per kind of message -----------------------------------------
 
-Client = BNClient | OtherClient
-Make = Callable[[], Client]
-Handler = Callable[[Make, Message, Context], RecordDict]
-Handled = Callable[[Message, Context], Message]
+Make = Callable[[], NumPyClient]
+Handler = Callable[[Make, Message, Config, Context], RecordDict]
 
 
-def _train(make: Make, message: Message, context: Context) -> RecordDict:
+def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+    if protocol.COHORT_STEP in config:
+        return _train_by_messages(make, message, config, context)
+    if parked_rounds:
+        abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
     client, record = make(), sent_model(message.content)
-    return _reply(client.train_round(unpack(record), _config(message), _extras(message, record)))
+    arrays = unpack(record)
+    if isinstance(client, BNClient):
+        return _reply(client.train_round(arrays, config, _extras(message, record)), context)
+    values, num_examples, extra = client.fit(_positions(client, arrays, config), dict(config))
+    if len(values) != len(arrays):
+        raise MessageError(f"fit() received {len(arrays)} arrays and returned {len(values)}; expected the same number")
+    metrics = {protocol.NUM_EXAMPLES: num_examples, **extra}
+    return _reply(Update(dict(zip(arrays, values, strict=True)), metrics, {}), context)
 
 
-def _evaluate(make: Make, message: Message, context: Context) -> RecordDict:
+def _evaluate(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+    client, arrays = make(), unpack(sent_model(message.content))
+    if isinstance(client, BNClient):
+        metrics = client.evaluate_round(arrays, config)
+    else:
+        loss, num_examples, extra = client.evaluate(_positions(client, arrays, config), dict(config))
+        metrics = {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
+    return RecordDict({"metrics": _numbers(metrics), **_claim(context)})
+
+
+def _positions(client: NumPyClient, arrays: Arrays, config: Config) -> list[np.ndarray]:
+    """The arrays for a client that is no BNClient: it honours no key by which strategies change training."""
+    if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.OF_RUN), None):
+        raise MessageError(
+            f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(client).__name__} "
+            "does not honour; a BNClient of the server's version of fedbn-flwr does"
+        )
+    return [each.copy() for each in arrays.values()]
+
+
+def _bn_client(make: Make) -> BNClient:
     client = make()
-    return RecordDict({**_records(client.evaluate_round(unpack(sent_model(message.content)), _config(message)))})
+    if not isinstance(client, BNClient):
+        raise MessageError(f"{type(client).__name__} cannot do this; a BNClient can")
+    return client
 
 
-def _partition(make: Make, message: Message, context: Context) -> RecordDict:
-    config = _config(message)
+def _partition(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     own = {protocol.OWN_DATA: True} if {"data-path", "domain"} & {*context.node_config} else {}
     if config.get(protocol.READY):
         client = make()  # raises errors in the site's data or model before any training
-        allowed = config.get(protocol.COHORT_MIN_BATCH)
-        if own and isinstance(allowed, int) and (images := client.batch_images()):
-            check_batch(images, allowed=allowed, own=client.min_batch)
-    return RecordDict({"metrics": _numbers(_place(context) | own | return_to_round(config, context))})
-
-
-def _place(context: Context) -> dict[str, Any]:
-    """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
-    partition = context.node_config.get("partition-id")
-    return {} if partition is None else {protocol.PARTITION: int(partition)}
+        if own and (allowed := config.get(protocol.COHORT_MIN_BATCH)) and isinstance(client, BNClient):
+            check_batch(client.batch_images(), allowed=int(allowed), own=client.min_batch)
+    return RecordDict({"metrics": _numbers(place_of(context) | own | return_to_round(config, context))})
 
 
 def _claim(context: Context) -> dict[str, ConfigRecord]:
-    """The partition for answers that do not depend on it, so that no other node can claim it first."""
-    place = _place(context)
-    return {"client": ConfigRecord(place)} if place else {}
+    """The partition in a record of its own: Flower's strategies average all metrics."""
+    return {"client": ConfigRecord(place)} if (place := place_of(context)) else {}
 
 
-def _keys(make: Make, message: Message, context: Context) -> RecordDict:
+def _keys(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     try:
-        client = make()
+        honoured = known_keys() if isinstance(make(), BNClient) else protocol.OF_RUN
     except Exception:  # the rounds report it, and other clients may suffice
         return RecordDict({**_claim(context)})
-    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(client.honoured()), 1)), **_claim(context)})
+    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1)), **_claim(context)})
 
 
-def _statistics(make: Make, message: Message, context: Context) -> RecordDict:
-    return _reply(make().statistics_round(unpack(sent_model(message.content)), _config(message)))
+def _statistics(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+    return _reply(_bn_client(make).statistics_round(unpack(sent_model(message.content)), config), context)
 
 
-def _personal(make: Make, message: Message, context: Context) -> RecordDict:
-    return _reply(make().personal_round(_config(message)))
+def _personal(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+    return _reply(_bn_client(make).personal_round(config), context)
 
 
-def _extension(make: Make, message: Message, context: Context) -> RecordDict:
+def _extension(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     action = message.metadata.message_type.split(".")[1]
     return RecordDict({**part("queries", action)(message.content, context), **_claim(context)})
 
@@ -301,14 +257,15 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
         raise _failed(context, _LAYERWISE, error) from error
 
 
-def _train_by_messages(make: Make, message: Message, context: Context) -> RecordDict:
-    record, config = sent_model(message.content), dict(_config(message))
-    # An OtherClient refuses the round.
-    outcome = train_by_messages(make, message.content, config, _extras(message, record), context)  # type: ignore[arg-type]
-    return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome)
+def _train_by_messages(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+    extras = _extras(message, sent_model(message.content))
+    outcome = train_by_messages(functools.partial(_bn_client, make), message.content, config, extras, context)
+    return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome, context)
 
 
-_QUERIES: dict[str, tuple[str, Handler]] = {
+_HANDLERS: dict[str, tuple[str, Handler]] = {
+    "train": ("train", _train),
+    "evaluate": ("evaluate", _evaluate),
     protocol.COHORT_QUERY: (_LAYERWISE, _train_by_messages),
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PERSONAL_QUERY: ("send its personal model", _personal),
@@ -320,26 +277,17 @@ _QUERIES: dict[str, tuple[str, Handler]] = {
 # --- records -----------------------------------------------------------------
 
 
-def _config(message: Message) -> ConfigRecord:
-    return next(iter(configs_in(message.content).values()), ConfigRecord())
+def _config(message: Message) -> Config:
+    return dict(next(iter(configs_in(message.content).values()), {}))
 
 
 def _extras(message: Message, record: ArrayRecord) -> dict[str, Arrays]:
     return {name: unpack(other) for name, other in arrays_in(message.content).items() if other is not record}
 
 
-def _reply(update: Update) -> RecordDict:
-    extras = {name: pack(arrays) for name, arrays in update.extras.items()}
-    return RecordDict({"arrays": pack(update.arrays), **_records(update.metrics), **extras})
-
-
-def _records(metrics: Mapping[str, Any]) -> dict[str, MetricRecord | ConfigRecord]:
-    """The metrics, and the partition in a record of its own: Flower's strategies average all metrics."""
-    numbers = _numbers(metrics)
-    partition = numbers.pop(protocol.PARTITION, None)
-    if not isinstance(partition, int):
-        return {"metrics": numbers}
-    return {"metrics": numbers, "client": ConfigRecord({protocol.PARTITION: partition})}
+def _reply(update: Update, context: Context) -> RecordDict:
+    records = {"arrays": pack(update.arrays), "metrics": _numbers(update.metrics), **_claim(context)}
+    return RecordDict(records | {name: pack(arrays) for name, arrays in update.extras.items()})
 
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:

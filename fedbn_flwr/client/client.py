@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
@@ -28,14 +28,26 @@ from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
 
-from .evaluation import evaluate_sets
+from .evaluation import evaluate
 from .metrics import Metric, name_of
 from .model_tensors import ModelTensors, copied
-from .node_state import NodeState, run_of
+from .node_state import NodeState, place_of, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, Update, known_keys, rule_of
-from .training import SGD, Batch, Epochs, LocalOptimizer, Loss, clipping, cross_entropy, local_batches, size_of, train
+from .training import (
+    SGD,
+    Adjust,
+    Batch,
+    Epochs,
+    LocalOptimizer,
+    Loss,
+    backpropagate,
+    cross_entropy,
+    local_batches,
+    size_of,
+    train,
+)  # fmt: skip
 
 Config = Mapping[str, Any]
 Metrics = dict[str, Any]  # numbers
@@ -150,6 +162,7 @@ class BNClient(NumPyClient):
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
+        self.model, self.roles = self._parts.model, self._parts.roles
         self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
         self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps
         self._optimizer: Callable[..., LocalOptimizer] = (
@@ -160,29 +173,19 @@ class BNClient(NumPyClient):
         self._other_decay = {"norm": norm_weight_decay, "bias": bias_weight_decay}
         self.keep_momentum, self.clip, self.compile = keep_momentum, clip, compile
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
-        self._passes: dict[str, Any] = {"channels_last": channels_last, "precision": precision}
+        self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch, self.share_personal = seed, min_batch, share_personal
-        self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
-        """Use the state and number of this node; `client_app` does so for a client that was made without a context."""
-        self.state = NodeState(context.state)
-        self.partition_id = context.node_config.get("partition-id")
+        """Use the state and number of this node, as `client_app` does."""
+        self.state, self.identity = NodeState(context.state), place_of(context)
         # Random draws depend on this number: the partition or, if the site has none, the node id.
         self._number = int(context.node_config.get("partition-id", context.node_id))
 
     @property
-    def model(self) -> nn.Module:
-        return self._parts.model
-
-    @property
     def device(self) -> torch.device:
         return self._parts.device
-
-    @property
-    def roles(self) -> Mapping[str, Role]:
-        return self._parts.roles
 
     # --- arrays by name, for client_app ---
 
@@ -198,63 +201,26 @@ class BNClient(NumPyClient):
         `extras` are the message's other records of arrays, by name. `exchange` sends the tensors of a layer-wise step
         to the other clients and returns the result.
         """
-        with self._parts.exclusive():
-            return self._train_round(arrays, config, {} if extras is None else extras, exchange)
-
-    def _train_round(
-        self, arrays: Arrays, config: Config, extras: Mapping[str, Arrays], exchange: Exchange | None
-    ) -> Update:
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
-        server_round = int(config.get(protocol.ROUND, 1))
-        self._load(arrays, config)
-        local = LocalRound(
-            config, arrays, extras, self.model, self.state, self.num_examples, self.identity.get(protocol.PARTITION),
-            exchange, self.clip, self.min_batch,
-        )  # fmt: skip
-        rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        lr = self._rate(server_round, config)
-        seed = seeding.seed_for(self.seed, "model", server_round, self._number)
-        self.model.train()  # also the layers of a round that was frozen
-        not_begun = list(rules)
-
-        def begin() -> None:
-            while not_begun:
-                not_begun.pop(0).begin()
-
-        adjust: list[Callable[[], Any]] = [begin, *(rule.adjust for rule in rules)] if rules else []
-
-        with ExitStack() as stack:
-            stack.enter_context(seeding.streams(seed, self.device))
+        with self._parts.exclusive():
+            self._load(arrays, config)
+            local = LocalRound(
+                config, arrays, extras or {}, self.model, self.state, self.num_examples,
+                self.identity.get(protocol.PARTITION), exchange, self.clip, self.min_batch,
+            )  # fmt: skip
+            rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
+            loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
+            received, returned = set(arrays), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
+            sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
+            metrics: Metrics = {protocol.NUM_EXAMPLES: local.num_examples, protocol.TRAIN_LOSS: loss}
+            if config.get(protocol.REPORT_BATCH):
+                metrics[protocol.BATCH_EXAMPLES] = first_batch
+            update = Update(sent, metrics, {})
+            # Save state only after everything that can fail: a replay of the round must begin with the same state.
+            self.state.save("local", self._parts.taken(key for key in self.roles if key not in received))
             for rule in rules:
-                stack.enter_context(rule.around())
-            local.optimizer = self._make_optimizer(lr)
-            adjust += clipping(local.optimizer.parameters, self.clip)
-            loss, first_batch = self._train(
-                local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps),
-                local.optimizer,
-                adjust=adjust,
-                first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
-            )
-            begin()  # if the round had no step
-        self._parts.settle()
-        returned, received = frozenset[Role](), set(arrays)
-        if protocol.RETURN in config:
-            returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
-        sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
-        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
-        if config.get(protocol.REPORT_BATCH):
-            metrics[protocol.BATCH_EXAMPLES] = first_batch
-        update = Update(sent, metrics | self.identity, {})
-        # Save state only after everything that can fail: a replay of the round must begin with the same state.
-        self.state.save("local", self._parts.taken(key for key in self.roles if key not in received))
-        for rule in rules:
-            rule.finish(update)
-        return update
-
-    def _rate(self, server_round: int, config: Config) -> float:
-        """The learning rate of a round, which the server scales after the round in which its strategy switched."""
-        rate = self.lr(server_round) if callable(self.lr) else self.lr
-        return rate * float(config.get(protocol.LR_FACTOR, 1.0))
+                rule.finish(update)
+            return update
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
@@ -263,37 +229,28 @@ class BNClient(NumPyClient):
         If the message asks for fine-tuning, the metrics after it begin with "tuned"; the model is then restored.
         """
         rules_for(config)
-        if self.eval_data is None:
-            raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         self._load(arrays, config)
         metrics = self._measure(config)
         if steps := int(config.get(protocol.TUNE_STEPS, 0)):
             before = self._parts.taken(self.roles)
             try:
-                self._tune(steps, config)
+                self._trained(config, purpose="fine-tuning", lr=config.get(protocol.TUNE_LR), steps=steps)
                 tuned = self._measure(config)
             finally:
-                self._parts.settle()
                 self._parts.load(before)
             metrics |= {f"{protocol.TUNED}-{key}": value for key, value in tuned.items()}
-        return metrics | self.identity
+        return metrics
 
     def _measure(self, config: Config) -> Metrics:
         data = self.eval_data() if callable(self.eval_data) else self.eval_data
-        assert data is not None
-        sets = {name: self._pairs(each) for name, each in (data if isinstance(data, Mapping) else {"": data}).items()}
-        names = config.get(protocol.TEST_SETS)
-        return evaluate_sets(self.model, sets, self.eval_loss, self.device, self.metrics, names)
-
-    def _tune(self, steps: int, config: Config) -> None:
-        """Train some steps without client rules; nothing is stored."""
-        server_round = int(config.get(protocol.ROUND, 1))
-        lr = config.get(protocol.TUNE_LR) or self._rate(server_round, config)
-        self.model.train()
-        with seeding.streams(seeding.seed_for(self.seed, "fine-tuning", server_round, self._number), self.device):
-            batches = local_batches(self.train_data, server_round, epochs=None, steps=steps)
-            optimizer = self._make_optimizer(lr)
-            self._train(batches, optimizer, adjust=clipping(optimizer.parameters, self.clip))
+        if data is None:
+            raise MessageError("this client has no data to evaluate on (eval_data was not given)")
+        sets = data if isinstance(data, Mapping) else {"": data}
+        first, wanted, found = next(iter(sets), ""), str(config.get(protocol.TEST_SETS, ",".join(sets))).split(","), {}
+        for name in filter(wanted.__contains__, sets):
+            figures = evaluate(self.model, self._pairs(sets[name]), self.eval_loss, self.device, self.metrics)
+            found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
+        return found
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
@@ -301,7 +258,7 @@ class BNClient(NumPyClient):
         self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
         statistics, batches = reestimate(self.model, self._pairs(epoch), self.device)
-        return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches} | self.identity, {})
+        return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def personal_round(self, config: Config) -> Update:
         """The arrays that stay on this client, without the counters."""
@@ -312,11 +269,7 @@ class BNClient(NumPyClient):
             )
         own = NodeState(self.state.records, run_of(config)).load("local")
         sent = {key: value for key, value in own.items() if self.roles.get(key) is not Role.COUNTER}
-        return Update(sent, self.identity, {})
-
-    def honoured(self) -> Collection[str]:
-        """The config keys that this client honours."""
-        return known_keys()
+        return Update(sent, {}, {})
 
     def batch_images(self) -> int:
         """The number of images in the client's batches."""
@@ -325,25 +278,20 @@ class BNClient(NumPyClient):
     # --- arrays by position, for Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
-        taken = self._parts.taken(self._sent())
-        return [value.copy() for value in taken.values()]
+        return [value.copy() for value in self._parts.taken(self._sent()).values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Any]:
         if key := next((key for key in declared("client_mods") if key in config), None):
             raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # which has the mod
         update = self.train_round(self._named(parameters), config)
-        metrics = dict(update.metrics)
+        metrics = update.metrics | self.identity
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
     def evaluate(self, parameters: list[np.ndarray], config: Config) -> tuple[float, int, Any]:
-        metrics = self.evaluate_round(self._named(parameters), config)
+        metrics = self.evaluate_round(self._named(parameters), config) | self.identity
         return metrics.pop("loss"), int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
     # --- internal ---
-
-    @property
-    def identity(self) -> Metrics:
-        return {} if self.partition_id is None else {protocol.PARTITION: int(self.partition_id)}
 
     @property
     def num_examples(self) -> int:
@@ -355,17 +303,57 @@ class BNClient(NumPyClient):
             is_pair = type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
             yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
 
-    def _make_optimizer(self, lr: float) -> LocalOptimizer:
-        trained = {name: p for name, p in self._parts.parameters.items() if p.requires_grad}
-        is_one = set(self._other_decay.values()) == {None}
-        return self._optimizer(trained, lr, other_decay={} if is_one else decay_of(self.model, **self._other_decay))
+    def _trained(
+        self,
+        config: Config,
+        rules: Sequence[ClientRule] = (),
+        *,
+        purpose: str = "model",
+        lr: float | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+    ) -> tuple[float, int]:
+        """Train the model that is loaded; the mean loss, and the size of the first batch. `purpose` separates draws."""
+        server_round = int(config.get(protocol.ROUND, 1))
+        rate = self.lr(server_round) if callable(self.lr) else self.lr
+        decays = {} if {*self._other_decay.values()} == {None} else decay_of(self.model, **self._other_decay)
+        not_begun, compiled = iter(rules), None
 
-    def _train(self, batches: Iterable[Any], optimizer: LocalOptimizer, **options: Any) -> tuple[float, int]:
-        if self.compile:
-            compiled = part("passes", "compiled")  # imports PyTorch's compiler, which takes seconds
-            options["compiled"] = compiled(self.model, self.loss, getattr(self.train_data, "batch_size", None))
-        options |= self._passes
-        return train(self.model, self._pairs(batches), optimizer, self.loss, device=self.device, **options)
+        def begin() -> None:
+            for rule in not_begun:
+                rule.begin()
+
+        adjust: list[Adjust] = [begin, *(rule.adjust for rule in rules)]
+        self._parts.train()
+        with ExitStack() as stack:
+            seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
+            stack.enter_context(seeding.streams(seed, self.device))
+            for rule in rules:
+                stack.enter_context(rule.around())
+            # The server scales the rate after the round in which its strategy switched.
+            lr = lr or rate * float(config.get(protocol.LR_FACTOR, 1.0))
+            optimizer = self._optimizer(self._parts.trained, lr, other_decay=decays)
+            for rule in rules:
+                rule.local.optimizer = optimizer
+            if self.clip is not None:
+                parameters = list(optimizer.parameters.values())
+                adjust.append(functools.partial(nn.utils.clip_grad_norm_, parameters, self.clip))
+            if self.compile:  # imports PyTorch's compiler, which takes seconds
+                size = getattr(self.train_data, "batch_size", None)
+                compiled = part("passes", "compiled")(self.model, self.loss, size)
+            pairs = self._pairs(local_batches(self.train_data, server_round, epochs=epochs, steps=steps))
+            trained = train(
+                self.model,
+                ((_channels_last(inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
+                optimizer,
+                self.loss,
+                device=self.device,
+                adjust=adjust,
+                first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
+                gradient=functools.partial(backpropagate, precision=self.precision, compiled=compiled),
+            )
+            begin()  # if the round had no step
+        return trained
 
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
@@ -389,13 +377,15 @@ class BNClient(NumPyClient):
 
 def rules_for(config: Config) -> set[type[ClientRule]]:
     """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
-    selected = {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
     if not all(map(is_known, config)):
         protocol.check_known(config, known_keys())
-        selected = {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
-    return selected
+    return {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
 
 
 def is_known(key: str) -> bool:
     """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
     return not key.startswith(protocol.PREFIX) or key in ALWAYS_KNOWN or key in BY_KEY or key in declared("client_mods")
+
+
+def _channels_last(inputs: Tensor) -> Tensor:
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,24 +85,3 @@ def _has_classes(logits: object, targets: torch.Tensor) -> bool:
         and not targets.is_floating_point()
         and targets.shape == logits.shape[:1] + logits.shape[2:]
     )
-
-
-def evaluate_sets(
-    model: nn.Module,
-    sets: Mapping[str, Iterable[Batch]],
-    loss_fn: Loss,
-    device: torch.device,
-    metrics: Sequence[Metric],
-    names: object,
-) -> dict[str, float | int]:
-    """The figures of each test set, or of those whose `names` are given with commas between them.
-
-    The keys of all sets but the first begin with the name of the set.
-    """
-    first = next(iter(sets), "")
-    found: dict[str, float | int] = {}
-    for name, batches in sets.items():
-        if names is None or name in str(names).split(","):
-            figures = evaluate(model, batches, loss_fn, device, metrics)
-            found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
-    return found

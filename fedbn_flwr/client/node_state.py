@@ -25,7 +25,6 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
 from fedbn_flwr.errors import MessageError, StorageError
-from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -40,6 +39,12 @@ def run_of(config: Mapping[str, Any]) -> str | None:
     """The training run of a message; None if the server does not name one."""
     names = [str(config[key]) for key in (protocol.RUN, protocol.TOKEN) if key in config]
     return " ".join(names) or None
+
+
+def place_of(context: Context) -> dict[str, Any]:
+    """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
+    partition = context.node_config.get("partition-id")
+    return {} if partition is None else {protocol.PARTITION: int(partition)}
 
 
 class NodeState:
@@ -86,8 +91,7 @@ def stored_state(message: Message, config: Mapping[str, Any], context: Context) 
     """Restores the state from the state folder before a message is handled, and saves it there after training."""
     folder = StateFolder.of(config, context)
     kind = message.metadata.message_type
-    # An extension's query uses volatile records only, which are never in the folder.
-    if folder is None or protocol.ROUND not in config or kind.removeprefix("query.") in declared("queries"):
+    if folder is None or protocol.ROUND not in config:
         yield
         return
     server_round = int(config[protocol.ROUND])

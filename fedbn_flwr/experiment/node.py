@@ -231,7 +231,7 @@ class ModelPool:
                 return None
             self._lent.remove(free)
         tensors = free[0]
-        tensors.is_left = True  # the values stay until the next client loads its own or reads them
+        tensors.use.client = None  # the values stay until the next client loads its own or reads them
         return tensors
 
     def lend(self, tensors: ModelTensors, client: BNClient) -> None:

@@ -156,7 +156,7 @@ def pack(arrays: Values) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
     if objects := [key for key, value in arrays.items() if value.dtype.hasobject]:
         raise TypeError(f"{objects[0]!r} holds Python objects; expected an array of numbers")
-    owners = {key: block for block in _blocks(arrays) for key in block}
+    owners = {key: block for block in blocks(arrays) for key in block}
     return ArrayRecord({key: Array(owners[key], key) for key in arrays})
 
 
@@ -190,17 +190,17 @@ def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
     return pack(unpack(arrays))
 
 
-def _blocks(values: Values) -> list[FlatArrays]:
+def blocks(values: Values) -> list[FlatArrays]:
     """Copies of the arrays, those of one dtype in a block."""
     if isinstance(values, FlatArrays):
         return [values]
-    blocks = []
+    found = []
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
         own = {key: value for key, value in values.items() if value.dtype == dtype}
         where = layout_of(dtype.str, tuple(own), tuple(value.shape for value in own.values()))
         parts = [value.reshape(-1) for value in own.values()]
-        blocks.append(FlatArrays(where, np.concatenate(parts, dtype=where.dtype)))
-    return blocks
+        found.append(FlatArrays(where, np.concatenate(parts, dtype=where.dtype)))
+    return found
 
 
 def held(record: FlowerRecord) -> FlowerRecord:

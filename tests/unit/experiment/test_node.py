@@ -90,4 +90,4 @@ def test_a_node_config_with_a_misspelt_key_is_refused(key: str, near: str) -> No
 
 
 def test_a_node_config_may_have_keys_of_other_apps() -> None:
-    assert client_of(0, SETTINGS.format(norm="bn"), rack="b7").partition_id == 0
+    assert client_of(0, SETTINGS.format(norm="bn"), rack="b7").identity == {"partition-id": 0}
