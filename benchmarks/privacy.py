@@ -46,8 +46,10 @@ def mu_of(epsilon: float) -> float:
 
 
 def settings(way: str, epsilon: float) -> dict[str, object]:
-    treatment = way if way in ("noise", "keep", "freeze") else "noise"
+    treatment = "keep" if way == "keep" else "noise"
     chosen: dict[str, object] = {"statistics": treatment, "clip": 1.0, "statistics_clip": 1.0, "noise_seed": 0}
+    if way == "freeze":
+        chosen["base"] = {"name": "FixBN", "freeze_round": 0}
     if math.isinf(epsilon):
         return chosen | {"noise": 0}
     each = mu_of(epsilon) ** 2 / ROUNDS  # of mu^2, per round

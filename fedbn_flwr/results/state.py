@@ -1,4 +1,4 @@
-"""The state of runs, from their folders only: for `fedbn status`, `fedbn clean` and `fedbn metrics`."""
+"""The state of runs, from their folders only: for `fedbn status` and `fedbn clean`."""
 
 from __future__ import annotations
 

@@ -10,22 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from logging import INFO
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Gt, Le, Lt
 from flwr.common import log
 
+from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Arrays, cast, normalised
 from fedbn_flwr.norms.roles import Role, roles
 
-# For each bound the value that it must be above, the one that it may reach, and this in words.
-_RANGES = {
-    "max_share": (0, 1, "a share above 0 and at most 1"),
-    "clip_norm": (0, math.inf, "a number above zero"),
-    "clip_factor": (0, math.inf, "a number above zero"),
-    "plausible": (1, math.inf, "a factor above 1, for instance 10"),
-}
+_Share = Annotated[float, Gt(0), Le(1), "a share above 0 and at most 1"]
+_Norm = Annotated[float, Gt(0), Lt(math.inf), "a number above zero"]
+_Factor = Annotated[float, Gt(1), Lt(math.inf), "a factor above 1, for instance 10"]
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,10 @@ class Bounds:
         exchanges too.
     """
 
-    max_share: float | None = None
-    clip_norm: float | None = None
-    clip_factor: float | None = None
-    plausible: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in self.notes().items():
-            above, most, expected = _RANGES[name]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or not above < value <= most:
-                raise SettingsError(f"{name} is {value!r}; expected {expected}")
+    max_share: _Share | None = None
+    clip_norm: _Norm | None = None
+    clip_factor: _Norm | None = None
+    plausible: _Factor | None = None
 
     def notes(self) -> dict[str, Any]:
         """The bounds that are set, for the summary."""
@@ -108,11 +99,14 @@ class Bounds:
         ]
 
 
+Bounds.__init__ = checked(Bounds.__init__)  # type: ignore[method-assign]
+
+
 def from_settings(settings: Mapping[str, Any]) -> Bounds:
     """The bounds of the section `bounds` in an experiment file."""
     known = [each.name for each in fields(Bounds)]
-    if unknown := [key for key in settings if key not in known]:
-        raise SettingsError(f"bounds.{unknown[0]} is not a bound; {did_you_mean(str(unknown[0]), known)}")
+    if unknown := [str(key) for key in settings if key not in known]:
+        raise SettingsError(f"bounds.{unknown[0]} is not a bound; {did_you_mean(unknown[0], known)}")
     try:
         return Bounds(**settings)
     except SettingsError as error:

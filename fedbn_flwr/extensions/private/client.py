@@ -47,12 +47,11 @@ class Private(ClientRule):
             if key in self.local.parameters or of[key] is Role.STATISTICS
         }
         parts = parts_of(changed, of, frozenset(Role) - frozen_roles(config))
-        if parts["statistics"] and STATISTICS_CLIP not in config:
+        needed = {key for part, some in parts.items() if some for key in KEYS[part][: 2 if NOISE in config else 1]}
+        if missing := sorted(needed - config.keys()):
             raise MessageError(
-                f"the server asks for private changes ({CLIP}), and for statistics without {STATISTICS_CLIP}"
+                f"the server asks for private changes ({CLIP}), and for some of them without {missing[0]!r}"
             )
-        if parts["statistics"] and NOISE in config and STATISTICS_NOISE not in config:
-            raise MessageError(f"the server asks for private changes ({NOISE}), and for statistics without noise")
         change = change_of(parts, before, update.arrays)
         for part, (clip, noise) in KEYS.items():
             norm = float(config.get(clip, 0.0))

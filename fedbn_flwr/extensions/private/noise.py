@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from fedbn_flwr.messages.aggregate import Array, Arrays
-from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role
 
-MEAN, VARIANCE = "running_mean", "running_var"
 _LEAST_VARIANCE = 1e-10  # a smaller one counts as this: batch norm adds 1e-5
 _MOST = 20.0  # the largest change of the logarithm of a variance that is applied, so that no value becomes infinite
 
@@ -36,9 +34,13 @@ def parts_of(
 
 
 def change_of(parts: Parts, before: Arrays, after: Arrays) -> dict[str, Array]:
-    steps = {"weights": _weights_change, "statistics": _statistics_change}
+    def change(part: str, key: str) -> Array:
+        if _is_logarithm(part, key):
+            return np.asarray(np.log(_variance(after[key])) - np.log(_variance(before[key])))
+        return np.asarray((after[key].astype(np.float64) - before[key].astype(np.float64)) / _unit(part, key, before))
+
     return {
-        part: np.concatenate([np.empty(0), *(steps[part](key, before, after).reshape(-1) for key in keys)])
+        part: np.concatenate([np.empty(0), *(change(part, key).reshape(-1) for key in keys)])
         for part, keys in parts.items()
     }
 
@@ -50,42 +52,27 @@ def applied(parts: Parts, change: Change, before: Arrays) -> dict[str, Array]:
         pieces = np.split(change[part], np.cumsum([before[key].size for key in keys])[:-1])
         for key, piece in zip(keys, pieces, strict=bool(keys)):
             old, step = before[key], piece.reshape(before[key].shape)
-            new = _changed_statistics(key, before, step) if part == "statistics" else old.astype(np.float64) + step
-            after[key] = _finite(new, old.dtype)
+            if _is_logarithm(part, key):
+                new = np.maximum(_variance(old) * np.exp(np.clip(step, -_MOST, _MOST)), _LEAST_VARIANCE)
+            else:
+                new = old.astype(np.float64) + step * _unit(part, key, before)
+            largest = float(np.finfo(old.dtype).max)  # noise may exceed the range of the dtype
+            after[key] = np.asarray(np.clip(new, -largest, largest).astype(old.dtype))
     return after
 
 
-def _weights_change(key: str, before: Arrays, after: Arrays) -> Array:
-    return np.asarray(after[key].astype(np.float64) - before[key].astype(np.float64))
+def _is_logarithm(part: str, key: str) -> bool:
+    return part == "statistics" and key.endswith(VARIANCE)
+
+
+def _unit(part: str, key: str, before: Arrays) -> Array | float:
+    """Of a running mean the standard deviation beside it."""
+    variance = before.get(key.removesuffix(MEAN) + VARIANCE) if part == "statistics" else None
+    return 1.0 if variance is None else np.sqrt(_variance(variance))
 
 
 def _variance(values: Array) -> Array:
     return np.maximum(values.astype(np.float64), _LEAST_VARIANCE)
-
-
-def _deviation(key: str, before: Arrays) -> Array | float:
-    """The standard deviation that belongs to a running mean."""
-    variance = before.get(key.removesuffix(MEAN) + VARIANCE)
-    return 1.0 if variance is None else np.sqrt(_variance(variance))
-
-
-def _statistics_change(key: str, before: Arrays, after: Arrays) -> Array:
-    if key.endswith(VARIANCE):
-        return np.asarray(np.log(_variance(after[key])) - np.log(_variance(before[key])))
-    return np.asarray(_weights_change(key, before, after) / _deviation(key, before))
-
-
-def _changed_statistics(key: str, before: Arrays, step: Array) -> Array:
-    if key.endswith(VARIANCE):
-        changed = _variance(before[key]) * np.exp(np.clip(step, -_MOST, _MOST))
-        return np.asarray(np.maximum(changed, _LEAST_VARIANCE))
-    return np.asarray(before[key].astype(np.float64) + step * _deviation(key, before))
-
-
-def _finite(values: Array, dtype: np.dtype[Any]) -> Array:
-    """The values in this dtype; noise may exceed its range."""
-    largest = np.finfo(dtype).max
-    return np.asarray(np.clip(values, -float(largest), float(largest)).astype(dtype))
 
 
 def clipped(vector: Array, limit: float) -> Array:
@@ -141,14 +128,3 @@ def epsilon_of(mu: float, delta: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if delta_of(mu, middle) <= delta else (middle, high)
     return high
-
-
-def in_words(report: Mapping[str, Any]) -> str:
-    """The report of Private in a sentence."""
-    bound = "no bound" if report["epsilon"] is None else f"epsilon {report['epsilon']:.4g}"
-    line = f"privacy: {bound} at delta {report['delta']:g} against {report['against']}"
-    if not report["private"]:
-        line += f"; NOT PRIVATE: {report['not_private_because']}"
-    if report.get("not_accounted"):
-        line += f"; not accounted for: {', '.join(report['not_accounted'])}"
-    return line

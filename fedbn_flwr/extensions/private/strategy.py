@@ -1,8 +1,8 @@
 """Differential privacy of clients (McMahan et al. 2018, https://arxiv.org/abs/1710.06963) that knows batch norm.
 
 The change of each client's model is clipped to a norm, the changes are added, and Gaussian noise is added to the sum.
-Weights, gamma and beta have one norm; the statistics of batch norm have a norm of their own (`statistics: noise`), stay
-on the client (`keep`) or do not change (`freeze`). Counters are neither sent nor part of a norm.
+Weights, gamma and beta have one norm; the statistics of batch norm have a norm of their own (`statistics: noise`) or
+stay on the client (`keep`). Counters are neither sent nor part of a norm. What a rule inside freezes has no noise.
 
 The wrapped strategy sees only the private mean: it receives one and the same model from every client, and the weight 1
 for each. What it does with them, for instance a step of FedAdam, cannot cost more privacy.
@@ -35,27 +35,25 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, cast, fault, same_values
+from fedbn_flwr.messages.aggregate import Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
 from fedbn_flwr.messages.screening import with_arrays
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.strategies import Round, Wrapper
-from fedbn_flwr.strategies.fixbn import FREEZE, frozen_roles  # type: ignore[import-untyped]
+from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
 
 from . import client as keys
-from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, in_words, parts_of
+from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
 # By `statistics`: the properties that the strategy inside must have (`fedbn_flwr.strategies._compose`).
 _MEAN = {
     "inside": "{outer} must clip or check the change of each client; use one of the two",
     "mean": "{outer} does not account for this",
 }
-_UNMEASURED = {"no statistics": "the server has none here; expected a round or a fraction of the rounds"}
 _NEEDS = {
     "noise": _MEAN | {"statistics": "{outer} noises them; wrap it: {outer}(MeanStatistics({inside}(...)), ...)"},
-    "keep": _MEAN | _UNMEASURED,
-    "freeze": _MEAN | _UNMEASURED | {"free statistics": "statistics is 'freeze' too; leave one of them out"},
+    "keep": _MEAN | {"no statistics": "the server has none here; expected a round or a fraction of the rounds"},
 }
 _Norm = Annotated[float, Gt(0), Lt(math.inf), "a norm above zero"]
 # Epsilon is above 5000 with less than 0.01.
@@ -72,7 +70,6 @@ class _Asked:
     nodes: tuple[int, ...]
     expected: tuple[str, ...]  # the keys that the wrapped strategy expects in a reply
     received: tuple[str, ...]  # those that clients send
-    frozen: frozenset[Role]
     parts: Parts  # what is released
     cost: float  # 1 / noise^2, of weights and statistics together
 
@@ -89,9 +86,10 @@ class Private(Wrapper):
     noise : float (default: 1.0)
         z: the noise in the sum of the changes has the standard deviation z * C. With 0 changes are only clipped, and
         nothing is private.
-    statistics : "noise" | "keep" | "freeze" (default: "noise")
+    statistics : "noise" | "keep" (default: "noise")
         The statistics of batch norm: "noise" clips and noises the change of mean and log variance; "keep" leaves the
-        statistics on the client, as SiloBN does; "freeze" leaves them at the initial model's values.
+        statistics on the client, as SiloBN does. `FixBN(..., freeze_round=0)` inside leaves them at the initial
+        model's values.
     statistics_clip : float (default: 1.0)
         With "noise": the largest norm of a client's change of statistics. Means are in units of the standard deviation.
     statistics_noise : float | None (default: None)
@@ -130,7 +128,7 @@ class Private(Wrapper):
         *,
         clip: _Norm = 1.0,
         noise: _Multiple = 1.0,
-        statistics: Literal["noise", "keep", "freeze"] = "noise",
+        statistics: Literal["noise", "keep"] = "noise",
         statistics_clip: _Norm = 1.0,
         statistics_noise: _Multiple | None = None,
         mode: Literal["central", "client-clipping", "local"] = "central",
@@ -147,16 +145,15 @@ class Private(Wrapper):
         self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}
         self.parts = tuple(self.clips) if statistics == "noise" else ("weights",)  # which have noise
         self.statistics, self.mode, self.delta, self.noise_seed = statistics, mode, float(delta), noise_seed
-        self.freeze = frozenset({Role.STATISTICS} if statistics == "freeze" else ())
         self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
         self.metrics = metrics and mode != "local"
-        self.traits = replace(self.traits, hides="releases only with noise", freezes=self.traits.freezes | self.freeze)
+        self.unsent = frozenset({Role.COUNTER, Role.STATISTICS} if statistics == "keep" else {Role.COUNTER})
+        self.traits = replace(self.traits, hides="releases only with noise")
         # A round that is repeated after a stop is a release of its own, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
         if statistics == "keep":
-            kept = self.traits.kept | {Role.STATISTICS, Role.COUNTER}
             memory = self.traits.client_memory or "their own statistics"
-            self.traits = replace(self.traits, client_memory=memory, kept=kept)
+            self.traits = replace(self.traits, client_memory=memory, kept=self.traits.kept | self.unsent)
         self._asked: _Asked | None = None
 
     def _check_sent(self, mode: str) -> None:
@@ -181,16 +178,19 @@ class Private(Wrapper):
                 raise SettingsError(
                     f"constants has {name!r}, which no array of the model has; {did_you_mean(name, arrays)}"
                 )
-        if (tied := _equal_weights(unpack(arrays))) is not None:
-            raise SettingsError(
-                f"{tied[0]!r} and {tied[1]!r} have the same values, so they may be one parameter with two names, and "
-                "Private would add other noise to each name; expected a model without shared parameters"
-            )
+        seen: dict[tuple[Any, ...], str] = {}
+        for key, value in unpack(arrays).items():
+            if value.dtype.kind != "f" or roles(arrays)[key] is not Role.WEIGHTS or not (value != value.flat[:1]).any():
+                continue  # constant ones may be equal, as biases of zero are
+            other = seen.setdefault((value.shape, hashlib.sha256(value.tobytes()).digest()), key)
+            if other != key:
+                raise SettingsError(
+                    f"{other!r} and {key!r} have the same values, so they may be one parameter with two names, and "
+                    "Private would add other noise to each name; expected a model without shared parameters"
+                )
 
     def instructions(self, round: Round) -> dict[str, Any]:
         asks: dict[str, Any] = {}
-        if self.freeze:
-            asks[FREEZE] = protocol.join(frozen_roles(round.config) | self.freeze)
         for part in self.parts if self.mode != "central" else ():
             clip, noise = keys.KEYS[part]
             asks |= {clip: self.clips[part]} | ({noise: self.noises[part]} if self.mode == "local" else {})
@@ -202,16 +202,6 @@ class Private(Wrapper):
         """A reply has the arrays that the clients were asked for; numbers of examples are not used."""
         assert self._asked is not None
         return fault(reply.arrays, unpack(round.arrays), self._asked.received)
-
-    def problem(self, round: Round, reply: Reply) -> str | None:
-        asked, sent = self._asked, unpack(round.arrays)
-        assert asked is not None
-        of = roles(sent)
-        for key, value in reply.arrays.items():
-            # Roles that stay on the client are frozen there with the client's own values.
-            if of[key] in asked.frozen - self.traits.kept and not same_values(value, sent[key]):
-                return f"it changed {key!r}, which is frozen; its client does not honour the config key {FREEZE!r}"
-        return None
 
     def shown(self, round: Round, replies: Sequence[Reply]) -> list[Reply]:
         """From every client the private mean, with the weight 1."""
@@ -239,34 +229,38 @@ class Private(Wrapper):
         messages, self._asked = list(super().configure_train(server_round, arrays, config, grid)), None
         if not messages:
             return messages
-        assert self.round is not None
-        content = messages[0].content  # the messages of a round are equal
-        asked = next(iter(configs_in(content).values()), ConfigRecord())
-        of, sent = roles(arrays), arrays_of(content)
-        returned = protocol.roles_of(asked, protocol.RETURN, frozenset(Role))
-        hidden = frozenset({Role.COUNTER}) | ({Role.STATISTICS} if self.statistics == "keep" else frozenset())
-        expected = tuple(key for key in arrays if key in sent or of[key] in returned)
-        received = tuple(key for key in expected if of[key] not in hidden)
-        frozen, before = frozen_roles(asked), unpack(arrays)
-        released = frozenset(Role) - frozen - (frozenset() if "statistics" in self.parts else {Role.STATISTICS})
+        before, expected = unpack(arrays), _answered(messages[0], arrays)  # the messages of a round are equal
+        messages = self._without_unsent(messages)
+        received = _answered(messages[0], arrays)
         constant = {key for name in self.constants for key in fnmatch.filter(arrays, name)}
-        parts = parts_of({key: before[key] for key in received if key not in constant}, of, released)
+        released = frozenset(Role) - frozen_roles(next(iter(configs_in(messages[0].content).values())))
+        parts = parts_of({key: before[key] for key in received if key not in constant}, roles(arrays), released)
         nodes = tuple(message.metadata.dst_node_id for message in messages)
         # Without noise the report has no epsilon.
         cost = math.fsum(1 / self.noises[part] ** 2 for part, some in parts.items() if some and self.noises[part])
-        self._asked = _Asked(nodes, expected, received, frozen, parts, cost)
+        self._asked = _Asked(nodes, expected, received, parts, cost)
         self.memory.total += cost
         self.memory.releases += 1
-        if returned & hidden:
-            messages = [_asking_for(message, returned - hidden) for message in messages]
-        return _without(messages, hidden)
+        return messages
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         messages = list(super().configure_evaluate(server_round, arrays, config, grid))
         self.memory.evaluated |= bool(messages)
-        return _without(messages, frozenset({Role.COUNTER}) | self.traits.kept)
+        return self._without_unsent(messages)
+
+    def _without_unsent(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages without these arrays, which do not ask clients for them either."""
+        given = {id(each): each for each in (arrays_of(message.content) for message in messages)}  # most share one
+        reduced = {at: record_of(split_by_role(each, roles(each), self.unsent)[1]) for at, each in given.items()}
+        changed = [with_arrays(message, lambda record: reduced[id(record)]) for message in messages]
+        for message in changed:
+            for name, config in configs_in(message.content).items():
+                if protocol.RETURN in config:
+                    rest = protocol.roles_of(config, protocol.RETURN, frozenset(Role)) - self.unsent
+                    message.content[name] = ConfigRecord({**config, protocol.RETURN: protocol.join(rest)})
+        return changed
 
     def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
         shown = reply.metrics if self.metrics else {}
@@ -301,27 +295,32 @@ class Private(Wrapper):
                 memory.spent[partition] = memory.spent.get(partition, 0.0) + asked.cost
 
     def _report(self) -> dict[str, Any]:
-        memory = self.memory
+        memory, local = self.memory, self.mode == "local"
         # A client took part in the rounds with its partition, and perhaps in those whose clients are not all known:
         # rounds that were not finished are among them.
         most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.total - memory.known)
-        noised, local = all(self.noises[part] for part in self.parts), self.mode == "local"
-        mu = math.sqrt(most) if noised else math.inf
+        unprotected, mu = "", math.sqrt(most)
+        if not all(self.noises[part] for part in self.parts):
+            unprotected, mu = "there is no noise", math.inf
+        elif self.noise_seed is not None:
+            unprotected = f"the noise can be repeated: noise_seed is {self.noise_seed}"
         replaced = epsilon_of(2 * mu, self.delta)  # a replaced change differs by up to twice the norm
         # Against the server there is no other: it sees who takes part.
         epsilon = replaced if local else epsilon_of(mu, self.delta)
-        unprotected = "" if noised else "there is no noise"
-        if noised and self.noise_seed is not None:
-            unprotected = f"the noise can be repeated: noise_seed is {self.noise_seed}"
+        against = "the server" if local else "all who see the model, but not the server"
+        unaccounted = ["metrics of the clients' training"] * self.metrics
+        unaccounted += ["metrics of evaluations on clients"] * memory.evaluated
+        words = f"epsilon {epsilon:.4g}" if math.isfinite(epsilon) else "no bound"
+        words = f"privacy: {words} at delta {self.delta:g} against {against}"
+        words += f"; NOT PRIVATE: {unprotected}" if unprotected else ""
+        words += f"; not accounted for: {', '.join(unaccounted)}" if unaccounted else ""
         of_statistics = {"statistics_clip": self.clips["statistics"], "statistics_noise": self.noises["statistics"]}
-        unaccounted = ["metrics of the clients' training"] if self.metrics else []
-        unaccounted += ["metrics of evaluations on clients"] if memory.evaluated else []
-        report = {
+        return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": self.delta,
             "neighbours": f"one client's changes {'replaced by any others' if local else 'left out'}",
             "epsilon_replace_one": replaced if math.isfinite(replaced) else None,
-            "against": "the server" if local else "all who see the model, but not the server",
+            "against": against,
             "private": not unprotected,
             "clip": self.clips["weights"],
             "noise": self.noises["weights"],
@@ -330,37 +329,16 @@ class Private(Wrapper):
             **({"not_private_because": unprotected} if unprotected else {}),
             **(of_statistics if self.statistics == "noise" else {}),
             **({"not_accounted": unaccounted} if unaccounted else {}),
+            "in_words": words,
         }
-        return {**report, "in_words": in_words(report)}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if round.number == round.total:
             log(INFO, "%s", self._report()["in_words"])
 
 
-def _without(messages: Sequence[Message], hidden: frozenset[Role]) -> list[Message]:
-    """The messages without the arrays of these roles."""
-    given = {id(each): each for each in (arrays_of(message.content) for message in messages)}  # most share one
-    reduced = {key: record_of(split_by_role(record, roles(record), hidden)[1]) for key, record in given.items()}
-    return [with_arrays(message, lambda record: reduced[id(record)]) for message in messages]
-
-
-def _asking_for(message: Message, returned: frozenset[Role]) -> Message:
-    """The message, which asks clients to send only these roles in addition to the arrays received."""
-    changed = with_arrays(message, lambda arrays: arrays)
-    for name, config in configs_in(changed.content).items():
-        asks = {key: value for key, value in config.items() if key != protocol.RETURN}
-        changed.content[name] = ConfigRecord(asks | ({protocol.RETURN: protocol.join(returned)} if returned else {}))
-    return changed
-
-
-def _equal_weights(arrays: Arrays) -> tuple[str, str] | None:
-    """Two weights with the same values that are not constant, as a parameter has that two layers share."""
-    seen: dict[bytes, str] = {}
-    for key, role in roles(arrays).items():
-        value = arrays[key]
-        if role is Role.WEIGHTS and value.dtype.kind == "f" and value.size > 1 and (value != value.flat[0]).any():
-            other = seen.setdefault(hashlib.sha256(repr(value.shape).encode() + value.tobytes()).digest(), key)
-            if other != key:
-                return other, key
-    return None
+def _answered(message: Message, arrays: ArrayRecord) -> tuple[str, ...]:
+    """The keys of the model that clients send in reply."""
+    asked, sent = next(iter(configs_in(message.content).values())), arrays_of(message.content)
+    returned, of = protocol.roles_of(asked, protocol.RETURN, frozenset(Role)), roles(arrays)
+    return tuple(key for key in arrays if key in sent or of[key] in returned)

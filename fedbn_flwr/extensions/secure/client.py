@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.client.layerwise import model_of_round
 from fedbn_flwr.errors import MessageError
@@ -28,46 +28,49 @@ from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import with_content
 
-from . import protocol as secure
 from .masking import (
+    CHANNEL,
     KEY_BYTES,
     OWN,
     PAIR,
-    SEALED_BYTES,
     TOTALS,
     Fixed,
     FixedPoint,
+    Place,
     Secrets,
     add_masks,
-    form_of,
     from_vector,
     key_of,
-    kind_of_exchange,
-    kind_of_metric,
-    kinds_of,
     seal,
     sealing_key,
     to_vector,
 )
 
-_MOST_PARTS = 100_000
+SESSION = "fedbn.secure"
+STAGE = "fedbn.secure-stage"
+PART = "fedbn.secure-part"
+PEERS = "fedbn.secure-peers"
+RANGES = "fedbn.secure-ranges"
+WEIGHT = "fedbn.secure-weight"
+EQUAL = "fedbn.secure-equal"
+QUERY = "query.secure"  # the stages that STAGE names
+SECRET = f"{protocol.VOLATILE}secure"  # the record in a client's state with the secrets of a session
+
 Config = Mapping[str, Any]
-
-
-def answer(content: RecordDict, context: Context) -> RecordDict:
-    """The answer to a stage of a session."""
-    config = next(iter(configs_in(content).values()), ConfigRecord())
-    arrays = next((unpack(record) for record in arrays_in(content).values()), {})
-    stages = {"keys": _begin, "shares": _share, "unmask": _unmask}
-    if (stage := config.get(secure.STAGE)) not in stages:
-        raise MessageError(f"{secure.STAGE} is {stage!r}; expected keys, shares or unmask")
-    return RecordDict({"secure": pack(stages[str(stage)](config, arrays, context))})
 
 
 class Masks:
     """A mod of messages whose replies must be masked."""
 
-    keys = secure.ALL
+    keys = {
+        SESSION: protocol.Key("32 hexadecimal digits", "send everything under the masks of this session"),
+        STAGE: protocol.Key("`keys`, `shares` or `unmask`", "(with `query.secure`) what to send for the session"),
+        PART: protocol.Key("int", "which reply of the session this is: 0 that to the train message, k exchange k"),
+        PEERS: protocol.Key("bytes", "the node ids of the clients whose masks must cancel, 8 bytes each"),
+        RANGES: protocol.Key("three floats", "the largest change of a parameter, value of a statistic, and weight"),
+        WEIGHT: protocol.Key("name of a metric", "the metric by which values are weighted"),
+        EQUAL: protocol.Key("names, comma separated", "records in which all clients count equally"),
+    }
 
     def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         name, config = next(iter(configs_in(message.content).items()))
@@ -91,8 +94,8 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
     `received` is the model that the round began with. The node's partition, the names and shapes of the arrays, and the
     number and kind of exchanges stay readable.
     """
-    session = _Session.of(config, context)
-    part, peers = int(config[secure.PART]), _nodes(config[secure.PEERS])
+    session, values, exchange = Session.of(config, context), values_in(content), kind_in(content)
+    part, peers = int(config[PART]), nodes_in(config[PEERS])
     if not 0 <= part < session.parts or f"masked {part}" in session.record:
         raise MessageError(f"the server asks for part {part} of a session again, or has not agreed on its keys")
     if not {session.node} <= {*peers} <= {*session.nodes} or len({*peers}) < max(2, session.threshold):
@@ -100,46 +103,49 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
             f"the server asks for masks of {len({*peers})} clients; expected this one and {session.threshold - 1} or "
             "more of those that agreed on keys"
         )
-    fixed = FixedPoint(len(session.nodes), *config[secure.RANGES])
     metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
-    weight_key = str(config[secure.WEIGHT])
-    weight = metrics.get(weight_key)
-    if not isinstance(weight, int | float):
-        raise MessageError(f"{weight_key!r} is {weight!r}; expected a number, by which values are weighted")
-    equal = set(str(config.get(secure.EQUAL, "")).split(","))
-    exchange = next((str(record[KIND]) for record in configs_in(content).values() if KIND in record), None)
-    records: dict[str, dict[str, Fixed]] = {}
-    for name, record in arrays_in(content).items():
-        values = unpack(record)
-        kinds = kinds_of(values) if exchange is None else dict.fromkeys(values, kind_of_exchange(exchange))
-        if exchange == "moments":  # mean and second moment of a batch add up over clients; a variance does not
-            mean, var = (values[key].astype(np.float64) for key in ("mean", "var"))
-            values = {"mean": mean, "var": var + mean**2}
-        elif exchange is None and name == "arrays":
-            if negative := negative_variance(values):
-                raise MessageError(negative)
-            values = {key: _change(value, received.get(key)) for key, value in values.items()}
-        by = 1.0 if name in equal else weight
-        records[name] = {key: fixed.encode(key, value, by, kinds[key]) for key, value in values.items()}
     readable = {key: metrics.pop(key) for key in (protocol.PARTITION, protocol.EXCHANGES_LEFT) if key in metrics}
-    records[TOTALS] = {}
-    for key, value in metrics.items():
-        if isinstance(value, int | float):
-            kind = kind_of_metric(key, weight_key)
-            by = weight if kind == "statistics" else 1.0
-            records[TOTALS][key] = fixed.encode(key, np.asarray(value), by, kind)
-    session.record[f"masked {part}"] = config[secure.PEERS]
-    hidden = {name: pack(values) for name, values in session.mask(records, part, peers).items()}
-    return RecordDict({**hidden, "metrics": MetricRecord(readable), **configs_in(content)})
+    values |= {(TOTALS, key): np.asarray(each) for key, each in metrics.items() if not isinstance(each, list)}
+    fixed = FixedPoint(len(session.nodes), *config[RANGES], str(config[WEIGHT]), str(config[EQUAL]).split(","))
+    kinds = fixed.kinds(values, exchange)
+    if exchange == "moments":  # mean and second moment of a batch add up over clients; a variance does not
+        mean = values["arrays", "mean"].astype(np.float64)
+        values |= {("arrays", "mean"): mean, ("arrays", "var"): values["arrays", "var"] + mean**2}
+    elif not exchange:
+        model = {key: value for (record, key), value in values.items() if record == "arrays"}
+        if negative := negative_variance(model):
+            raise MessageError(negative)
+        values |= {("arrays", key): _change(value, received.get(key)) for key, value in model.items()}
+    encoded = fixed.encode(values, kinds)
+    session.record[f"masked {part}"] = config[PEERS]
+    hidden = session.mask(encoded, part, peers)
+    return RecordDict({**records_of(hidden), "metrics": MetricRecord(readable), **configs_in(content)})
 
 
 def _change(value: Array, before: Array | None) -> Array:
     """An array that the server did not send is sent itself: FedBN's batch norm, for its mean."""
-    new = value.astype(np.float64)
-    return new if before is None else new - before.astype(np.float64)
+    return value if before is None else value.astype(np.float64) - before.astype(np.float64)
 
 
-class _Session:
+def kind_in(content: RecordDict) -> str:
+    """The kind of the exchange that a reply is for; empty for a reply to a train message."""
+    return next((str(record[KIND]) for record in configs_in(content).values() if KIND in record), "")
+
+
+def values_in(content: RecordDict) -> dict[Place, Array]:
+    return {(name, key): each for name, record in arrays_in(content).items() for key, each in unpack(record).items()}
+
+
+def records_of(values: Mapping[Place, Array]) -> dict[str, ArrayRecord]:
+    """The inverse of `values_in`."""
+    names = dict.fromkeys(name for name, _ in values)
+    return {each: pack({key: value for (name, key), value in values.items() if name == each}) for each in names}
+
+
+# --- the stages --------------------------------------------------------------
+
+
+class Session:
     """The session in a client's state."""
 
     def __init__(self, record: Any, node: int) -> None:
@@ -147,83 +153,81 @@ class _Session:
         self.secrets = Secrets(record["root"])
         self.parts: int = record["parts"]
         self.threshold: int = record.get("threshold", 0)
-        self.nodes = _nodes(record.get("nodes", b""))  # those that agreed on keys, in the order of their positions
+        self.nodes = nodes_in(record.get("nodes", b""))  # those that agreed on keys
 
     @classmethod
-    def of(cls, config: Config, context: Context) -> _Session:
-        record = context.state.get(secure.SECRET)
-        if record is None or record.get("session") != config.get(secure.SESSION):
+    def of(cls, config: Config, context: Context) -> Session:
+        record = context.state.get(SECRET)
+        if record is None or record.get("session") != config.get(SESSION):
             raise MessageError(
                 "this client has no secrets of the session of secure aggregation that the server names; has the node "
                 "been restarted in this round?"
             )
         return cls(record, context.node_id)
 
-    def keys(self, position: int) -> bytes:
+    def keys(self, node: int) -> bytes:
         """The public keys of a client: that of its channel, and those of all parts."""
         each = KEY_BYTES * (1 + 2 * self.parts)
-        return bytes(self.record["keys"][position * each : (position + 1) * each])
+        start = each * self.nodes.index(node)
+        return bytes(self.record["keys"][start : start + each])
 
-    def channel(self, position: int) -> bytes:
-        return self.secrets.channel(self.keys(position)[:KEY_BYTES])
+    def channel(self, node: int) -> bytes:
+        return self.secrets.channel(self.keys(node)[key_of(*CHANNEL)])
 
-    def about(self, part: int, which: int, sender: int, receiver: int) -> bytes:
-        return f"{self.record['session']!r} {part} {which} {sender} {receiver}".encode()
+    def sealing_key(self, channel: bytes, part: int, which: int, sender: int, receiver: int) -> bytes:
+        return sealing_key(channel, f"{self.record['session']!r} {part} {which} {sender} {receiver}".encode())
 
-    def mask(
-        self, records: Mapping[str, Mapping[str, Fixed]], part: int, peers: list[int]
-    ) -> dict[str, dict[str, Fixed]]:
-        mine = self.nodes.index(self.node)
-        others = {
-            place: self.keys(place)[key_of(part, PAIR)] for place in map(self.nodes.index, peers) if place != mine
-        }
-        vector = to_vector(records)
-        add_masks(vector, self.secrets.mask_keys(part, mine, others))
-        return from_vector(vector, form_of(records))
+    def mask(self, values: Mapping[Place, Fixed], part: int, peers: Sequence[int]) -> dict[Place, Fixed]:
+        others = {node: self.keys(node)[key_of(part, PAIR)] for node in peers if node != self.node}
+        vector = to_vector(values)
+        add_masks(vector, self.secrets.mask_keys(part, self.node, others))
+        return from_vector(vector, values)
 
 
-def _begin(config: Config, arrays: Arrays, context: Context) -> Arrays:
-    parts = int(config[secure.PARTS])
-    if not 1 <= parts <= _MOST_PARTS:
-        raise MessageError(f"{secure.PARTS} is {parts}; expected 1 to {_MOST_PARTS}")
-    root = secrets.token_bytes(KEY_BYTES)  # not a function of the seed: it must be secret
-    session = {"session": config[secure.SESSION], "root": root, "parts": parts}
-    context.state[secure.SECRET] = ConfigRecord(session)
-    return {"keys": _array(Secrets(root).public_keys(parts))}
+def answer(content: RecordDict, context: Context) -> RecordDict:
+    """The answer to a stage of a session: bytes, in rows."""
+    config = next(iter(configs_in(content).values()), ConfigRecord())
+    stages = {"keys": _begin, "shares": _share, "unmask": _unmask}
+    if (stage := config.get(STAGE)) not in stages:
+        raise MessageError(f"{STAGE} is {stage!r}; expected keys, shares or unmask")
+    (arrays,) = map(unpack, arrays_in(content).values())
+    rows = stages[str(stage)](config, arrays, context)
+    return RecordDict({"secure": pack({"secure": np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)})})
 
 
-def _share(config: Config, arrays: Arrays, context: Context) -> Arrays:
-    session = _Session.of(config, context)
-    if "nodes" in session.record:
+def _begin(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
+    parts, root = int(arrays["parts"]), secrets.token_bytes(KEY_BYTES)  # no function of the seed: it must be secret
+    context.state[SECRET] = ConfigRecord({"session": config[SESSION], "root": root, "parts": parts})
+    return [Secrets(root).public_keys(parts)]
+
+
+def _share(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
+    begun, threshold = Session.of(config, context), int(arrays["threshold"])
+    if "nodes" in begun.record:
         raise MessageError("the server asks for the shares of this session again")
-    nodes, threshold = [int(node) for node in arrays["nodes"]], int(config[secure.THRESHOLD])
-    keys = arrays["keys"].astype(np.uint8).tobytes()
-    each = KEY_BYTES * (1 + 2 * session.parts)
-    of_each = [keys[i : i + each] for i in range(0, len(keys), each)]
-    if len(set(of_each)) != len(of_each) or len(of_each) != len(nodes) or nodes != sorted({*nodes}):
-        raise MessageError("the public keys that the server sent are not one set for each client")
-    if session.node not in nodes or of_each[nodes.index(session.node)] != session.secrets.public_keys(session.parts):
+    more = {"nodes": arrays["nodes"].astype("<u8").tobytes(), "keys": arrays["keys"].tobytes(), "threshold": threshold}
+    session, count = Session(ConfigRecord({**begun.record, **more}), context.node_id), arrays["nodes"].size
+    if session.node not in session.nodes or session.keys(session.node) != session.secrets.public_keys(session.parts):
         raise MessageError("the public keys that the server sent do not contain this client's")
-    if not 2 <= threshold <= len(nodes) or 2 * threshold <= len(nodes):
-        raise MessageError(f"the threshold is {threshold} of {len(nodes)} clients; expected more than half of them")
-    session.record.update(nodes=arrays["nodes"].astype("<u8").tobytes(), keys=keys, threshold=threshold)
-    mine = nodes.index(session.node)
-    channels = [session.channel(place) for place in range(len(nodes))]
-    sealed = np.zeros((len(nodes), session.parts, 2, SEALED_BYTES), np.uint8)
-    for part, which in itertools.product(range(session.parts), (OWN, PAIR)):
-        for place, share in enumerate(session.secrets.shares(part, which, threshold, len(nodes))):  # its own share, too
-            key = sealing_key(channels[place], session.about(part, which, mine, place))
-            sealed[place, part, which] = _array(seal(key, share))
-    return {"shares": sealed}
+    if not 2 <= threshold <= count < 2 * threshold:
+        raise MessageError(f"the threshold is {threshold} of {count} clients; expected more than half of them")
+    context.state[SECRET] = session.record
+    places = list(itertools.product(range(session.parts), (OWN, PAIR)))
+    shares = [session.secrets.shares(*place, threshold, count) for place in places]
+    rows = []
+    for node, of_node in zip(session.nodes, zip(*shares, strict=True), strict=True):  # its own shares, too
+        channel = session.channel(node)
+        keys = [session.sealing_key(channel, *place, session.node, node) for place in places]
+        rows.append(b"".join(map(seal, keys, of_node)))
+    return rows
 
 
-def _unmask(config: Config, arrays: Arrays, context: Context) -> Arrays:
-    session, part = _Session.of(config, context), int(config[secure.PART])
-    survivors, dropped = ([int(node) for node in arrays[name]] for name in ("survivors", "dropped"))
-    masked_for = session.record.get(f"masked {part}")
+def _unmask(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
+    session, part = Session.of(config, context), int(arrays["part"])
+    survivors, masked_for = {int(node) for node in arrays["survivors"]}, session.record.get(f"masked {part}")
     if masked_for is None or f"unmasked {part}" in session.record:
         raise MessageError(f"the server asks to unmask part {part}, which this client did not mask or has unmasked")
-    if sorted(survivors + dropped) != sorted(_nodes(masked_for)) or session.node not in survivors:
+    if not {session.node} <= survivors <= {*nodes_in(masked_for)}:
         raise MessageError("the server asks to unmask a sum of other clients than those that this client has masks for")
     if len(survivors) < session.threshold:
         raise MessageError(
@@ -232,18 +236,18 @@ def _unmask(config: Config, arrays: Arrays, context: Context) -> Arrays:
         )
     # Before anything is revealed: a second request with other survivors must never be answered.
     session.record[f"unmasked {part}"] = True
-    mine = session.nodes.index(session.node)
-    wanted = [(node, OWN) for node in survivors] + [(node, PAIR) for node in dropped]
-    places = [(session.nodes.index(node), which) for node, which in wanted]
-    keys = [sealing_key(session.channel(at), session.about(part, which, at, mine)) for at, which in places]
     if part == 0:
-        del context.state[secure.SECRET]
-    return {"keys": _array(b"".join(keys)).reshape(-1, KEY_BYTES)}
+        del context.state[SECRET]
+    return [
+        session.sealing_key(session.channel(node), part, which, node, session.node)
+        for node, which in revealed(nodes_in(masked_for), survivors)
+    ]
 
 
-def _array(data: bytes) -> Array:
-    return np.frombuffer(data, np.uint8)
+def revealed(peers: Sequence[int], survivors: Collection[int]) -> list[tuple[int, int]]:
+    """The secret of each client that the survivors' sum needs: its own mask's, or the mask key's if it dropped out."""
+    return [(node, OWN if node in survivors else PAIR) for node in peers]
 
 
-def _nodes(data: bytes) -> list[int]:
+def nodes_in(data: bytes) -> list[int]:
     return [int(node) for node in np.frombuffer(data, "<u8")]

@@ -20,8 +20,9 @@ sender sealed.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,13 +40,17 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role, roles
 
 Fixed = NDArray[np.uint64]  # integers modulo 2^64
-Kind = Literal["update", "statistics", "weight", "count"]
+Place = tuple[str, str]  # the record and the key of an array, or TOTALS and the name of a metric
+Kind = Literal["update", "statistics", "integer", "count", "weight"]
+
+TOTALS = "totals"  # the record with the metrics of a masked reply
 
 KEY_BYTES = 32
 SHARE_BYTES = 32
 SEALED_BYTES = SHARE_BYTES + 16  # a share, and the tag of AES-GCM
 
 OWN, PAIR = 0, 1  # a client's two secrets of a part: b_u, and that of s_u^SK
+CHANNEL = -1, PAIR  # the secret of its channels, which is never shared, has the place before those of part 0
 
 
 class NotOpened(RunFailed):
@@ -54,8 +59,6 @@ class NotOpened(RunFailed):
 
 # --- fixed point -------------------------------------------------------------
 
-_LARGEST_COUNT = 2.0**31
-
 
 @dataclass(frozen=True)
 class FixedPoint:
@@ -63,87 +66,102 @@ class FixedPoint:
 
     A value x of a client with weight p becomes the integer nearest to p * x * 2^bits. Each kind of value has its range:
     "update" is the change of a parameter or an entry of a gradient, "statistics" the change of a running mean or
-    variance, a statistic of a batch, or a metric; a "count" is an integer. Counts and a "weight" are added as they are.
+    variance, a statistic of a batch, or a metric, "integer" one of the model's. Metrics that are a "count" or the
+    "weight" are added as they are, and in `equal` records all clients have the weight 1.
     """
 
     clients: int
     update_range: float
     statistics_range: float
     max_examples: float  # the largest weight
+    weight_key: str = protocol.NUM_EXAMPLES  # the metric by which values are weighted
+    equal: Collection[str] = ()
+
+    def kinds(self, values: Mapping[Place, NDArray[Any]], exchange: str = "") -> dict[Place, Kind]:
+        """The kinds of a model's values, or in an exchange of this kind."""
+        of = {record: roles({key: None for name, key in values if name == record}) for record, _ in values}
+
+        def kind(record: str, key: str, value: NDArray[Any]) -> Kind:
+            if record == TOTALS:
+                return "count" if key.endswith(_COUNTS) else "weight" if key == self.weight_key else "statistics"
+            if exchange:
+                return "update" if exchange == "gradients" else "statistics"
+            if value.dtype.kind != "f":
+                return "integer"
+            return "statistics" if of[record][key] is Role.STATISTICS else "update"
+
+        return {place: kind(*place, value) for place, value in values.items()}
 
     def bits(self, kind: Kind) -> int:
         """The bits behind the point; the sum has a sign, and one more bit for rounding errors."""
-        if kind == "count":
+        if kind in ("integer", "count"):
             return 0
         largest = self._range(kind) * (1 if kind == "weight" else self.max_examples)
         return 62 - math.ceil(math.log2(self.clients * largest))
 
-    def encode(self, key: str, value: NDArray[Any], weight: float, kind: Kind) -> Fixed:
-        """The value times `weight`; MessageError names the key if it is out of range."""
-        if not 0 <= weight <= self.max_examples:
+    def encode(self, values: Mapping[Place, NDArray[Any]], kinds: Mapping[Place, Kind]) -> dict[Place, Fixed]:
+        """The values times their weight; MessageError names a key that is out of range."""
+        weight = values.get((TOTALS, self.weight_key))
+        if weight is None or not 0 <= weight <= self.max_examples:
             raise MessageError(
-                f"the weight of this client is {weight:g}, and the largest one is {self.max_examples:g}; raise "
-                "strategy.max_examples"
+                f"the weight of this client, {self.weight_key!r}, is {weight}; expected a number from 0 to "
+                f"{self.max_examples:g} (strategy.max_examples)"
             )
-        values = np.asarray(value, dtype=np.float64)
-        peak = float(np.abs(values).max(initial=0.0))
-        if not peak <= self._range(kind):
-            setting = f"; raise strategy.{kind}_range, if it is no error" if kind in ("update", "statistics") else ""
-            raise MessageError(f"{key!r} has a value of size {peak:g}, the range is {self._range(kind):g}{setting}")
-        return np.rint(np.ldexp(values * weight, self.bits(kind))).astype(np.int64).view(np.uint64)
+        fixed = {}
+        for place, kind in kinds.items():
+            value = values[place].astype(np.float64, casting="same_kind")  # TypeError for complex numbers
+            peak = float(np.abs(value).max(initial=0.0))
+            if not peak <= self._range(kind):
+                cure = f"; raise strategy.{kind}_range, if it is no error" if kind in ("update", "statistics") else ""
+                raise MessageError(
+                    f"{place[1]!r} has a value of size {peak:g}, the range is {self._range(kind):g}{cure}"
+                )
+            scaled = np.ldexp(value * self._weight(place, kind, float(weight), 1), self.bits(kind))
+            fixed[place] = np.rint(scaled).astype(np.int64).view(np.uint64)
+        return fixed
 
-    def decode(self, total: Fixed, kind: Kind) -> NDArray[np.float64]:
-        return np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind))
-
-    def mean(self, key: str, total: Fixed, kind: Kind, weight: float) -> NDArray[np.float64]:
-        """The mean of values whose weights have the sum `weight`; NotOpened if values in range have no such sum."""
-        values = self.decode(total, kind)
-        largest = (weight * self._range(kind) + self.resolution(kind)) * (1 + 1e-12)  # float64 rounds the sum
-        peak = float(np.abs(values).max(initial=0.0))
-        if peak > largest:
-            raise NotOpened(
-                f"the sum of {key!r} has the size {peak:.2g}; those of honest clients are {largest:.2g} at most"
-            )
-        return values / (weight or 1.0)
-
-    def added(self, key: str, total: Fixed, clients: int, least: int = 0, kind: Kind = "count") -> float:
-        """The sum of counts or weights of clients, each at least `least`; NotOpened if it cannot be one."""
-        number, most = float(self.decode(total, kind)), clients * self._range(kind)
-        if not clients * least <= number <= most:
-            raise NotOpened(
-                f"the sum of {key!r} is {number:.10g}; those of honest clients are {clients * least} to {most:.10g}"
-            )
-        return number
+    def means(
+        self, sums: Mapping[Place, Fixed], kinds: Mapping[Place, Kind], clients: int
+    ) -> dict[Place, NDArray[np.float64]]:
+        """The means over these clients; NotOpened if values in range have no such sum."""
+        place = TOTALS, self.weight_key
+        weight = float(self._sum(place, sums[place], kinds[place], clients))
+        by = {place: self._weight(place, kind, weight, clients) for place, kind in kinds.items()}
+        return {
+            place: self._sum(place, sums[place], kind, by[place]) / (by[place] or 1.0) for place, kind in kinds.items()
+        }
 
     def resolution(self, kind: Kind) -> float:
         """The most by which rounding changes a sum."""
         return float(np.ldexp(self.clients, -self.bits(kind)))
 
+    def _sum(self, place: Place, total: Fixed, kind: Kind, weight: float) -> NDArray[np.float64]:
+        values, largest = (
+            np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind)),
+            weight * self._range(kind),
+        )
+        least = weight if place[1] == protocol.BATCH_EXAMPLES else 0.0  # a batch has an image
+        if kind not in _ADDED:
+            largest = (largest + self.resolution(kind)) * (1 + 1e-12)  # float64 rounds the sum
+            least = -largest
+        odd = values[~((values >= least) & (values <= largest))]
+        if odd.size:
+            raise NotOpened(
+                f"the sum of {place[1]!r} has the value {odd[0]:.10g}; those of honest clients are {least:.10g} to "
+                f"{largest:.10g}"
+            )
+        return values
+
+    def _weight(self, place: Place, kind: Kind, weight: float, equal: float) -> float:
+        return equal if kind in _ADDED or place[0] in self.equal else weight
+
     def _range(self, kind: Kind) -> float:
         ranges = {"update": self.update_range, "statistics": self.statistics_range, "weight": self.max_examples}
-        return ranges.get(kind, _LARGEST_COUNT)
+        return ranges.get(kind, 2.0**31)
 
 
-TOTALS = "totals"  # the record with the metrics of a masked reply
-
-
-def kinds_of(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Kind]:
-    """The kinds of a model's arrays."""
-    if odd := next((key for key, value in arrays.items() if value.dtype.kind not in "iubf"), None):
-        raise MessageError(f"{odd!r} is {arrays[odd].dtype}; expected floats, integers or booleans under Secure")
-    of: dict[str, Kind] = {key: "statistics" if r is Role.STATISTICS else "update" for key, r in roles(arrays).items()}
-    return {key: of[key] if value.dtype.kind == "f" else "count" for key, value in arrays.items()}
-
-
-def kind_of_metric(key: str, weight_key: str) -> Kind:
-    """Counts and weights are added; the mean of other metrics is weighted."""
-    if key.endswith((protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES)):
-        return "count"
-    return "weight" if key == weight_key else "statistics"
-
-
-def kind_of_exchange(exchange: str) -> Kind:
-    return "update" if exchange == "gradients" else "statistics"
+_ADDED = ("count", "weight")
+_COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES)
 
 
 # --- secret shares (Shamir 1979) ---------------------------------------------
@@ -179,34 +197,29 @@ class Secrets:
     root: bytes = field(repr=False)
 
     def public_keys(self, parts: int) -> bytes:
-        """The public key of the channel, and those of each part's secrets, in the order of `key_of`."""
-        secrets = [self.secret(part, which) for part in range(parts) for which in (OWN, PAIR)]
-        return self._channel().public_key().public_bytes_raw() + b"".join(map(public_key, secrets))
+        """The public key of the channel, and those of each part's secrets, where `key_of` finds them."""
+        places = [CHANNEL, *itertools.product(range(parts), (OWN, PAIR))]
+        return b"".join(public_key(self.secret(*place)) for place in places)
 
-    def secret(self, part: int, which: int) -> int:
-        return self._number(f"{which} {part} 0")
+    def secret(self, part: int, which: int, power: int = 0) -> int:
+        """A secret, or another coefficient of the polynomial with which it is shared."""
+        # 64 bytes: reduced to 255 bits they are uniform but for 2^-257.
+        return int.from_bytes(_derive(self.root, f"{which} {part} {power}".encode(), 64), "little") % _PRIME
 
     def shares(self, part: int, which: int, threshold: int, count: int) -> list[bytes]:
         """The share of a secret for each client, in the order of positions."""
-        polynomial = [self._number(f"{which} {part} {power}") for power in range(threshold)]
+        polynomial = [self.secret(part, which, power) for power in range(threshold)]
         return [share.to_bytes(SHARE_BYTES, "little") for share in split(polynomial, count)]
 
     def channel(self, public: bytes) -> bytes:
         """The secret of the channel to the client with this public key, from which `sealing_key` follows."""
-        return self._channel().exchange(X25519PublicKey.from_public_bytes(public))
+        return pair_key(private_key(self.secret(*CHANNEL)), public)
 
     def mask_keys(self, part: int, mine: int, others: Mapping[int, bytes]) -> list[tuple[bytes, int]]:
         """The keys of all masks of client `mine`, with their signs; `others` are public mask keys by position."""
         key = private_key(self.secret(part, PAIR))
         pairs = [(pair_key(key, public), 1 if other > mine else -1) for other, public in others.items()]
         return [(stream_key(self.secret(part, OWN)), 1), *pairs]
-
-    def _channel(self) -> X25519PrivateKey:
-        return X25519PrivateKey.from_private_bytes(_derive(self.root, b"channel", KEY_BYTES))
-
-    def _number(self, name: str) -> int:
-        # 64 bytes: reduced to 255 bits they are uniform but for 2^-257.
-        return int.from_bytes(_derive(self.root, name.encode(), 64), "little") % _PRIME
 
 
 def key_of(part: int, which: int) -> slice:
@@ -217,9 +230,7 @@ def key_of(part: int, which: int) -> slice:
 
 def private_key(secret: int) -> X25519PrivateKey:
     """s_u^SK, if the secret is that of the masks between pairs."""
-    return X25519PrivateKey.from_private_bytes(
-        _derive(secret.to_bytes(SHARE_BYTES, "little"), b"private key", KEY_BYTES)
-    )
+    return X25519PrivateKey.from_private_bytes(_derive(_bytes(secret), b"private key", KEY_BYTES))
 
 
 def public_key(secret: int) -> bytes:
@@ -251,14 +262,18 @@ def pair_key(mine: X25519PrivateKey, public: bytes) -> bytes:
 def is_usable(public: bytes) -> bool:
     """Whether this public key gives a shared secret; the few of small order, such as zeros, do not."""
     try:
-        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(public))
+        pair_key(X25519PrivateKey.generate(), public)
     except ValueError:
         return False
     return True
 
 
 def stream_key(secret: int) -> bytes:
-    return _derive(secret.to_bytes(SHARE_BYTES, "little"), b"self mask", KEY_BYTES)
+    return _derive(_bytes(secret), b"self mask", KEY_BYTES)
+
+
+def _bytes(secret: int) -> bytes:
+    return secret.to_bytes(SHARE_BYTES, "little")
 
 
 def _derive(secret: bytes, name: bytes, length: int) -> bytes:
@@ -276,35 +291,20 @@ def add_masks(values: Fixed, keys: Iterable[tuple[bytes, int]]) -> None:
     buffer = bytearray(8 * _PIECE + 15)  # the library asks for 15 bytes more
     for key, sign in keys:
         stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        change = np.add if sign > 0 else np.subtract
         for start in range(0, values.size, _PIECE):
             piece = values[start : start + _PIECE]
             stream.update_into(memoryview(_ZEROS)[: 8 * piece.size], buffer)
-            mask = np.frombuffer(buffer, "<u8", piece.size)
-            if sign > 0:
-                piece += mask
-            else:
-                piece -= mask
+            change(piece, np.frombuffer(buffer, "<u8", piece.size), out=piece)
 
 
-# --- the arrays of a reply as one vector -------------------------------------
-
-Records = Mapping[str, Mapping[str, Fixed]]  # arrays by record and key
-Form = tuple[tuple[str, str, tuple[int, ...]], ...]  # record, key and shape, sorted
-
-
-def form_of(records: Mapping[str, Mapping[str, NDArray[Any]]]) -> Form:
-    return tuple(sorted((name, key, value.shape) for name, each in records.items() for key, value in each.items()))
+def to_vector(values: Mapping[Place, Fixed]) -> Fixed:
+    """All values, in the order of their places."""
+    return np.concatenate([values[place].reshape(-1) for place in sorted(values)])
 
 
-def to_vector(records: Records) -> Fixed:
-    parts = [records[name][key].reshape(-1) for name, key, _ in form_of(records)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
-
-
-def from_vector(vector: Fixed, form: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, dict[str, Fixed]]:
-    records: dict[str, dict[str, Fixed]] = {}
-    end = 0
-    for name, key, shape in form:
-        start, end = end, end + math.prod(shape)
-        records.setdefault(name, {})[key] = vector[start:end].reshape(shape)
-    return records
+def from_vector(vector: Fixed, like: Mapping[Place, Fixed]) -> dict[Place, Fixed]:
+    """The inverse of `to_vector`, for values of the same places and shapes."""
+    places = sorted(like)
+    pieces = np.split(vector, np.cumsum([like[place].size for place in places])[:-1])
+    return {place: piece.reshape(like[place].shape) for place, piece in zip(places, pieces, strict=True)}

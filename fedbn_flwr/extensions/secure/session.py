@@ -11,35 +11,37 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from logging import WARNING
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import MessageError, RunFailed
-from fedbn_flwr.exchange.codec import KIND
+from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
+from fedbn_flwr.exchange.round import Answers
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.aggregate import Array, Arrays, cast
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import gate, one_line, partition_of, refused
+from fedbn_flwr.messages.gate import MOST_EXAMPLES, gate, partition_of, refused, sent_model, with_content
+from fedbn_flwr.messages.screening import reason_of
+from fedbn_flwr.norms.roles import Role, is_variance, roles
 
-from . import protocol as secure
+from . import client
 from .masking import (
     KEY_BYTES,
     OWN,
     PAIR,
     SEALED_BYTES,
     TOTALS,
-    Fixed,
     FixedPoint,
     NotOpened,
+    Place,
     add_masks,
-    form_of,
     from_vector,
     is_usable,
     join,
@@ -52,23 +54,10 @@ from .masking import (
     unseal,
 )
 
+if TYPE_CHECKING:
+    from .strategy import Secure
 
-@dataclass(frozen=True)
-class SecureSettings:
-    """The arguments of `Secure`."""
-
-    threshold: float
-    ranges: tuple[float, float, float]  # the largest update, statistic and weight
-    timeout: float
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What the server learns of a part."""
-
-    replies: list[Message]  # those in the sums, in the order of nodes; their readable records are equal
-    sums: Mapping[str, Mapping[str, Fixed]]  # by record and key
-    refused: list[Message]  # errors, for the replies that are not
+Values = dict[Place, Array]
 
 
 def certainly_faulty(disputes: Collection[frozenset[int]], clients: int) -> dict[int, str]:
@@ -85,134 +74,243 @@ def certainly_faulty(disputes: Collection[frozenset[int]], clients: int) -> dict
     return found
 
 
-class Session:
-    """A session with those of `nodes` that answer; the others are in `failed`.
+class MaskedRound(GridAround):
+    """The masked messages of a round, and the grid for a wrapped FedTAN, where each client replies with the mean.
 
-    `parts` is the number of sums that it can unmask. `faulty` are nodes that take no part, with the reasons, to which
-    the session adds those that it finds. RunFailed if fewer clients remain than the threshold.
+    The first messages begin a session of their nodes, for the reply to the train message (part 0) and all exchanges.
+    Nodes that do not agree on keys take no part, nor do those that earlier rounds found to be faulty.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        nodes: Sequence[int],
-        parts: int,
-        config: Mapping[str, Any],
-        settings: SecureSettings,
-        faulty: dict[int, str],
-    ) -> None:
-        self.token = secrets.token_hex(16)  # not a function of the seed: a resumed round has another session
-        self.parts = parts
-        self._grid = grid
-        self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], secure.SESSION: self.token}
-        self._timeout = settings.timeout
-        self._what = f"round {config[protocol.ROUND]}"
-        self._faulty = faulty
+    def __init__(self, inner: Grid, rule: Secure) -> None:
+        super().__init__(inner)
+        self.rule, self.faulty = rule, rule.memory.faulty
+        self.named = False  # whether a client was found to be faulty in this round
+        self.sent: Arrays = {}  # the arrays that the clients received at the beginning of the round
+        self.part = self.parts = 0  # 0 parts: no session has begun
+        self._failed: list[Message] = []  # errors of nodes that are not in the session
         self._names: dict[int, str] = {}  # of the nodes that answer
         self._disputes: set[frozenset[int]] = set()  # sender and receiver of each share that did not open
-        self._peers: dict[int, list[int]] = {}  # by part: the nodes that were asked for masks
-        self.failed = [_error(node, faulty[node]) for node in nodes if node in faulty]
-        nodes = [node for node in nodes if node not in faulty]
-        self.threshold = max(2, int(settings.threshold * len(nodes) + 1e-9) + 1)
+
+    def train_messages(self, messages: list[Message]) -> list[Message]:
+        if not self.parts:
+            self._begin(messages)
+        self.part = 0
+        return self._masking(messages)
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        return None  # without messages the contributions would not be masked
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        if not messages or messages[0].metadata.message_type != protocol.COHORT_QUERY:
+            return self.inner.send_and_receive(messages, timeout=timeout)
+        self.part += 1
+        if self.part >= self.parts:  # the first one, or one of a model that uses a layer twice
+            self._begin(messages)
+            self.part = 1
+        replies, sums, errors = self._open(self.inner.send_and_receive(self._masking(messages), timeout=timeout))
+        return [*self._mean_contributions(replies, sums), *errors]
+
+    # --- means ---
+
+    def means(self, replies: Iterable[Message], whole: Arrays) -> list[Message]:
+        """The mean reply from each client in the sum, and errors from the others; `whole` is the global model."""
+        found, sums, errors = self._open(replies, whole)
+        like = {(name, key): whole.get(key, value) for (name, key), value in sums.items()}
+        means = self._fixed.means(sums, self._fixed.kinds(like), len(found))
+        # Counts and weights too are means, so that they add up to the total.
+        metrics = MetricRecord({key: float(mean) for (name, key), mean in means.items() if name == TOTALS})
+        error = self._fixed.resolution("statistics") / (metrics[self.rule.weighted_by_key] * len(found) or 1)  # type: ignore[operator]
+        content = RecordDict({"arrays": pack({}), "metrics": metrics})
+        for name in sorted({name for name, _ in sums} - {TOTALS}):
+            mean = {key: means[name, key] for key in whole if (name, key) in means}
+            if name == "arrays":
+                mean = {key: self._changed(key, change, error) for key, change in mean.items()}
+            content[name] = pack({key: cast(value, whole[key].dtype) for key, value in mean.items()})
+        return [*(with_content(each, RecordDict({**content, **configs_in(each.content)})) for each in found), *errors]
+
+    def _changed(self, key: str, change: Array, error: float) -> Array:
+        before = self.sent.get(key)
+        if before is not None:  # what did not change keeps its bits, also those of -0.0
+            change = np.where(change == 0, before, before.astype(np.float64) + change)
+        return _not_negative(change, error) if is_variance(key) else change
+
+    def _mean_contributions(self, replies: Sequence[Message], sums: Values) -> list[Message]:
+        count, kind = len(replies), client.kind_in(replies[0].content)
+        means = self._fixed.means(sums, self._fixed.kinds(sums, kind), count)
+        tensors = {key: mean for (name, key), mean in means.items() if name == "arrays"}
+        images = round(float(means[TOTALS, protocol.BATCH_EXAMPLES]) * count)
+        error = self._fixed.resolution("statistics") / (float(means[TOTALS, self.rule.weighted_by_key]) * count or 1)
+        # FedTAN refuses tensors of other names and shapes.
+        if kind == "moments" and len({mean.shape for mean in tensors.values()}) == 1 and {"mean", "var"} <= {*tensors}:
+            square = tensors["mean"] ** 2
+            tensors["var"] = tensors["var"] - square
+            error += float((2 * error * np.sqrt(square) + 1e-12 * square).max(initial=0.0))
+        if kind != "gradients" and "var" in tensors:
+            tensors["var"] = _not_negative(tensors["var"], error)
+            if (tensors["var"] < 0).any():
+                raise NotOpened(f"a variance is {tensors['var'].min():g}; those of honest clients have none below zero")
+        found = []
+        for place, reply in enumerate(replies):
+            readable = next(iter(metrics_in(reply.content).values()), MetricRecord())
+            mean = Contribution(
+                kind,
+                tensors,
+                images=images // count + (place < images % count),  # they add up to the images of all
+                remaining=int(readable.get(protocol.EXCHANGES_LEFT, -1)),  # type: ignore[arg-type]
+                examples=min(images, MOST_EXAMPLES),  # the same for all; a batch must not exceed it
+                partition=partition_of(reply.content),
+            )
+            found.append(with_content(reply, contribution_to_records(mean)))
+        return found
+
+    # --- the session ---
+
+    def _begin(self, messages: Sequence[Message]) -> None:
+        """A session with those of the messages' nodes that answer. RunFailed if they are fewer than the threshold."""
+        content, nodes = messages[0].content, [message.metadata.dst_node_id for message in messages]
+        config = next(iter(configs_in(content).values()))
+        if not config.get(protocol.COHORT_STEP):  # later messages of a layer-wise round have no model
+            self.sent = unpack(sent_model(content)) if arrays_in(content) else {}
+        self.parts = 1
+        if protocol.COHORT_STEP in config:  # the exchanges of a round in which each batch norm is used once
+            layers = [*roles(self.sent).values()].count(Role.STATISTICS) // 2
+            each = (1 if config[protocol.COHORT] == "fused" else 2) + bool(config[protocol.COHORT_BACKWARD])
+            self.parts += layers * each
+        session = {client.SESSION: secrets.token_hex(16)}  # no function of the seed: a resumed round has another one
+        self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], **session}
+        self._what = f"round {config[protocol.ROUND]}"
+        self._failed = [_error(node, self.faulty[node]) for node in nodes if node in self.faulty]
+        nodes = [node for node in nodes if node not in self.faulty]
+        self.threshold = max(2, int(self.rule.threshold * len(nodes) + 1e-9) + 1)
         if len(nodes) < self.threshold:
             raise RunFailed(f"{self._what}: {len(nodes)} clients train, and a sum must have at least {self.threshold}")
-        self._keys = self._ask("keys", nodes, {secure.PARTS: parts}, {}, (KEY_BYTES * (1 + 2 * parts),))
-        self.roster = sorted(self._keys)  # positions follow the node ids
-        keys = np.stack([self._keys[node] for node in self.roster])
-        of_all = {"nodes": np.array(self.roster, np.uint64), "keys": keys}
-        self.fixed = FixedPoint(len(self.roster), *settings.ranges)
-        form = (len(self.roster), parts, 2, SEALED_BYTES)
-        self._shares = self._ask("shares", self.roster, {secure.THRESHOLD: self.threshold}, of_all, form)
-        self.nodes = sorted(self._shares)
+        each = 1 + 2 * self.parts
+        self._keys = self._ask("keys", nodes, {"parts": np.array(self.parts)}, (1, KEY_BYTES * each))
+        self.roster = sorted(self._keys)
+        self._fixed = FixedPoint(len(self.roster), *self.rule.ranges, self.rule.weighted_by_key, self.rule.traits.equal)
+        keys = np.concatenate([self._keys[node] for node in self.roster])
+        agreed = {"nodes": np.array(self.roster, np.uint64), "keys": keys, "threshold": np.array(self.threshold)}
+        self._shares = self._ask("shares", self.roster, agreed, (len(self.roster), self.parts * 2 * SEALED_BYTES))
 
-    def instructions(self, part: int, nodes: Sequence[int]) -> dict[str, Any]:
-        """The config keys by which these nodes mask their replies."""
-        self._peers[part] = sorted(nodes)
-        if len(nodes) < self.threshold:
-            raise RunFailed(f"{self._what}: {len(nodes)} clients are left for a sum of at least {self.threshold}")
-        peers = np.array(self._peers[part], "<u8").tobytes()
-        return {secure.SESSION: self.token, secure.PART: part, secure.PEERS: peers}
+    def _masking(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages to the nodes of the session, which ask for replies under the masks of this part."""
+        asked = [message for message in messages if message.metadata.dst_node_id in self._shares]
+        self._peers = sorted(message.metadata.dst_node_id for message in asked)
+        if len(asked) < self.threshold:
+            raise RunFailed(f"{self._what}: {len(asked)} clients are left for a sum of at least {self.threshold}")
+        more = {
+            client.SESSION: self._config[client.SESSION],
+            client.PART: self.part,
+            client.PEERS: np.array(self._peers, "<u8").tobytes(),
+            client.RANGES: [*self.rule.ranges],
+            client.WEIGHT: self.rule.weighted_by_key,
+            client.EQUAL: ",".join(sorted(self.rule.traits.equal)),
+        }
+        masking = []
+        for message in asked:
+            name, config = next(iter(configs_in(message.content).items()))
+            content = RecordDict({**message.content, name: ConfigRecord({**config, **more})})
+            masking.append(with_content(message, content))
+        return masking
 
-    def open(self, part: int, replies: Iterable[Message], needs: set[str], model: Arrays | None) -> Sums:
-        """The sums over the usable replies, after the survivors have revealed what removes the masks.
+    def _open(
+        self, replies: Iterable[Message], model: Arrays | None = None
+    ) -> tuple[list[Message], Values, list[Message]]:
+        """The usable replies in the order of nodes, their sum, and errors for the other nodes.
 
-        A reply must have the metrics in `needs`, and arrays of the model's shapes; None: of any shapes, as in an
-        exchange.
+        Arrays must have the shapes of the model's; None: any shapes, as in an exchange.
         """
-        found: dict[int, tuple[Message, Mapping[str, Arrays]]] = {}
-        failed: list[Message] = []
-        for reply in sorted(gate(replies), key=lambda reply: reply.metadata.src_node_id):
-            node = reply.metadata.src_node_id
-            if reply.has_error() or node not in self._peers[part]:
-                failed.append(reply)
-                continue
-            try:
-                found[node] = reply, _masked_records(reply.content, needs, model)
-            except MessageError as error:
-                failed.append(refused(reply, str(error)))
-        forms = {node: (form_of(records), _readable(reply.content)) for node, (reply, records) in found.items()}
-        counts = Counter(forms.values())
-        most, count = counts.most_common(1)[0] if counts else (((), ""), 0)
-        if 2 * count <= len(forms) and len(counts) > 1:
+        arrived = sorted(gate(replies), key=_node_of)
+        errors, self._failed = self._failed + [reply for reply in arrived if reply.has_error()], []
+        found = {
+            _node_of(reply): reply for reply in arrived if not reply.has_error() and _node_of(reply) in self._peers
+        }
+        forms = {node: _form(reply.content) for node, reply in found.items()}
+        (most, count), *others = Counter(forms.values()).most_common() or [(frozenset(), 0)]
+        if others and 2 * count <= len(forms):
             raise NotOpened(
                 "the replies have different arrays or are of different exchanges, and most have no common form"
             )
         for node in [node for node, form in forms.items() if form != most]:
-            failed.append(refused(found.pop(node)[0], "its arrays or its exchange differ from those of most clients"))
-        survivors = list(found)
-        if len(survivors) < self.threshold:
-            reasons = [f"node {r.metadata.src_node_id}: {r.error.reason}" for r in failed if r.has_error()]
-            raise self._too_few("masked replies", len(survivors), len(self._peers[part]), reasons)
-        total: Fixed = np.zeros(1, np.uint64)
-        for _, records in found.values():
-            total = total + to_vector(records)
-        self._remove_masks(total, part, survivors)
-        return Sums([reply for reply, _ in found.values()], from_vector(total, most[0]), failed)
+            odd = min(most ^ forms[node], key=str)[0]
+            errors.append(
+                refused(found.pop(node), f"its {odd} differs from that of most clients (missing, form or dtype)")
+            )
+        reasons = {_node_of(error): reason_of(error) for error in errors}
+        self._check_threshold("masked replies", len(found), len(self._peers), reasons)
+        values = [client.values_in(reply.content) for reply in found.values()]
+        self._check_masked(values[0], model)
+        total: Array = sum(map(to_vector, values), np.zeros(1, np.uint64))
+        self._unmask(total, list(found))
+        return list(found.values()), from_vector(total, values[0]), errors
 
-    def _remove_masks(self, total: Fixed, part: int, survivors: Sequence[int]) -> None:
-        dropped = [node for node in self._peers[part] if node not in survivors]
-        found = self._secrets(part, survivors, dropped)
-        add_masks(total, [(stream_key(found[node]), -1) for node in survivors])
-        for lost in dropped:
-            mine, keys = private_key(found[lost]), {node: self._public(node, part, PAIR) for node in survivors}
-            # The survivors' masks with the lost client are left in the sum, with these signs.
-            add_masks(total, [(pair_key(mine, keys[node]), -1 if lost > node else 1) for node in survivors])
+    def _check_masked(self, values: Values, model: Arrays | None) -> None:
+        """NotOpened if the form of most replies is not that of masked ones."""
+        like = {
+            place: value.shape if model is None else np.shape(model.get(place[1])) for place, value in values.items()
+        }
+        like |= {place: () for place in values if place[0] == TOTALS}
+        like |= {
+            (TOTALS, key): () for key in (self.rule.weighted_by_key, *([protocol.BATCH_EXAMPLES] * (model is None)))
+        }
+        for place, shape in like.items():
+            if place not in values or (values[place].dtype, values[place].shape) != (np.uint64, shape):
+                raise NotOpened(f"most replies have no masked {place} of shape {shape}")
 
-    def _secrets(self, part: int, survivors: Sequence[int], dropped: Sequence[int]) -> dict[int, int]:
-        """The own secret of each survivor and the mask key's of each client that dropped out, from their shares."""
-        about = {"survivors": np.array(survivors, np.uint64), "dropped": np.array(dropped, np.uint64)}
-        wanted = [(node, OWN) for node in survivors] + [(node, PAIR) for node in dropped]
-        given = self._ask("unmask", survivors, {secure.PART: part}, about, (len(wanted), KEY_BYTES))
+    def _unmask(self, total: Array, survivors: Sequence[int]) -> None:
+        """Remove all masks from the sum of the survivors, who reveal what is necessary."""
+        for (node, which), secret in self._secrets(client.revealed(self._peers, survivors), survivors).items():
+            if which == OWN:
+                keys = [(stream_key(secret), -1)]
+            else:  # the survivors' masks with a client that dropped out are left in the sum, with these signs
+                mine = private_key(secret)
+                pairs = {other: pair_key(mine, self._public(other, PAIR)) for other in survivors}
+                keys = [(key, -1 if node > other else 1) for other, key in pairs.items()]
+            add_masks(total, keys)
+
+    def _secrets(self, wanted: Sequence[tuple[int, int]], survivors: Sequence[int]) -> dict[tuple[int, int], int]:
+        """The wanted secrets, each a node and which of its two, from their shares."""
+        about = {"part": np.array(self.part), "survivors": np.array(survivors, np.uint64)}
+        given = self._ask("unmask", survivors, about, (len(wanted), KEY_BYTES))
         # Positions of shares begin with 1: the value at 0 is the secret.
-        shares: dict[int, dict[int, int]] = {node: {} for node, _ in wanted}
+        shares: dict[tuple[int, int], dict[int, int]] = {each: {} for each in wanted}
         disputes = set()
         for receiver, keys in given.items():
             place = self.roster.index(receiver)
             for key, (sender, which) in zip(keys, wanted, strict=True):
-                share = unseal(key.tobytes(), self._shares[sender][place, part, which].tobytes())
+                start = SEALED_BYTES * (2 * self.part + which)
+                sealed = self._shares[sender][place, start : start + SEALED_BYTES]
+                share = unseal(key.tobytes(), sealed.tobytes())
                 if share is None:
                     disputes.add(frozenset({sender, receiver}))
                 else:
-                    shares[sender][1 + place] = int.from_bytes(share, "little")
+                    shares[sender, which][1 + place] = int.from_bytes(share, "little")
         if not disputes <= self._disputes:
             self._settle(disputes)
         found = {}
-        for node, which in wanted:
-            if len(shares[node]) >= self.threshold:
-                secret = join(dict(list(shares[node].items())[: self.threshold]))
-                if public_key(secret) == self._public(node, part, which):
-                    found[node] = secret
+        for (node, which), some in shares.items():
+            if len(some) >= self.threshold:
+                secret = join(dict(list(some.items())[: self.threshold]))
+                if public_key(secret) == self._public(node, which):
+                    found[node, which] = secret
                 else:
                     self._blame(node, "the shares that it sent give another secret than that of its public key")
         if missing := len(wanted) - len(found):
             raise NotOpened(f"the shares of the secrets of {missing} of {len(wanted)} clients do not give the secret")
         return found
 
+    def _public(self, node: int, which: int) -> bytes:
+        """The public key of a client's secret of this part."""
+        return bytes(self._keys[node][0, key_of(self.part, which)])
+
+    # --- faulty clients ---
+
     def _settle(self, disputes: set[frozenset[int]]) -> None:
         self._disputes |= disputes
         for node, reason in certainly_faulty(self._disputes, len(self.roster)).items():
             self._blame(node, reason)
-        if unsettled := sum(pair.isdisjoint(self._faulty) for pair in self._disputes):
+        if unsettled := sum(pair.isdisjoint(self.faulty) for pair in self._disputes):
             log(
                 WARNING,
                 "%s, secure aggregation: shares between two clients do not open, for %d pairs; one client of each "
@@ -221,72 +319,78 @@ class Session:
             )  # fmt: skip
 
     def _blame(self, node: int, reason: str) -> None:
-        if node not in self._faulty:
-            self._faulty[node] = f"left out since {self._what}: {reason}"
+        if node not in self.faulty:
+            self.named = True
+            self.faulty[node] = f"left out since {self._what}: {reason}"
             why = f"{self._names[node]} takes no part in the rounds that follow: {reason}"
             log(WARNING, "%s, secure aggregation: %s", self._what, why)
 
-    def _public(self, node: int, part: int, which: int) -> bytes:
-        """The public key of a client's secret."""
-        return bytes(self._keys[node][key_of(part, which)])
-
-    def _ask(
-        self, stage: str, nodes: Sequence[int], more: Mapping[str, Any], arrays: Arrays, shape: tuple[int, ...]
-    ) -> dict[int, Any]:
+    def _ask(self, stage: str, nodes: Sequence[int], arrays: Arrays, shape: tuple[int, int]) -> dict[int, Array]:
         """The bytes of this shape in each node's answer; RunFailed below the threshold.
 
         Nodes that do not answer before the session begins take no part in it.
         """
-        config = ConfigRecord({**self._config, secure.STAGE: stage, **more})
-        sent = RecordDict({"config": config, "secure": pack(arrays)})
-        messages = [Message(RecordDict({**sent}), node, secure.QUERY) for node in nodes]
-        replies = gate(self._grid.send_and_receive(messages, timeout=self._timeout))
-        found: dict[int, Any] = {}
-        errors: dict[int, Message] = {}
-        for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
-            node = reply.metadata.src_node_id
+        sent = {"config": ConfigRecord({**self._config, client.STAGE: stage}), "secure": pack(arrays)}
+        messages = [Message(RecordDict({**sent}), node, client.QUERY) for node in nodes]
+        found: dict[int, Array] = {}
+        without = dict.fromkeys(nodes, f"it did not answer in {self.rule.timeout:g} s")
+        for reply in sorted(gate(self.inner.send_and_receive(messages, timeout=self.rule.timeout)), key=_node_of):
+            node = _node_of(reply)
             if reply.has_error():
-                errors[node] = reply
+                without[node] = reason_of(reply)
                 continue
             partition = partition_of(reply.content)
             self._names[node] = f"node {node}" if partition is None else f"client {partition} (node {node})"
-            key = "shares" if stage == "shares" else "keys"
-            value = next((unpack(record).get(key) for record in arrays_in(reply.content).values()), None)
-            if value is None or value.shape != shape or value.dtype != np.uint8:
-                errors[node] = refused(reply, f"its answer to the stage {stage} has no bytes {key!r} of shape {shape}")
-            else:
+            value = next(iter(client.values_in(reply.content).values()), np.zeros(0))
+            if (value.dtype, value.shape) == (np.uint8, shape):
                 found[node] = value
+            else:
+                without[node] = f"its answer is {value.dtype} of shape {value.shape}, expected bytes of shape {shape}"
         for node, reason in _bad_keys(found).items() if stage == "keys" else ():
             self._blame(node, reason)
-            errors[node] = _error(node, reason)
+            without[node] = reason
             del found[node]
-        reasons = [f"node {node}: {e.error.reason or f'error code {e.error.code}'}" for node, e in errors.items()]
-        silent = [node for node in nodes if node not in found and node not in errors]
-        reasons += [f"node {node} did not answer in {self._timeout:g} s" for node in silent]
-        if len(found) < self.threshold:
-            raise self._too_few(f"stage {stage}", len(found), len(nodes), reasons)
-        for reason in reasons:
-            log(WARNING, "%s, secure aggregation, stage %s: without %s", self._what, stage, one_line(reason))
-        self.failed += errors.values() if stage != "unmask" else ()
+        reasons = {node: reason for node, reason in without.items() if node not in found}
+        self._check_threshold(f"stage {stage}", len(found), len(nodes), reasons)
+        for node, reason in reasons.items():
+            log(WARNING, "%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
+            if stage != "unmask":
+                self._failed.append(_error(node, reason))
         return found
 
-    def _too_few(self, stage: str, found: int, asked: int, reasons: Sequence[str]) -> RunFailed:
-        listed = "".join(f"\n  - {one_line(reason)}" for reason in reasons)
+    def _check_threshold(self, stage: str, found: int, asked: int, reasons: Mapping[int, str]) -> None:
+        if found >= self.threshold:
+            return
+        listed = "".join(f"\n  - node {node}: {reason}" for node, reason in reasons.items())
         if stage == "stage keys":
             listed += "\nonly clients that fedbn_flwr.client_app serves can take part"
-        return RunFailed(
+        raise RunFailed(
             f"{self._what}, secure aggregation, {stage}: {found} of {asked} clients answered, {self.threshold} are "
             f"needed to open a sum:{listed or ' no reply'}"
         )
 
 
+def _node_of(reply: Message) -> int:
+    return reply.metadata.src_node_id
+
+
 def _error(node: int, reason: str) -> Message:
     """An error as if it were the node's."""
-    asked = Message(RecordDict(), node, secure.QUERY)
+    asked = Message(RecordDict(), node, client.QUERY)
     return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked)
 
 
-def _bad_keys(found: Mapping[int, Any]) -> dict[int, str]:
+def _form(content: RecordDict) -> frozenset[tuple[object, ...]]:
+    """What replies must have in common to be added."""
+    exchange = (
+        client.kind_in(content),
+        *(record.get(protocol.EXCHANGES_LEFT) for record in metrics_in(content).values()),
+    )
+    values = client.values_in(content)
+    return frozenset({("exchange", str(exchange)), *((p, each.dtype.str, each.shape) for p, each in values.items())})
+
+
+def _bad_keys(found: Mapping[int, Array]) -> dict[int, str]:
     """The nodes whose public keys cannot be used, with the reasons."""
     public = {node: [each.tobytes() for each in value.reshape(-1, KEY_BYTES)] for node, value in found.items()}
     times = Counter(itertools.chain.from_iterable(public.values()))
@@ -299,25 +403,6 @@ def _bad_keys(found: Mapping[int, Any]) -> dict[int, str]:
     return bad
 
 
-def _masked_records(content: RecordDict, needs: set[str], model: Arrays | None) -> dict[str, Arrays]:
-    """The masked arrays of a reply; MessageError if they cannot be added to those of other clients."""
-    records = {name: unpack(record) for name, record in arrays_in(content).items()}
-    if TOTALS not in records:
-        raise MessageError("the reply is not masked; serve the client with fedbn_flwr.client_app")
-    for name, key, found in form_of(records):
-        value = records[name][key]
-        if value.dtype != np.uint64:
-            raise MessageError(f"{key!r} in the record {name!r} is {value.dtype}, expected masked values, uint64")
-        like = value if model is None else model.get(key)
-        shape = () if name == TOTALS else None if like is None else like.shape
-        if found != shape:
-            raise MessageError(f"{key!r} in the record {name!r} has shape {found}, expected {shape}")
-    if missing := sorted(needs - records[TOTALS].keys()):
-        raise MessageError(f"the reply lacks the metric {missing[0]!r}")
-    return records
-
-
-def _readable(content: RecordDict) -> str:
-    """What replies to one exchange have in common besides their arrays."""
-    kinds = [record[KIND] for record in configs_in(content).values() if KIND in record]
-    return repr((kinds, [record.get(protocol.EXCHANGES_LEFT) for record in metrics_in(content).values()]))
+def _not_negative(values: Array, error: float) -> Array:
+    """Variances, of which rounding may leave zeros below zero."""
+    return np.where((values < 0) & (values >= -error), 0.0, values)

@@ -1,6 +1,6 @@
-"""Operating a site: `fedbn check` before a run, and `fedbn metrics` with a mod that records the last messages."""
+"""Operating a site: `fedbn check` before a run, and a mod that records the last messages."""
 
 PARTS = {
-    "commands": {"check": "check:add", "metrics": "metrics:add"},
+    "commands": {"check": "check:add"},
     "app_mods": {"record_status": "status:record_status"},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,27 +64,23 @@ def check(arguments: argparse.Namespace) -> int:
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     from fedbn_flwr.experiment.find import load_experiment
 
-    from .connection import Check, check_authority, check_key, check_server
-    from .needs import check_data, check_machine, check_node_config, check_versions
+    from .connection import asked, check_authority, check_key, check_server
+    from .needs import check_data, check_gpu, check_machine, check_node_config, check_state, check_versions
 
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")
-    yield check_versions()
-    if arguments.auth_supernode_private_key:
-        yield check_key(arguments.auth_supernode_private_key)
-    if arguments.root_certificates:
-        yield check_authority(arguments.root_certificates)
-    if arguments.superlink:
-        yield from check_server(
-            arguments.superlink, arguments.root_certificates, arguments.timeout, insecure=arguments.insecure
-        )
-    steps: dict[str, Callable[[], Iterable[Check]]] = {
-        "node config": lambda: check_node_config(node),
-        "data": lambda: check_data(experiment, node) if experiment is not None or "data-path" in node else (),
-        "machine": lambda: check_machine(experiment, Path(str(node.get("state", ".")))),
-    }
-    for name, step in steps.items():
-        try:
-            yield from step()
-        except OSError as error:
-            yield Check(name, "failed", str(error), "correct the path, or let this user read it")
+    key, ca, address = arguments.auth_supernode_private_key, arguments.root_certificates, arguments.superlink
+    server = check_server(address, ca, arguments.timeout, insecure=arguments.insecure) if address else ()
+    given = experiment is not None or "data-path" in node
+    folder = Path(str(node.get("state", "."))).expanduser()
+    yield from asked("versions", check_versions(), "pip install fedbn-flwr")
+    yield from asked("key", check_key(key) if key else (), "copy the site's folder from deploy/keys, for this user")
+    yield from asked("root certificate", check_authority(ca) if ca else (), "copy ca.crt from the server's deploy/keys")
+    yield from asked("server", server, "correct the root certificate first")
+    yield from asked("node config", check_node_config(node), "correct --node-config")
+    cure = "create it, for the user who runs the ClientApp (uid 49999 in the containers)"
+    yield from asked("state folder", check_state(folder) if "state" in node else (), cure)
+    cure = "correct the data, the node config or the experiment"
+    yield from asked("data", check_data(experiment, node) if given else (), cure)
+    yield from asked("machine", check_machine(folder), "correct the path, or let this user read it")
+    yield from asked("GPU", check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto")

@@ -1,20 +1,20 @@
 """Checks what a site needs to connect to a SuperLink: its key, the certificates, and the server itself.
 
-Every check returns a `Check` and raises nothing; each wait has a bound.
+A check is an iterator of answers; `asked` makes an answer of its error. Each wait has a bound.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import socket
 import ssl
 import stat
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,8 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
+
+from fedbn_flwr.errors import FedbnError
 
 _SOON = 30  # days in which a certificate should be renewed
 _BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
@@ -37,28 +39,34 @@ class Check:
     cure: str = ""  # what to do, unless the status is ok
 
 
-def check_key(file: Path) -> Check:
+class Failed(Exception):
+    """The end of a check: what was found, and perhaps a cure of its own."""
+
+
+def asked(name: str, answers: Iterable[Check], cure: str) -> Iterator[Check]:
+    """The answers; an error is the last one, with this cure."""
+    try:
+        yield from answers
+    except Failed as failed:
+        found, *own = failed.args
+        yield Check(name, "failed", found, *own or [cure])
+    except (OSError, FedbnError) as error:
+        yield Check(name, "failed", str(error), cure)
+
+
+def check_key(file: Path) -> Iterator[Check]:
     """Whether a node's private key can be used, and by this user only."""
-
-    def failed(found: str, cure: str) -> Check:
-        return Check("key", "failed", f"{file}: {found}", cure)
-
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        return failed(
-            error.strerror or "not readable", "copy the site's folder from deploy/keys of the server, for this user"
-        )
-    try:
-        key = load_ssh_private_key(content, password=None)  # as the SuperNode reads it
+        key = load_ssh_private_key(file.read_bytes(), password=None)  # as the SuperNode reads it
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         reason = str(error).split(". ")[0].split("\n")[0]
-        return failed(f"no private key of ssh-keygen without a passphrase ({reason})", _NEW_KEY)
+        raise Failed(f"{file}: no private key of ssh-keygen without a passphrase ({reason})", _NEW_KEY) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        return failed("not an elliptic-curve key, which the SuperNode needs", _NEW_KEY)
+        raise Failed(f"{file}: not an elliptic-curve key, which the SuperNode needs", _NEW_KEY)
     if by := readable_by(file):
-        return failed(f"readable by {by}", f"chmod 600 {file}; if they may have read it, have the node's key replaced")
-    return Check("key", "ok", f"{file}: {key.curve.name}, readable by its owner only")
+        cure = f"chmod 600 {file}; if they may have read it, have the node's key replaced"
+        raise Failed(f"{file}: readable by {by}", cure)
+    yield Check("key", "ok", f"{file}: {key.curve.name}, readable by its owner only")
 
 
 def readable_by(file: Path) -> str:
@@ -72,77 +80,64 @@ def readable_by(file: Path) -> str:
     return ""
 
 
-def check_authority(file: Path) -> Check:
+def check_authority(file: Path) -> Iterator[Check]:
     """Whether the certificates of a file with root certificates are valid, and for how long."""
-    name = "root certificate"
     try:
         certificates = x509.load_pem_x509_certificates(file.read_bytes())
-    except OSError as error:
-        return Check(name, "failed", f"{file}: {error.strerror}", "copy ca.crt from the server's deploy/keys")
     except ValueError:
-        return Check(name, "failed", f"{file}: not a PEM certificate", "copy ca.crt from the server")
+        raise Failed(f"{file}: not a PEM certificate") from None
     first = min(certificates, key=lambda each: each.not_valid_after_utc)
-    return _validity(name, first, str(file), "have the operator of the server create a new authority")
+    yield _validity("root certificate", first, str(file), "have the operator of the server create a new authority")
 
 
-def check_server(address: str, authority: Path | None, timeout: float, *, insecure: bool = False) -> list[Check]:
+def check_server(address: str, authority: Path | None, timeout: float, *, insecure: bool = False) -> Iterator[Check]:
     """Whether a SuperLink can be reached at HOST:PORT, and whether its certificate is valid for that host."""
-
-    def failed(found: str, cure: str) -> list[Check]:
-        return [Check("server", "failed", found, cure)]
-
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
-        return failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
-    try:
-        socket.create_connection((host, int(port)), timeout).close()
-    except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name: a..b
-        return failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site")
-    except TimeoutError:
-        return failed(
-            f"{address} does not answer within {timeout:g} s",
-            f"let this machine connect to port {port}: a firewall drops it, or the server is off",
-        )
-    except OSError as error:
-        return failed(f"{address}: {error.strerror or str(error)}", "start the SuperLink; check the port")
+        raise Failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
     if insecure:
-        return [Check("server", "warning", f"{address} accepts connections", "use TLS unless this is the same machine")]
-    try:
+        connection = HTTPConnection(host, int(port), timeout=timeout)
+    else:
         context = ssl.create_default_context(cafile=str(authority) if authority else None)
-    except OSError:
-        return failed(f"{address} cannot be verified", "correct the root certificate first")
-    with contextlib.closing(HTTPSConnection(host, int(port), timeout=timeout, context=context)) as connection:
+        connection = HTTPSConnection(host, int(port), timeout=timeout, context=context)
+    with contextlib.closing(connection):
         try:
             connection.connect()
+        except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name: a..b
+            raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
+        except TimeoutError:
+            cure = f"let this machine connect to port {port}: a firewall drops it, or the server is off"
+            raise Failed(f"{address} does not answer within {timeout:g} s", cure) from None
         except ssl.SSLError as error:
-            return failed(*_tls_problem(error, host, int(port), timeout, authority))
+            raise _tls_problem(error, host, int(port), timeout, authority) from None
         except OSError as error:
-            return failed(f"{address} ends the connection: {error}", "check that a SuperLink listens there")
-        certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True) or b"")
-        health = _health(address, connection)
+            raise Failed(f"{address}: {error.strerror or error}", "start the SuperLink; check the port") from None
+        if insecure:
+            warning = f"{address} accepts connections", "use TLS unless this is the same machine"
+            yield Check("server", "warning", *warning)
+            return
+        certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))
+        yield from _health(address, connection)
     renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
-    return [*health, _validity("server certificate", certificate, f"for {', '.join(_names(certificate))}", renew)]
+    yield _validity("server certificate", certificate, f"for {', '.join(_names(certificate))}", renew)
 
 
-def _health(address: str, connection: HTTPSConnection) -> list[Check]:
-    asked = time.time()
+def _health(address: str, connection: HTTPConnection) -> Iterator[Check]:
+    begin = time.time()
     try:
         connection.request("GET", "/health")
         answer = connection.getresponse()
     except (OSError, HTTPException) as error:
-        return [
-            Check(
-                "server", "warning", f"{address} has TLS, but answers no HTTP request ({error})",
-                "check that this is the SuperLink's port (8000), not that of the exchange service",
-            )
-        ]  # fmt: skip
+        found = f"{address} has TLS, but answers no HTTP request ({error})"
+        cure = "check that this is the SuperLink's port (8000), not that of the exchange service"
+        yield Check("server", "warning", found, cure)
+        return
     # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
     what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
-    checks = [Check("server", "ok", f"{address}: {what}")]
+    yield Check("server", "ok", f"{address}: {what}")
     with contextlib.suppress(TypeError, ValueError):  # without a date
-        checks.append(_clock(asked - parsedate_to_datetime(answer.headers["Date"]).timestamp()))
-    return checks
+        yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
 
 
 def _clock(ahead: float) -> Check:
@@ -155,32 +150,23 @@ def _clock(ahead: float) -> Check:
     return Check("clock", "failed" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
 
 
-def _tls_problem(error: ssl.SSLError, host: str, port: int, timeout: float, authority: Path | None) -> tuple[str, str]:
-    """What is wrong with a server's TLS, and the cure."""
-    address, text = f"{host}:{port}", str(error)
-    code = getattr(error, "verify_code", None)
-    if isinstance(error, ssl.SSLCertVerificationError):
-        if code in (62, 64) or "doesn't match" in text or "mismatch" in text:
-            names = "other names"
-            with contextlib.suppress(OSError, ValueError):
-                names = ", ".join(_names(presented(host, port, timeout))) or names
-            return (
-                f"the certificate of {address} is not for {host!r} but for {names}",
-                f"connect by one of these names, or have the operator add it: deploy/keys.sh --add {host}",
-            )
-        if code == 10:
-            return (
-                f"the certificate of {address} has expired",
-                "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink",
-            )
-        trusted = str(authority) if authority else "the system's root certificates"
-        return (
-            f"the certificate of {address} is not signed by {trusted}",
-            "get ca.crt from the operator again; if it was right, another server answers at this address",
-        )
-    if "WRONG_VERSION_NUMBER" in text or "record layer" in text:
-        return f"{address} has no TLS", "check the port; the SuperLink needs its certificates (deploy/keys.sh)"
-    return f"{address}: TLS failed ({text.split('] ')[-1]})", "check that this is the SuperLink's address"
+def _tls_problem(error: ssl.SSLError, host: str, port: int, timeout: float, authority: Path | None) -> Failed:
+    address, code = f"{host}:{port}", getattr(error, "verify_code", None)
+    if code in (62, 64):
+        names = "other names"
+        with contextlib.suppress(OSError, ValueError):
+            names = ", ".join(_names(presented(host, port, timeout))) or names
+        cure = f"connect by one of these names, or have the operator add it: deploy/keys.sh --add {host}"
+        return Failed(f"the certificate of {address} is not for {host!r} but for {names}", cure)
+    if code == 10:
+        cure = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
+        return Failed(f"the certificate of {address} has expired", cure)
+    if code is not None:
+        cure = "get ca.crt from the operator again; if it was right, another server answers at this address"
+        return Failed(f"the certificate of {address} is not signed by {authority or 'the system'}", cure)
+    if "WRONG_VERSION_NUMBER" in str(error) or "record layer" in str(error):
+        return Failed(f"{address} has no TLS", "check the port; the SuperLink needs its certificates (deploy/keys.sh)")
+    return Failed(f"{address}: TLS failed ({str(error).split('] ')[-1]})", "check that this is the SuperLink's address")
 
 
 def presented(host: str, port: int, timeout: float) -> x509.Certificate:
@@ -201,27 +187,10 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
     now = datetime.datetime.now(datetime.UTC)
     end, begin = certificate.not_valid_after_utc, certificate.not_valid_before_utc
     if begin > now:
-        found = f"{where}: valid only from {begin:%Y-%m-%d %H:%M} UTC"
-        return Check(name, "failed", found, f"set this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC")
+        clock = f"set this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC"
+        raise Failed(f"{where}: valid only from {begin:%Y-%m-%d %H:%M} UTC", clock)
     if end < now:
-        return Check(name, "failed", f"{where}: expired on {end:%Y-%m-%d}", cure)
+        raise Failed(f"{where}: expired on {end:%Y-%m-%d}", cure)
     days = (end - now).days
     found = f"{where}: valid until {end:%Y-%m-%d} ({days} days)"
     return Check(name, "warning", found, cure) if days < _SOON else Check(name, "ok", found)
-
-
-def check_writable(folder: Path) -> Check:
-    """Whether the node's state folder can be written to, and the space in it."""
-    there = folder = folder.expanduser()
-    while not there.exists():  # the client creates what is missing
-        there = there.parent
-    probe = there / f".fedbn-check-{os.getpid()}"
-    try:
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        return Check(
-            "state folder", "failed", f"{folder}: {error.strerror}",
-            "create it, for the user who runs the ClientApp (uid 49999 in the containers)",
-        )  # fmt: skip
-    return Check("state folder", "ok", f"{folder}: can be written to")

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from fedbn_flwr import __version__
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
-from fedbn_flwr.errors import FedbnError, MessageError, SettingsError
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.data import resolve, shape_without_data
 from fedbn_flwr.experiment.model import choose_device, make_model, try_model
@@ -28,18 +28,17 @@ from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.experiment.training import own_loss
 
-from .connection import Check, check_writable
+from .connection import Check, Failed, asked
 
 _LITTLE_MEMORY = 2.0  # GB; PyTorch and Flower take about one
 _LITTLE_DISK = 2.0  # GB
 _SHOWN_CLASSES = 12
 
 
-def check_versions() -> Check:
+def check_versions() -> Iterator[Check]:
     """Whether the packages are installed in versions that this project works with."""
     problems, found = [], [f"python {platform.python_version()}", f"fedbn-flwr {__version__}"]
-    for text in importlib.metadata.requires("fedbn-flwr") or []:
-        needed = Requirement(text)
+    for needed in map(Requirement, importlib.metadata.requires("fedbn-flwr") or []):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -52,21 +51,24 @@ def check_versions() -> Check:
         if needed.name in ("flwr", "torch", "torchvision"):
             found.append(f"{needed.name} {version}")
     if problems:
-        return Check("versions", "failed", "; ".join(problems), "pip install fedbn-flwr")
-    return Check("versions", "ok", ", ".join(sorted(found)))
+        raise Failed("; ".join(problems))
+    yield Check("versions", "ok", ", ".join(sorted(found)))
 
 
-def check_node_config(node: Mapping[str, Any]) -> list[Check]:
-    """Whether the node config is valid, and its state folder can be written to."""
-    try:
-        check_node_keys(node)
-        min_batch_of(node)
-    except SettingsError as error:
-        return [Check("node config", "failed", str(error), "correct --node-config")]
-    return [check_writable(Path(str(node["state"])))] if "state" in node else []
+def check_node_config(node: Mapping[str, Any]) -> Iterator[Check]:
+    check_node_keys(node)
+    min_batch_of(node)
+    yield from ()
 
 
-def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> list[Check]:
+def check_state(folder: Path) -> Iterator[Check]:
+    """Whether the node's state folder can be written to."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # the client makes the rest
+    tempfile.TemporaryFile(dir=there).close()
+    yield Check("state folder", "ok", f"{folder}: can be written to")
+
+
+def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
     """Whether the data of the site's client can be read, what they are, and whether they suit the experiment."""
     runs = experiment.runs if experiment is not None else (Settings(),)
     checks: list[Check] = []
@@ -74,48 +76,39 @@ def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> list[C
         for check in _data_of_run(run, node, expected=experiment is not None):
             if check not in checks:  # most runs have the same data
                 checks.append(check)
-    return checks
+                yield check
 
 
 def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> Iterator[Check]:
-    try:
-        context = Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={})
-        client = number_of(context, run.clients)
-        dataset, train, test = data_of(run, node, client, "cpu")
-        where = str(node.get("data-path", run.data.name))
-        yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
-        if not len(test):
-            yield Check(
-                "data", "warning", f"{where}: no test images", "add a test split; the site cannot evaluate its model"
-            )
-        if expected:
-            yield _suits(run, dataset)
-            if allowed := make_rule(run).traits.min_batch:
-                used, _ = hold_out(train, run.evaluate.validation, run.seed, client)
-                yield _exchange(min(run.train.batch_size, len(used)), allowed, min_batch_of(node))
-    except FedbnError as error:
-        yield Check("data", "failed", str(error), "correct the data, the node config or the experiment")
-
-
-def _suits(run: Settings, dataset: DataSet) -> Check:
-    """Whether the data have the form that the experiment names, and the model accepts them."""
+    context = Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={})
+    client = number_of(context, run.clients)
+    dataset, train, test = data_of(run, node, client, "cpu")
+    where = str(node.get("data-path", run.data.name))
+    yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
+    if not len(test):
+        yield Check(
+            "data", "warning", f"{where}: no test images", "add a test split; the site cannot evaluate its model"
+        )
+    if not expected:
+        return
     if not run.evaluate.server:
         shape = shape_without_data(run)
         given = {"classes": shape.classes, "channels": shape.channels, "size": shape.size}
         here = {"classes": dataset.classes, "channels": dataset.channels, "size": tuple(dataset.size)}
         if wrong := [f"{key} {here[key]}, expected {value}" for key, value in given.items() if here[key] != value]:
-            return Check("experiment", "failed", "the data have " + "; ".join(wrong), "correct data or experiment")
+            raise Failed("the data have " + "; ".join(wrong), "correct data or experiment")
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
-    return Check("experiment", "ok", f"{run.name}: {run.model.name} takes these images")
+    yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these images")
+    if allowed := make_rule(run).traits.min_batch:
+        used, _ = hold_out(train, run.evaluate.validation, run.seed, client)
+        exchange = _exchange(min(run.train.batch_size, len(used)), allowed, min_batch_of(node))
+        yield from asked("exchange", exchange, "have more images, or allow smaller batches")
 
 
-def _exchange(images: int, allowed: int, own: int) -> Check:
+def _exchange(images: int, allowed: int, own: int) -> Iterator[Check]:
     """Whether the statistics of the site's batches may be exchanged."""
-    try:
-        check_batch(images, allowed=allowed, own=own)
-    except MessageError as error:
-        return Check("exchange", "failed", str(error), "have more images, or allow smaller batches")
-    return Check("exchange", "ok", f"batches of {images} images, {max(allowed, own)} are needed")
+    check_batch(images, allowed=allowed, own=own)
+    yield Check("exchange", "ok", f"batches of {images} images, {max(allowed, own)} are needed")
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
@@ -137,17 +130,16 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
     return "; ".join(parts)
 
 
-def check_machine(experiment: Experiment | None, folder: Path) -> list[Check]:
-    """Memory, disk and GPU."""
-    free = _free_memory() / 1e9
-    memory = Check("memory", "ok", f"{free:.1f} GB free, {cores()} cores")
-    if free < _LITTLE_MEMORY:
-        memory = Check("memory", "warning", memory.found, f"have {_LITTLE_MEMORY:g} GB free: end other programs")
-    space = shutil.disk_usage(folder if folder.is_dir() else Path.cwd()).free / 1e9
-    disk = Check("disk", "ok", f"{space:.1f} GB free")
-    if space < _LITTLE_DISK:
-        disk = Check("disk", "warning", disk.found, f"have {_LITTLE_DISK:g} GB free for images, state and models")
-    return [memory, disk, _gpu(experiment)]
+def check_machine(folder: Path) -> Iterator[Check]:
+    """Memory and disk."""
+    free, space = _free_memory() / 1e9, shutil.disk_usage(folder if folder.is_dir() else Path.cwd()).free / 1e9
+    answers = [
+        ("memory", free, _LITTLE_MEMORY, f"{free:.1f} GB free, {cores()} cores", "end other programs"),
+        ("disk", space, _LITTLE_DISK, f"{space:.1f} GB free", "images, state and models are written there"),
+    ]
+    for name, here, needed, found, cure in answers:
+        short = here < needed
+        yield Check(name, "warning" if short else "ok", found, f"have {needed:g} GB free: {cure}" if short else "")
 
 
 def _free_memory() -> int:
@@ -159,13 +151,11 @@ def _free_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # without the page cache
 
 
-def _gpu(experiment: Experiment | None) -> Check:
-    try:
-        for run in experiment.runs if experiment is not None else ():
-            choose_device(run.engine.device)
-    except SettingsError as error:
-        return Check("GPU", "failed", str(error), "install PyTorch for CUDA, or set engine.device to auto")
+def check_gpu(experiment: Experiment | None) -> Iterator[Check]:
+    for run in experiment.runs if experiment is not None else ():
+        choose_device(run.engine.device)
     if not torch.cuda.is_available():
-        return Check("GPU", "ok", "none: the client trains on the CPU")
+        yield Check("GPU", "ok", "none: the client trains on the CPU")
+        return
     free, total = torch.cuda.mem_get_info()
-    return Check("GPU", "ok", f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
+    yield Check("GPU", "ok", f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")

@@ -1,4 +1,4 @@
-"""Records in the state folder how a site's client handled its last messages, for `fedbn metrics` at the site.
+"""Records in the state folder how a site's client handled its last messages, for deploy/monitoring/metrics.py.
 
 Flower starts a process for every message, so the process itself cannot be asked for metrics.
 

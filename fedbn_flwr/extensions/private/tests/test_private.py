@@ -134,7 +134,10 @@ def test_replacing_a_client_changes_the_sum_by_at_most_the_sensitivity(
     before = unpack(arrays)
 
     def mean(change: Any) -> Any:
-        private = Private(FedAvg(), clip=clip, statistics_clip=clip, noise=0, statistics=statistics)
+        base, treatment = (
+            (FixBN(FedAvg(), freeze_round=0), "noise") if statistics == "freeze" else (FedAvg(), statistics)
+        )
+        private = Private(base, clip=clip, statistics_clip=clip, noise=0, statistics=treatment)
         model = one_round(private, Replying(fed, change), arrays)
         return change_of(parts, before, {**before, **model})
 
@@ -226,7 +229,7 @@ def test_only_secret_noise_is_called_private_and_it_differs(federation: Federati
 
 def test_rounds_have_noise_of_their_own(federation: Federations) -> None:
     fed = federation(lr=0.0)
-    zero, one, two = models_of(fed, Private(FedAvg(), noise_seed=3, clip=0.1, statistics="freeze"), 2)
+    zero, one, two = models_of(fed, Private(FedAvg(), noise_seed=3, clip=0.1, statistics="keep"), 2)
     assert abs((one["0.weight"] - zero["0.weight"]) - (two["0.weight"] - one["0.weight"])).max() > 1e-3
 
 
@@ -237,8 +240,10 @@ def with_counters(fed: Any) -> ArrayRecord:
     return ArrayRecord(fed.model.state_dict())
 
 
-@pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
-@pytest.mark.parametrize("base", [FedAvg, FedBN, SiloBN, lambda: MeanStatistics(flower.FedAdam())])
+@pytest.mark.parametrize("statistics", ["noise", "keep"])
+@pytest.mark.parametrize(
+    "base", [FedAvg, FedBN, SiloBN, lambda: MeanStatistics(flower.FedAdam()), lambda: FixBN(FedAvg(), freeze_round=0)]
+)
 @pytest.mark.parametrize("mode", ["central", "local"])
 def test_only_what_is_accounted_for_travels(federation: Federations, statistics: str, base: Any, mode: str) -> None:
     fed = federation()
@@ -246,9 +251,9 @@ def test_only_what_is_accounted_for_travels(federation: Federations, statistics:
         base = {FedBN: lambda: FedBN(global_norm="initial"), SiloBN: lambda: SiloBN(global_norm="initial")}[base]
     grid = RecordingGrid(fed.app(), 2)
     start = with_counters(fed)
-    private = Private(base(), statistics=statistics, mode=mode)
+    rule = Private(base(), statistics=statistics, mode=mode)
     models: list[dict[str, np.ndarray]] = []
-    private.start(grid, start, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(dict(unpack(arrays))))
+    rule.start(grid, start, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(dict(unpack(arrays))))
     assert grid.errors() == []
     of = roles(start)
     sent = {key for message in grid.sent for key in message.arrays}
@@ -292,7 +297,7 @@ def test_evaluations_on_clients_are_named(federation: Federations) -> None:
         ({}, [1 / 4 + 1 / 4] * 3),
         ({"statistics_noise": 4.0}, [1 / 4 + 1 / 16] * 3),
         ({"statistics": "keep"}, [1 / 4] * 3),
-        ({"statistics": "freeze"}, [1 / 4] * 3),
+        ({"base": {"name": "FixBN", "freeze_round": 0}}, [1 / 4] * 3),
         ({"base": {"name": "FixBN", "freeze_round": 1}}, [1 / 2, 1 / 4, 1 / 4]),
         ({"base": {"name": "FedBN", "global_norm": "initial"}}, [1 / 4] * 3),
         ({"mode": "client-clipping"}, [1 / 2] * 3),
@@ -309,7 +314,7 @@ def test_every_release_is_accounted_for(federation: Federations, options: dict[s
 
 
 def test_local_privacy_is_that_of_a_replaced_change(federation: Federations) -> None:
-    fed, private = federation(), Private(FedAvg(), noise=2.0, mode="local", statistics="freeze")
+    fed, private = federation(), Private(FedAvg(), noise=2.0, mode="local", statistics="keep")
     private.start(fed.grid(), fed.arrays(), num_rounds=1)
     assert spent(private)["epsilon"] == spent(private)["epsilon_replace_one"] == pytest.approx(epsilon_of(1.0, 1e-5))
     assert spent(private)["against"] == "the server"
@@ -377,7 +382,6 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Secure(Private(FedAvg())), "Private adds noise to the mean, and Secure hides the single replies"),
         (lambda: FixBN(Private(FedAvg()), freeze_round=1), r"expected Private\(FixBN\(...\), ...\)"),
         (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot be around it"),
-        (lambda: Private(FixBN(FedAvg(), freeze_round=1), statistics="freeze"), "FixBN freezes the statistics"),
         (lambda: Private(FixBN(FedAvg(), freeze_round="auto"), statistics="keep"), "FixBN compares the statistics"),
         (lambda: Private(flower.FedAdam()), r"Private\(MeanStatistics\(FedAdam"),
         (lambda: Private(build_strategy({"name": "Krum"})), "Krum compares the clients' models"),
@@ -397,7 +401,7 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Private(FedAvg(), statistics_noise=True), "statistics_noise is True"),
         (lambda: Private(FedAvg(), delta=0), "delta is 0; expected a number between 0 and 1"),
         (lambda: Private(FedAvg(), delta=1.0), "delta is 1.0"),
-        (lambda: Private(FedAvg(), statistics="drop"), "expected 'noise', 'keep' or 'freeze'"),
+        (lambda: Private(FedAvg(), statistics="drop"), "expected 'noise' or 'keep'"),
         (lambda: Private(FedAvg(), mode="server"), "expected 'central', 'client-clipping' or 'local'"),
         (lambda: Private(FedAvg(), noise_seed=1.5), "noise_seed is 1.5; expected an integer"),
     ],
@@ -430,7 +434,7 @@ def test_a_client_that_ignores_the_freeze_is_refused(federation: Federations) ->
     fed = federation()
     grid = Replying(fed, lambda client, arrays: {key: value + 0.1 for key, value in arrays.items()})
     with pytest.raises(RunFailed, match=r"it changed '1.running_mean', which is frozen"):
-        one_round(Private(FedAvg(), statistics="freeze"), grid, fed.arrays())
+        one_round(Private(FixBN(FedAvg(), freeze_round=0)), grid, fed.arrays())
 
 
 # --- experiments -------------------------------------------------------------
@@ -445,7 +449,7 @@ engine: {workers: 0, device: cpu}
 """
 
 
-@pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
+@pytest.mark.parametrize("statistics", ["noise", "keep"])
 def test_an_experiment_s_summary_has_epsilon(
     tmp_path: Path, statistics: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

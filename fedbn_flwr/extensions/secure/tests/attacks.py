@@ -17,9 +17,17 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.extensions.secure import protocol as secure
-from fedbn_flwr.extensions.secure.client import _Session
-from fedbn_flwr.extensions.secure.masking import KEY_BYTES, OWN, PAIR, Secrets, key_of, seal, sealing_key
+from fedbn_flwr.extensions.secure import client as secure
+from fedbn_flwr.extensions.secure.masking import (
+    CHANNEL,
+    KEY_BYTES,
+    OWN,
+    PAIR,
+    SEALED_BYTES,
+    Secrets,
+    key_of,
+    seal,
+)
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 
@@ -146,39 +154,39 @@ def first_row(change: Change) -> Change:
 
 def repeated(value: np.ndarray) -> np.ndarray:
     """The first key in all places."""
-    return np.tile(value[:KEY_BYTES], value.size // KEY_BYTES)
+    return np.tile(value[:, :KEY_BYTES], value.size // KEY_BYTES)
 
 
 def constant_keys(value: np.ndarray) -> np.ndarray:
     """Usable keys, the same for all that send them."""
     parts = (value.size // KEY_BYTES - 1) // 2
-    return np.frombuffer(Secrets(bytes(KEY_BYTES)).public_keys(parts), np.uint8)
+    return np.frombuffer(Secrets(bytes(KEY_BYTES)).public_keys(parts), np.uint8).reshape(value.shape)
 
 
 def other_keys(which: Callable[[int], slice]) -> Spoil:
     """Usable public keys of secrets that the client does not have."""
 
     def spoil(content: RecordDict, context: Context) -> None:
-        keys = unpack(content["secure"])["keys"].copy()  # type: ignore[arg-type]
+        keys = unpack(content["secure"])["secure"].copy()  # type: ignore[arg-type]
         parts = (keys.size // KEY_BYTES - 1) // 2
         others = Secrets(context.node_id.to_bytes(KEY_BYTES, "little")).public_keys(parts)
         for part in range(parts):
             place = which(part)
-            keys[place] = np.frombuffer(others[place], np.uint8)
-        content["secure"] = pack({"keys": keys})
+            keys[0, place] = np.frombuffer(others[place], np.uint8)
+        content["secure"] = pack({"secure": keys})
 
     return spoil
 
 
 def other_shares(content: RecordDict, context: Context) -> None:
     """Well-sealed shares that belong to no secret."""
-    session = _Session(context.state[secure.SECRET], context.node_id)  # type: ignore[arg-type]
-    sealed = unpack(content["secure"])["shares"].copy()  # type: ignore[arg-type]
-    mine = session.nodes.index(context.node_id)
-    for place, part, which in np.ndindex(*sealed.shape[:3]):
-        key = sealing_key(session.channel(place), session.about(part, which, mine, place))
-        sealed[place, part, which] = np.frombuffer(seal(key, (place * place + 5).to_bytes(32, "little")), np.uint8)
-    content["secure"] = pack({"shares": sealed})
+    session = secure.Session(context.state[secure.SECRET], context.node_id)
+    sealed = unpack(content["secure"])["secure"].reshape(len(session.nodes), -1, SEALED_BYTES).copy()  # type: ignore[arg-type]
+    for place, number in np.ndindex(*sealed.shape[:2]):
+        node, (part, which) = session.nodes[place], divmod(number, 2)
+        key = session.sealing_key(session.channel(node), part, which, context.node_id, node)
+        sealed[place, number] = np.frombuffer(seal(key, (place * place + 5).to_bytes(32, "little")), np.uint8)
+    content["secure"] = pack({"secure": sealed.reshape(len(sealed), -1)})
 
 
 def metric(key: str, value: int) -> Spoil:
@@ -212,7 +220,7 @@ def attacks(rule: str, bad: int) -> list[Attack]:
         Attack("half of the keys", KEYS, arrays_as(half), LATER),
         Attack("another dtype of keys", KEYS, arrays_as(floats), LATER),
         Attack("no keys", KEYS, lambda content, context: content.clear(), LATER),
-        Attack("a channel key of another secret", KEYS, other_keys(lambda part: slice(0, KEY_BYTES)), SKIPPED),
+        Attack("a channel key of another secret", KEYS, other_keys(lambda part: key_of(*CHANNEL)), SKIPPED),
         Attack("own keys of other secrets", KEYS, other_keys(lambda part: key_of(part, OWN)), SKIPPED),
         Attack("mask keys of other secrets", KEYS, false_masks, UNKNOWN),
         Attack("mask keys of other secrets, then it drops out", KEYS, false_masks, SKIPPED, first),

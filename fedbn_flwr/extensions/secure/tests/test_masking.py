@@ -15,12 +15,13 @@ from fedbn_flwr.extensions.secure.masking import (
     OWN,
     PAIR,
     SHARE_BYTES,
+    TOTALS,
     FixedPoint,
     Kind,
     NotOpened,
+    Place,
     Secrets,
     add_masks,
-    form_of,
     from_vector,
     join,
     key_of,
@@ -132,46 +133,66 @@ def test_each_secret_has_its_public_key() -> None:
     assert len({keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}) == 1 + 2 * parts
 
 
+WEIGHT = TOTALS, "num-examples"
+
+
+def encoded(value: float, weight: int, kind: Kind) -> dict[Place, np.ndarray]:
+    values = {("arrays", "w"): np.array([0.0, value]), WEIGHT: np.array(weight)}
+    return FIXED.encode(values, {("arrays", "w"): kind, WEIGHT: "count"})
+
+
+def mean(total: int, kind: Kind, weight: int, clients: int = 4) -> float:
+    sums = {("arrays", "w"): np.array([total % 2**64], np.uint64), WEIGHT: np.array(weight, np.uint64)}
+    return float(FIXED.means(sums, {("arrays", "w"): kind, WEIGHT: "count"}, clients)["arrays", "w"][0])
+
+
 @given(
     st.lists(st.floats(-1024, 1024), min_size=4, max_size=4), st.lists(st.integers(0, 2**20), min_size=4, max_size=4)
 )
 def test_the_sum_is_exact_to_half_a_step_for_each_client(values: list[float], weights: list[int]) -> None:
-    encoded = [
-        FIXED.encode("w", np.array([x]), p, "update").sum(dtype=np.uint64) for x, p in zip(values, weights, strict=True)
-    ]
-    total = np.array([sum(map(int, encoded)) % 2**64], np.uint64)
-    mean, weight = FIXED.mean("w", total, "update", sum(weights)), sum(weights) or 1
-    expected = sum(x * p for x, p in zip(values, weights, strict=True))
-    assert abs(mean[0] - expected / weight) <= (4 * 0.5 * 2.0 ** -FIXED.bits("update") + 1e-15 * abs(expected)) / weight
+    found = [encoded(x, p, "update") for x, p in zip(values, weights, strict=True)]
+    total = sum(int(each["arrays", "w"][1]) for each in found)
+    assert sum(int(each[WEIGHT]) for each in found) == sum(weights)
+    expected, weight = sum(x * p for x, p in zip(values, weights, strict=True)), sum(weights) or 1
+    error = (4 * 0.5 * 2.0 ** -FIXED.bits("update") + 1e-15 * abs(expected)) / weight
+    assert abs(mean(total, "update", sum(weights)) - expected / weight) <= error
 
 
-def test_the_largest_values_of_all_clients_fit() -> None:
-    for kind, largest in (("update", 1024.0), ("statistics", 65536.0)):
-        each = FIXED.encode("w", np.array([-largest]), 2**20, kind)  # type: ignore[arg-type]
-        assert FIXED.mean("w", each * np.uint64(4), kind, 2**22)[0] == -largest  # type: ignore[arg-type]
+@pytest.mark.parametrize(("kind", "largest"), [("update", 1024.0), ("statistics", 65536.0)])
+def test_the_largest_values_of_all_clients_fit(kind: Kind, largest: float) -> None:
+    each = int(encoded(-largest, 2**20, kind)["arrays", "w"][1])
+    assert mean(each * 4, kind, 2**22) == -largest
 
 
-@pytest.mark.parametrize(("kind", "largest"), [("update", 1024.0), ("statistics", 65536.0), ("count", 2.0**31)])
+@pytest.mark.parametrize(("kind", "largest"), [("update", 1024.0), ("statistics", 65536.0), ("integer", 2.0**31)])
 def test_a_sum_that_no_honest_clients_have_is_not_opened(kind: Kind, largest: float) -> None:
     """The sum of the largest values of weights 3 and 4, and 64 steps more, which rounding does not explain."""
-    total = sum(int(FIXED.encode("w", np.array([largest]), p, kind)[0]) for p in (3, 4))
+    total = sum(int(encoded(largest, p, kind)["arrays", "w"][1]) for p in (3, 4))
     for sign in (1, -1):
-        assert FIXED.mean("w", np.array([sign * total]).view(np.uint64), kind, 7)[0] == sign * largest
-        with pytest.raises(NotOpened, match="the sum of 'w' has the size"):
-            FIXED.mean("w", np.array([sign * (total + 64)]).view(np.uint64), kind, 7)
-    assert FIXED.mean("w", np.zeros(0, np.uint64), kind, 0).size == 0
+        assert mean(sign * total, kind, 7) == sign * largest
+        with pytest.raises(NotOpened, match="the sum of 'w' has the value"):
+            mean(sign * (total + 64), kind, 7)
 
 
 @pytest.mark.parametrize(
-    ("number", "least", "fits"), [(7, 0, True), (-1, 0, False), (2, 1, False), (3, 1, True), (3 * 2**31 + 1, 0, False)]
+    ("key", "number", "fits"),
+    [
+        ("num-examples", 7, True),
+        ("num-examples", 0, True),
+        ("num-examples", -1, False),
+        ("num-examples", 3 * 2**31 + 1, False),
+        ("batch-examples", 2, False),
+        ("batch-examples", 3, True),
+    ],
 )
-def test_a_count_is_that_of_some_clients(number: int, least: int, fits: bool) -> None:
-    total = np.array(number % 2**64, np.uint64)
+def test_a_count_is_that_of_some_clients(key: str, number: int, fits: bool) -> None:
+    fixed, place = FixedPoint(4, 1024, 65536, 2**20, key), (TOTALS, key)
+    sums = {place: np.array(number % 2**64, np.uint64)}
     if fits:
-        assert FIXED.added("n", total, 3, least) == number
+        assert fixed.means(sums, {place: "count"}, 3)[place] == number / 3
     else:
-        with pytest.raises(NotOpened, match=f"the sum of 'n' is {number}"):
-            FIXED.added("n", total, 3, least)
+        with pytest.raises(NotOpened, match=f"the sum of '{key}' has the value {number}"):
+            fixed.means(sums, {place: "count"}, 3)
 
 
 @pytest.mark.parametrize(
@@ -181,26 +202,43 @@ def test_a_count_is_that_of_some_clients(number: int, least: int, fits: bool) ->
         (-7e4, 1, "statistics", r"'w' has a value of size 70000, .*raise strategy.statistics_range"),
         (np.nan, 1, "update", "'w' has a value of size nan"),
         (np.inf, 1, "statistics", "'w' has a value of size inf"),
-        (1.0, 2**20 + 1, "update", r"weight of this client is .*; raise strategy.max_examples"),
-        (1.0, -1, "update", "weight of this client is -1"),
-        (2.0**32, 1, "count", "'w' has a value of size"),
+        (1.0, 2**20 + 1, "update", r"weight of this client, 'num-examples', is 1048577; .*strategy.max_examples"),
+        (1.0, -1, "update", "weight of this client, 'num-examples', is -1"),
+        (2.0**32, 1, "integer", "'w' has a value of size"),
     ],
 )
-def test_what_is_out_of_range_is_refused(value: float, weight: float, kind: str, says: str) -> None:
+def test_what_is_out_of_range_is_refused(value: float, weight: int, kind: Kind, says: str) -> None:
     with pytest.raises(MessageError, match=says):
-        FIXED.encode("w", np.array([0.0, value]), weight, kind)  # type: ignore[arg-type]
+        encoded(value, weight, kind)
+
+
+def test_the_kinds_of_a_reply() -> None:
+    values = {
+        **{("arrays", key): np.zeros(2) for key in ("0.weight", "1.running_mean", "1.running_var")},
+        ("arrays", "1.num_batches_tracked"): np.array(1),
+        ("control", "0.weight"): np.zeros(2),
+        **{(TOTALS, key): np.array(1.0) for key in ("num-examples", "train-loss")},
+    }
+    kinds = [*FIXED.kinds(values).values()]
+    assert kinds == ["update", "statistics", "statistics", "integer", "update", "count", "statistics"]
+    by_loss = FixedPoint(4, 1024, 65536, 2**20, "train-loss").kinds(values)
+    assert by_loss[TOTALS, "train-loss"] == "weight"
+    moments = {("arrays", "mean"): np.zeros(2)}
+    assert FIXED.kinds(moments, "moments") == {("arrays", "mean"): "statistics"}
+    assert FIXED.kinds(moments, "gradients") == {("arrays", "mean"): "update"}
 
 
 def test_a_reply_as_a_vector_and_back() -> None:
-    records = {
-        "b": {"w": np.arange(6, dtype=np.uint64).reshape(2, 3), "a": np.array(9, np.uint64)},
-        "a": {"x": np.zeros((0, 2), np.uint64)},
+    values = {
+        ("b", "w"): np.arange(6, dtype=np.uint64).reshape(2, 3),
+        ("b", "a"): np.array(9, np.uint64),
+        ("a", "x"): np.zeros((0, 2), np.uint64),
     }
-    back = from_vector(to_vector(records), form_of(records))
-    assert {(name, key) for name, each in back.items() for key in each} == {("b", "w"), ("b", "a"), ("a", "x")}
-    for name, key, shape in form_of(records):
-        assert back[name][key].shape == shape
-        assert (back[name][key] == records[name][key]).all()
+    back = from_vector(to_vector(values), values)
+    assert back.keys() == values.keys()
+    for place, value in values.items():
+        assert back[place].shape == value.shape
+        assert (back[place] == value).all()
 
 
 def test_secrets_do_not_appear_in_text() -> None:

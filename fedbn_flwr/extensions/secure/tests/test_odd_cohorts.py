@@ -10,7 +10,7 @@ import pytest
 from flwr.app import Array, Message
 
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.extensions.secure.protocol import QUERY
+from fedbn_flwr.extensions.secure.client import QUERY
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import partition_of
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, Secure
@@ -32,8 +32,8 @@ def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
     def zero(replies: list[Message]) -> list[Message]:
         for reply in replies:
             for record in reply.content.array_records.values():
-                if reply.metadata.src_node_id == 1 and "keys" in record:
-                    record["keys"] = Array(np.zeros_like(record["keys"].numpy()))
+                if reply.metadata.src_node_id == 1 and "secure" in record:
+                    record["secure"] = Array(np.zeros_like(record["secure"].numpy()))
         return replies
 
     found = trained(Secure(FedAvg(**NO_EVALUATION)), Changed(grid(4), QUERY, zero))

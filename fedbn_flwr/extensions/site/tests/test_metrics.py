@@ -1,10 +1,11 @@
-"""`fedbn metrics`: what Prometheus reads about runs, sites and certificates."""
+"""deploy/monitoring/metrics.py: what Prometheus reads about runs, sites and certificates, and what a site records."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+import runpy
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,14 +17,12 @@ from urllib.request import urlopen
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedbn_flwr import LocalGrid, cli, client_app
+from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.logs import log_message
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.extensions.site.metrics import make_server
-from fedbn_flwr.extensions.site.samples import METRICS
 from fedbn_flwr.extensions.site.status import read_status, record_status
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
@@ -31,13 +30,15 @@ from tests.support.certificates import write_certificate
 from tests.support.command import ROOT
 from tests.support.runs import write_run
 
+SCRIPT = runpy.run_path(str(ROOT / "deploy" / "monitoring" / "metrics.py"))
+METRICS, make_server = SCRIPT["METRICS"], SCRIPT["make_server"]
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 TOKEN = "0a" * 16
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, float]:
     """The samples of one call, by name and labels as they are written."""
-    assert cli.main(["metrics", "--once", *map(str, words)]) == 0
+    SCRIPT["main"](["--once", *map(str, words)])
     lines = capsys.readouterr().out.splitlines()
     samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     names = {sample.split("{")[0] for sample in samples}
@@ -111,16 +112,9 @@ def test_a_failure_in_an_exchange_counts_as_one_of_training(tmp_path: Path, caps
 
 
 def test_a_state_folder_that_does_not_exist_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["metrics", "--once", "--states", str(tmp_path / "none")]) == 2
+    with pytest.raises(SystemExit):
+        SCRIPT["main"](["--once", "--states", str(tmp_path / "none")])
     assert "none' does not exist, or this user cannot read it" in capsys.readouterr().err
-
-
-def test_an_address_of_the_environment_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FEDBN_METRICS_ADDRESS", "foo")
-    assert cli.main(["metrics"]) == 2
-    assert "FEDBN_METRICS_ADDRESS is 'foo'; expected HOST:PORT" in capsys.readouterr().err
 
 
 def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,8 +159,9 @@ def test_the_endpoint_answers_only_for_metrics() -> None:
 
 @pytest.mark.parametrize("option", ["--listen", "--superlink"])
 def test_wrong_addresses_are_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["metrics", str(tmp_path), option, "localhost"]) == 2
-    assert f"{option} is 'localhost'; expected HOST:PORT" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]([str(tmp_path), option, "localhost"])
+    assert f"{option}: 'localhost'; expected HOST:PORT" in capsys.readouterr().err
 
 
 def test_the_page_describes_all_metrics() -> None:
@@ -184,29 +179,19 @@ def test_a_scraper_may_disconnect(error: type[Exception], lines: int, capsys: py
     assert capsys.readouterr().err.count(error.__name__) == lines
 
 
-def test_metrics_are_served_at_ipv6_addresses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_are_served_at_ipv6_addresses() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
     with served("a 1\n", "::1") as address, urlopen(f"{address}/metrics", timeout=10) as answer:
         assert answer.read() == b"a 1\n"
-    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", lambda server: None)
-    assert cli.main(["metrics", "--listen", "[::1]:0"]) == 0
-    assert capsys.readouterr().out.startswith("metrics: http://[::1]:")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"train": 1}', b"\xff", b'{"train":', b"[" * 100_000])
 def test_a_damaged_status_has_no_entries(content: bytes) -> None:
     assert read_status(content.decode(errors="replace")) == {}
     assert read_status('{"train": {"round": 1}, "evaluate": 2}') == {"train": {"round": 1}}
-
-
-def test_a_path_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["metrics", "--once", "x" * 300]) == 1
-    assert capsys.readouterr().err == f"fedbn: error: '{'x' * 300}': File name too long\n"
 
 
 def test_the_dashboard_uses_metrics_that_exist() -> None:

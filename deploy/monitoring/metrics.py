@@ -1,23 +1,36 @@
-"""Metrics of runs and sites in Prometheus' text format, from run folders and the state folders of nodes."""
+"""Serves metrics of runs, sites and certificates to Prometheus, from run folders and the state folders of nodes.
+
+A service beside the runs, and not a part of their processes: Flower starts a process for each run and for each message,
+so theirs would be unreachable in between. It only reads files, and needs an environment with fedbn-flwr.
+
+    python deploy/monitoring/metrics.py runs --superlink fl.example.org:8000
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import os
 import re
+import socket
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 
-from fedbn_flwr.errors import UserError
+from fedbn_flwr.extensions.site.connection import presented
+from fedbn_flwr.extensions.site.status import FILE, read_status
 from fedbn_flwr.results.state import STATES, RunState, find_folders, read_state
 from fedbn_flwr.results.text import printable
 
-from .connection import presented
-from .status import FILE, read_status
-
 _SHOWN = 50  # runs, and states of sites: those that changed last
+_KEPT = 5.0  # seconds for which an answer is used again, so that many requests cost no more than one
+_REQUEST = 5.0  # seconds that a request or the SuperLink may take
 
 # All metrics are gauges: a resumed run may continue from an earlier round.
 METRICS = {
@@ -43,6 +56,85 @@ METRICS = {
 }
 
 Sample = tuple[str, dict[str, str], float]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="run folders, or their parent folders")
+    parser.add_argument("--states", type=Path, metavar="DIR", help="state folder of a node, for metrics of the site")
+    parser.add_argument("--superlink", type=_address, metavar="HOST:PORT", help="also whether it accepts connections")
+    parser.add_argument("--certificate", type=Path, action="append", default=[], metavar="FILE", help="also this one")
+    parser.add_argument(
+        "--listen", type=_address, default="127.0.0.1:8002", metavar="HOST:PORT", help="address to serve at"
+    )
+    parser.add_argument("--once", action="store_true", help="print the metrics and end, for a textfile collector")
+    arguments = parser.parse_args(words)
+    states = arguments.states
+    if states and (arguments.once or states.exists()) and not os.access(states, os.R_OK | os.X_OK):
+        parser.error(f"--states: {str(states)!r} does not exist, or this user cannot read it")
+
+    def collect() -> str:
+        samples = list(
+            samples_of_runs(folder for folder in arguments.folders if folder.is_dir())
+        )  # the first run makes it
+        samples += samples_of_site(states) if states else []
+        samples += map(samples_of_certificate, arguments.certificate)
+        samples += samples_of_server(*arguments.superlink) if arguments.superlink else []
+        return exposition(samples)
+
+    if arguments.once:
+        print(collect(), end="")
+        return
+    with make_server(*arguments.listen, collect) as server:
+        print(f"metrics: port {server.server_port}, /metrics", flush=True)
+        server.serve_forever()
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected HOST:PORT, for instance 127.0.0.1:8002")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def make_server(host: str, port: int, collect: Callable[[], str]) -> ThreadingHTTPServer:
+    lock, kept = threading.Lock(), [-_KEPT, ""]
+
+    def text() -> str:
+        with lock:
+            if time.monotonic() - kept[0] > _KEPT:
+                kept[:] = [time.monotonic(), collect()]
+            return kept[1]
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _REQUEST
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0].rstrip("/") != "/metrics":
+                self.send_error(404, "expected /metrics")
+                return
+            try:
+                body = text().encode()
+            except Exception as error:  # a folder that cannot be read now may be readable at the next request
+                self.send_error(500, " ".join(str(error).split()).encode("ascii", "replace").decode())
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """No line for every request."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # a client that disconnects is no error of this server
+                super().handle_error(request, client_address)
+
+    return Server((host, port), Handler)
 
 
 def exposition(samples: Iterable[Sample]) -> str:
@@ -115,16 +207,16 @@ def samples_of_certificate(file: Path) -> Sample:
     try:
         certificates = x509.load_pem_x509_certificates(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(file)!r} is not a readable PEM certificate: {error}") from None
+        raise SystemExit(f"{str(file)!r} is not a readable PEM certificate: {error}") from None
     return "fedbn_certificate_days", {"certificate": str(file)}, min(map(_days, certificates))
 
 
-def samples_of_server(host: str, port: int, timeout: float = 5) -> list[Sample]:
+def samples_of_server(host: str, port: int) -> list[Sample]:
     """The certificate that a SuperLink presents, which after a renewal is the old one until it restarts."""
     labels = {"certificate": f"{host}:{port}"}
     up = {"superlink": f"{host}:{port}"}
     try:
-        days = _days(presented(host, port, timeout))
+        days = _days(presented(host, port, _REQUEST))
     except (OSError, ValueError):
         return [("fedbn_superlink_up", up, 0.0)]
     return [("fedbn_superlink_up", up, 1.0), ("fedbn_certificate_days", labels, days)]
@@ -140,3 +232,7 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:  # deleted meanwhile
         return 0.0
+
+
+if __name__ == "__main__":
+    main()
