@@ -133,13 +133,17 @@ class Secure(Wrapper):
     # --- a round ---
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        asked = {secure.RANGES: [*self.settings.ranges], secure.WEIGHT: self.weighted_by_key}
-        return asked | ({secure.EQUAL: ",".join(equal)} if (equal := sorted(self.traits.equal)) else {})
+        asked = {secure.RANGES: [*self.settings.ranges], secure.WEIGHT: self.leaf.weighted_by_key}
+        return asked | ({secure.EQUAL: ",".join(equal)} if (equal := sorted(self._equal())) else {})
+
+    def _equal(self) -> frozenset[str]:
+        """The records in whose mean all clients count equally."""
+        return frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._masked = masked = _MaskedRound(grid, self.weighted_by_key, self.traits.equal, self.settings, self.memory)
+        self._masked = masked = _MaskedRound(grid, self.leaf.weighted_by_key, self._equal(), self.settings, self.memory)
         try:
             messages = list(super().configure_train(server_round, arrays, config, masked))
             return masked.train_messages(messages) if messages else []
@@ -150,7 +154,7 @@ class Secure(Wrapper):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        skipped = None if self.round is None else self.round.arrays, MetricRecord({"skipped": 1})
+        skipped = None if self._round is None else self._round.arrays, MetricRecord({"skipped": 1})
         if server_round in self.memory.skipped:  # in an exchange of FedTAN
             self.leaf.used = ()
             return skipped
@@ -173,7 +177,7 @@ class Secure(Wrapper):
 
     def _check(self, round: Round, mean: Message) -> None:
         """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""
-        reply = read_reply(mean, records=[name for rule in self.chain() for name in rule.records(round)])
+        reply = read_reply(mean, records=self.traits.records)
         problem = fault(reply.arrays, unpack(round.arrays), reply.arrays)
         for rule in self.chain():
             problem = problem or rule.problem(round, reply)
