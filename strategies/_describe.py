@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ._flower import FLOWER
+from ._foreign import FLOWER, as_rule
 from ._registry import STRATEGIES, arguments, build_strategy, class_of
 from ._rule import Traits
-from ._wrapper import Wrapper, as_rule
+from ._wrapper import Wrapper
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,18 @@
-"""Strategies that are not rules of this package: Flower's own, and those of other projects."""
+"""Strategies that are not rules of this package: Flower's own, which experiments can name, and those of other projects.
+
+Flower's are used inside `MeanStatistics`: a server optimiser must not step along statistics, since a variance could
+become negative, a robust rule must not measure distances by them, and counters are no weights. For robust rules the
+statistics are the median of the clients' values instead of their mean, which one malicious client could set to any
+value.
+"""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -14,15 +21,16 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr import seeding
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, is_finite
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, with_content
-from fedbn_flwr.messages.screening import common_metrics, evaluation_key, fault_problems, overflow, with_arrays
+from fedbn_flwr.messages.gate import Reply, metrics_of, number_problem, with_content
+from fedbn_flwr.messages.screening import common_metrics, fault_problems, overflow, with_arrays
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._records import CannotSave, inside, load, nested, save
+from ._records import CannotSave, restore, state_of
 from ._rule import Leaf, Round, Rule
 
 # Strategies whose result depends on the mean of the replies only.
@@ -39,22 +47,70 @@ _LACK = (
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial)
 
 
+@dataclass(frozen=True)
+class OfFlower:
+    """A strategy of Flower that an experiment can name."""
+
+    strategy: type[Strategy]
+    does: str
+    robust: bool = False  # it withstands some malicious clients
+    needs: Callable[[int], int] | None = None  # the clients that it needs for this many malicious ones
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where Flower's do not suit the clients here
+
+
+FLOWER: dict[str, OfFlower] = {
+    "FedAdam": OfFlower(flower.FedAdam, "Adam on the server, along the clients' mean change (Reddi et al. 2021)"),
+    "FedYogi": OfFlower(flower.FedYogi, "Yogi on the server, along the clients' mean change (Reddi et al. 2021)"),
+    "FedAdagrad": OfFlower(
+        flower.FedAdagrad, "Adagrad on the server, along the clients' mean change (Reddi et al. 2021)"
+    ),
+    "FedAvgM": OfFlower(flower.FedAvgM, "momentum on the server (Hsu et al. 2019)"),
+    "QFedAvg": OfFlower(
+        flower.QFedAvg,
+        "clients with a higher loss count more, by the exponent q (Li et al. 2020)",
+        defaults={"train_loss_key": protocol.TRAIN_LOSS},
+    ),
+    "FedMedian": OfFlower(flower.FedMedian, "the median of the clients' values (Yin et al. 2018)", True),
+    "FedTrimmedAvg": OfFlower(
+        flower.FedTrimmedAvg, "the mean without the share beta of values at each end (Yin et al. 2018)", True
+    ),
+    "Krum": OfFlower(
+        flower.Krum,
+        "the model that is nearest to its neighbours (Blanchard et al. 2017)",
+        True,
+        lambda bad: 2 * bad + 3,
+    ),
+    "MultiKrum": OfFlower(
+        flower.MultiKrum,
+        "the mean of the models that are nearest to their neighbours (Blanchard et al. 2017)",
+        True,
+        lambda bad: 2 * bad + 3,
+    ),
+    "Bulyan": OfFlower(
+        flower.Bulyan,
+        "models chosen by Krum, and the mean of the values around their median (El Mhamdi et al. 2018)",
+        True,
+        lambda bad: 4 * bad + 3,
+    ),
+}
+
+
 class Foreign(Leaf):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
-    Its attributes are its state. Functions and classes are not saved, since a new instance receives them as arguments.
-    A strategy that it wraps is saved in the same way. The state of Python's and NumPy's global random generators, which
-    it may use, is not saved.
+    With a `seed`, this and the round decide where it chooses clients at random. Its attributes are its state. Functions
+    and classes are not saved, since a new instance receives them as arguments. A strategy that it wraps is saved in the
+    same way. The state of Python's and NumPy's global random generators, which it may use, is not saved.
 
     Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics in a reply, with the same
     names and keys in all replies; so they receive such replies.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, seed: int | None = None) -> None:
         super().__init__()
-        self.strategy = strategy
-        self._weight_key: str | None = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
-        self.weighted_by_key = self._weight_key or protocol.NUM_EXAMPLES
+        self.strategy, self.seed = strategy, seed
+        key = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
+        self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
         self._first: RecordDict | None = None  # the state at the first `begin`
         self.lacks = {"weights": "does not report the weights of its mean"}
@@ -64,8 +120,7 @@ class Foreign(Leaf):
             within = "" if each is strategy else f"contains {type(each).__name__}, which "
             self.lacks |= {need: within + why for kinds, need, why in _LACK if isinstance(each, kinds)}
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return type(self.strategy).__name__
 
     def strategies(self) -> Iterator[Strategy]:
@@ -84,51 +139,55 @@ class Foreign(Leaf):
         super().begin(num_rounds, arrays)
         with suppress(CannotSave):
             if self._first is None:
-                self._first = self.state()
-            elif self.state() != self._first:
-                self.restore(self._first)
+                self._first = state_of(self)
+            elif state_of(self) != self._first:
+                restore(self, self._first)
+
+    def notes(self) -> Mapping[str, Any]:
+        return {} if self.seed is None else {"strategy_of_flower": str(self)}
 
     # --- the round ---
+
+    def _drawing(self, purpose: str, server_round: int) -> AbstractContextManager[None]:
+        if self.seed is None:
+            return nullcontext()
+        return seeding.all_streams(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self.round = Round(server_round, self.num_rounds, arrays, config, grid)
+        self._round = Round(server_round, self._rounds, arrays, config, grid)
         self.left_out = []
         seen = record_of(split_by_role(arrays, roles(arrays), self.hidden)[1]) if self.hidden else arrays
-        messages = list(self.strategy.configure_train(server_round, seen, config, grid))
+        with self._drawing("train", server_round):
+            messages = list(self.strategy.configure_train(server_round, seen, config, grid))
         self.asked = len(messages)
-        if not self.hidden:
-            return messages
-        whole = {id(seen): arrays}  # the messages of a round share their arrays
 
-        def merged(sent: ArrayRecord) -> ArrayRecord:
-            if id(sent) not in whole:
-                whole[id(sent)] = record_of({**arrays, **sent})
-            return whole[id(sent)]
+        def whole(sent: ArrayRecord) -> ArrayRecord:
+            return arrays if sent is seen else record_of({**arrays, **sent})
 
-        return [with_arrays(message, merged) for message in messages]
+        return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
-    def unusable(self, round: Round, reply: Reply) -> str | None:
-        if self._weight_key is None:
+    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
+        if not self.weighs:
             return None
-        loss_key = self._of_some("train_loss_key")  # QFedAvg weights by the loss too
-        problems = (number_problem(reply.metrics, key) for key in (self._weight_key, loss_key) if key)
-        return next(filter(None, problems), None) or overflow(reply.arrays, unpack(round.arrays))
+        keys = filter(None, (self.weighted_by_key, self._of_some("train_loss_key")))  # QFedAvg weights by the loss too
+        problems = (number_problem(reply.metrics, key) for key in keys)
+        return next(filter(None, problems), None) or overflow(reply.arrays, sent)
 
-    def compare(self, round: Round, found: Mapping[int, Reply]) -> Mapping[int, str]:
-        if self._weight_key is None:
+    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+        if not self.weighs:
             return {}
-        weights = {node: reply.number(self._weight_key) for node, reply in found.items()}
+        weights = {node: reply.number(self.weighted_by_key) for node, reply in found.items()}
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
-        problems = dict.fromkeys(empty, f"its {self._weight_key} is 0")
-        return problems | fault_problems({node: reply.arrays for node, reply in found.items()}, unpack(round.arrays))
+        problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
+        return problems | fault_problems({node: reply.arrays for node, reply in found.items()}, sent)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         weights = super().weights(round, replies)
         # Another strategy may not weight by examples.
-        return weights if self._weight_key or sum(weights) > 0 else [1.0] * len(replies)
+        return weights if self.weighs or sum(weights) > 0 else [1.0] * len(replies)
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         metrics = common_metrics([reply.metrics for reply in replies])
@@ -156,26 +215,18 @@ class Foreign(Leaf):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+        with self._drawing("evaluate", server_round):
+            return list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        messages = gate(replies)
-        key = self._weight_key and evaluation_key(messages, self._weight_key)
-
-        def read(message: Message) -> Message:
-            if key and (problem := number_problem(metrics_of(message.content), key)):
-                raise MessageError(problem)
-            return message
-
-        usable = self.screen(f"round {server_round}, evaluation", messages, 0, read)
-        if key:
-            records = [metrics_of(each.content) for each in usable]
-            common = common_metrics([MetricRecord({**record, self.weighted_by_key: record[key]}) for record in records])
-            contents = [
-                RecordDict({**configs_in(each.content), "metrics": m}) for each, m in zip(usable, common, strict=True)
+    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
+        if self.weighs:
+            metrics = [metrics_of(each.content) for each in replies]
+            common = common_metrics([MetricRecord({**each, self.weighted_by_key: each[key]}) for each in metrics])
+            replies = [
+                with_content(each, RecordDict({**configs_in(each.content), "metrics": numbers}))
+                for each, numbers in zip(replies, common, strict=True)
             ]
-            usable = [with_content(each, content) for each, content in zip(usable, contents, strict=True)]
-        return self.strategy.aggregate_evaluate(server_round, [*usable, *self._errors()])
+        return self.strategy.aggregate_evaluate(server_round, [*replies, *self._errors()])
 
     def _errors(self) -> list[Message]:
         """The refused replies, for the strategy: Flower's only log them, and are given none.
@@ -187,21 +238,25 @@ class Foreign(Leaf):
     def summary(self) -> None:
         self.strategy.summary()
 
-    # --- the state ---
+    def _kept(self) -> dict[str, Any]:
+        return _attributes(self.strategy)
 
-    def state(self) -> RecordDict:
-        values = {name: value for name, value in vars(self.strategy).items() if not isinstance(value, _FUNCTIONS)}
-        strategies = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, Strategy)}
-        records = save(values, type(self.strategy).__name__)
-        for name, strategy in strategies.items():
-            records.update(nested(name, as_rule(strategy).state()))
-        return records
+    def _keep(self, values: dict[str, Any]) -> None:
+        _set_attributes(self.strategy, values)
 
-    def restore(self, records: RecordDict) -> None:
-        for name, value in list(vars(self.strategy).items()):
-            if isinstance(value, Strategy):
-                as_rule(value).restore(inside(name, records))
-        vars(self.strategy).update(load(records))
+
+def _attributes(strategy: Strategy) -> dict[str, Any]:
+    """The attributes that are the state of a strategy; those of one inside it as a dict."""
+    values = {name: value for name, value in vars(strategy).items() if not isinstance(value, _FUNCTIONS)}
+    return {name: _attributes(value) if isinstance(value, Strategy) else value for name, value in values.items()}
+
+
+def _set_attributes(strategy: Strategy, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(inside := vars(strategy).get(name), Strategy):
+            _set_attributes(inside, value)
+        else:
+            setattr(strategy, name, value)
 
 
 def as_rule(strategy: Strategy) -> Rule:

@@ -7,8 +7,11 @@ from fedbn_flwr.messages.gate import Reply as Reply
 
 from ._describe import Description as Description
 from ._describe import describe as describe
-from ._flower import FLOWER as FLOWER
+from ._foreign import FLOWER as FLOWER
+from ._foreign import as_rule as as_rule
 from ._records import CannotSave as CannotSave
+from ._records import restore as restore
+from ._records import state_of as state_of
 from ._registry import build_strategy as build_strategy
 from ._registry import check_strategy as check_strategy
 from ._registry import register
@@ -16,7 +19,6 @@ from ._rule import Round as Round
 from ._rule import Rule as Rule
 from ._rule import Traits as Traits
 from ._wrapper import Wrapper as Wrapper
-from ._wrapper import as_rule as as_rule
 
 # One line for each strategy: `register` collects the registry from these names, to which extensions add theirs.
 from .fedavg import FedAvg as FedAvg

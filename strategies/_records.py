@@ -1,104 +1,74 @@
-"""Converts attributes to Flower's records and back, to save the state of a rule or of any other strategy.
-
-The type of a value decides how it is saved: None, booleans, numbers, strings, bytes, and lists, tuples, sets and dicts
-of these become Python literals; NumPy arrays and scalars, and lists, tuples and dicts of arrays, become ArrayRecords;
-Flower's records stay records.
-"""
+"""Saves the state of a strategy as Flower's records: numbers, texts, arrays, records, and lists and dicts of these."""
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import SettingsError, StorageError
-from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
+from fedbn_flwr.messages.arrays import FlatArrays, pack
 
-Record = ArrayRecord | MetricRecord | ConfigRecord
+if TYPE_CHECKING:
+    from ._rule import Rule
 
+_STATE = "state"  # the record with everything but arrays and records, as Python's literals
 _LITERALS = (type(None), bool, int, float, str, bytes)
+_LISTS = {kind.__name__: kind for kind in (list, tuple, set)}
+_PARTS = (np.ndarray, np.generic, ArrayRecord, MetricRecord, ConfigRecord)
 
 
 class CannotSave(SettingsError):
     """An attribute of a strategy has a type that cannot be saved in a RecordDict."""
 
 
-def save(values: Mapping[str, Any], owner: str) -> RecordDict:
-    """The records from which `load` restores the values; CannotSave names the `owner`."""
-    literals: dict[str, Any] = {}
-    records: dict[str, Record] = {}
-    for name, value in values.items():
-        if isinstance(value, Record):
-            records[f"record:{name}"] = value
-        elif _is_literal(value):
-            literals[name] = repr(value)
-        elif (arrays := _arrays(value)) is not None:
-            kind, content = arrays
-            records[f"{kind}:{name}"] = pack(content)
-        else:
-            raise CannotSave(
-                f"{owner}.{name} is a {type(value).__name__}, which cannot be saved; expected numbers, strings, "
-                "arrays, records, or lists and dicts of these"
-            )
-    return RecordDict({"literals": ConfigRecord(literals), **records})
+def state_of(rule: Rule) -> RecordDict:
+    """The state of a rule and of those inside it; CannotSave names the attribute that has no place in a record."""
+    parts: dict[str, Any] = {}
+    literals = [_literal(each._kept(), str(each), parts) for each in rule.chain()]
+    arrays = {key: np.asarray(part, order="C") for key, part in parts.items() if isinstance(part, _PARTS[:2])}
+    records = {key: part for key, part in parts.items() if key not in arrays}
+    return RecordDict({_STATE: ConfigRecord({_STATE: repr(literals)}), "arrays": pack(arrays), **records})
 
 
-def load(records: RecordDict) -> dict[str, Any]:
-    """The values that `save` converted to these records."""
-    literals = records.get("literals")
-    if not isinstance(literals, ConfigRecord):
-        raise StorageError("the strategy's state in the checkpoint has no ConfigRecord 'literals'")
-    values = {name: ast.literal_eval(str(text)) for name, text in literals.items()}
-    for key, record in records.items():
-        kind, colon, name = key.partition(":")
-        if not colon or "/" in kind:  # a record of a wrapped strategy
-            continue
-        values[name] = record if kind == "record" else _ARRAYS[kind](record)
-    return values
+def restore(rule: Rule, records: RecordDict) -> None:
+    """The inverse of `state_of`, for a rule that was created with the same arguments and has begun its run."""
+    if not isinstance(state := records.get(_STATE), ConfigRecord):
+        raise StorageError(f"the strategy's state in the checkpoint has no ConfigRecord {_STATE!r}")
+    for each, literal in zip(rule.chain(), ast.literal_eval(str(state[_STATE])), strict=True):
+        each._keep(_value(literal, records))
 
 
-def nested(name: str, records: RecordDict) -> dict[str, Record]:
-    """The records of a wrapped strategy, prefixed with the name of the attribute that holds it."""
-    return {f"{name}/{key}": record for key, record in records.items()}
-
-
-def inside(name: str, records: RecordDict) -> RecordDict:
-    """The inverse of `nested`: the records with the prefix, without it."""
-    prefix = f"{name}/"
-    return RecordDict({key.removeprefix(prefix): record for key, record in records.items() if key.startswith(prefix)})
-
-
-def _is_literal(value: Any) -> bool:
-    """Whether `ast.literal_eval(repr(value))` returns the same value with the same types."""
+def _literal(value: Any, name: str, parts: dict[str, Any]) -> tuple[str, Any]:
+    """The kind of a value, and literals for it; what is none becomes one of the `parts`, and its key the literal."""
     kind = type(value)
-    if kind in (list, tuple, set):
-        return (kind is not set or bool(value)) and all(map(_is_literal, value))
-    if kind is dict:
-        return all(_is_literal(key) and _is_literal(item) for key, item in value.items())
-    return kind in _LITERALS and not (kind is float and not math.isfinite(value))
+    if isinstance(value, _PARTS):
+        parts[key := str(len(parts))] = value
+        return ("scalar" if isinstance(value, np.generic) else "array" if kind is np.ndarray else "record"), key
+    if kind in (dict, FlatArrays):
+        pairs = [(_literal(key, name, parts), _literal(each, f"{name}.{key}", parts)) for key, each in value.items()]
+        return "dict", pairs
+    if kind in _LISTS.values():
+        return kind.__name__, [_literal(each, name, parts) for each in value]
+    if kind in _LITERALS and not (kind is float and not math.isfinite(value)):
+        return "", value
+    raise CannotSave(
+        f"{name} is a {kind.__name__}, which cannot be saved; expected numbers, strings, arrays, records, or lists and "
+        "dicts of these"
+    )
 
 
-def _arrays(value: Any) -> tuple[str, Mapping[str, np.ndarray]] | None:
-    if isinstance(value, FlatArrays):
-        return "flat", value
-    if isinstance(value, np.ndarray | np.generic):
-        return ("array" if isinstance(value, np.ndarray) else "scalar"), {"": np.asarray(value, order="C")}
-    if type(value) in (list, tuple) and all(isinstance(array, np.ndarray) for array in value):
-        return type(value).__name__, {str(i): np.asarray(array, order="C") for i, array in enumerate(value)}
-    if type(value) is dict and all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in value.items()):
-        return "dict", {key: np.asarray(array, order="C") for key, array in value.items()}
-    return None
-
-
-_ARRAYS: dict[str, Callable[[Any], Any]] = {
-    "flat": unpack,
-    "array": lambda record: record[""].numpy(),
-    "scalar": lambda record: record[""].numpy()[()],
-    "list": lambda record: [array.numpy() for array in record.values()],
-    "tuple": lambda record: tuple(array.numpy() for array in record.values()),
-    "dict": lambda record: {key: array.numpy() for key, array in record.items()},
-}
+def _value(literal: tuple[str, Any], records: Mapping[str, Any]) -> Any:
+    kind, content = literal
+    if kind == "dict":
+        return {_value(key, records): _value(each, records) for key, each in content}
+    if kind in _LISTS:
+        return _LISTS[kind](_value(each, records) for each in content)
+    if kind in ("array", "scalar"):
+        array = records["arrays"][content].numpy()
+        return array if kind == "array" else array[()]
+    return records[content] if kind == "record" else content

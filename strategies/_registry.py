@@ -15,9 +15,10 @@ from fedbn_flwr.declared import check, declarations
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared, part
 
-from ._flower import FLOWER, FlowerRule
-from ._rule import Rule
+from ._foreign import FLOWER, Foreign
+from ._rule import Leaf, Rule
 from ._wrapper import Wrapper
+from .meanstatistics import MeanStatistics
 
 # Flower accepts any value of these, and with fraction_train 0 it trains nothing.
 _LIMITS: dict[str, tuple[Any, ...]] = {
@@ -65,8 +66,8 @@ _NOT_IN_FILES = {
 
 def register(names: Mapping[str, Any]) -> Registry:
     """Fill STRATEGIES with the rules among the names of this package."""
-    rules = {name: value for name, value in names.items() if isinstance(value, type) and issubclass(value, Rule)}
-    STRATEGIES.own.update({name: rule for name, rule in rules.items() if rule not in (Rule, Wrapper)})
+    classes = {name: value for name, value in names.items() if isinstance(value, type) and value is not Wrapper}
+    STRATEGIES.own = {name: value for name, value in classes.items() if issubclass(value, Leaf | Wrapper)}
     return STRATEGIES
 
 
@@ -150,7 +151,10 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
         raise SettingsError(_at(section, name, options, error)) from None
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{section} {name} with {options}: {error}") from None
-    return FlowerRule(made, robust=of_flower.robust, seed=defaults.get("seed", 0)) if of_flower else made
+    if of_flower is None:
+        return made
+    statistics: Any = "median" if of_flower.robust else "mean"
+    return MeanStatistics(Foreign(made, defaults.get("seed", 0)), statistics=statistics)
 
 
 def _at(section: str, name: str, options: Mapping[str, Any], error: SettingsError) -> str:

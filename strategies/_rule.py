@@ -3,8 +3,8 @@
 A rule may be around another one; together they are a chain, whose innermost rule chooses the clients. The outermost
 runs the round for all of them, and calls the hooks of each rule in this order:
 
-- `check` and `begin` prepare a run.
-- `instructions` and `records` are sent to the clients, those of the outermost rule first.
+- `begin` prepares a run.
+- `instructions` are sent to the clients, those of the outermost rule first.
 - `received` may change the replies before they are read, and `problem` refuses single ones.
 - `shown` may change the replies for the rules inside.
 - `weights` and `combine` make the new model; a rule calls those of the rule inside it by `super()`.
@@ -19,26 +19,34 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.engines.base import capabilities
+from fedbn_flwr.engines.base import capabilities, wait_for_nodes
 from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.bounds import Bounds
-from fedbn_flwr.messages.gate import Reply, gate, one_line, partition_of, read_reply, refused
-from fedbn_flwr.messages.screening import odd_metrics, reason_of, record_problems
+from fedbn_flwr.messages.gate import (
+    Reply,
+    gate,
+    metrics_of,
+    number_problem,
+    one_line,
+    partition_of,
+    read_reply,
+    refused,
+)
+from fedbn_flwr.messages.screening import evaluation_key, odd_metrics, reason_of, record_problems
 from fedbn_flwr.norms.roles import Role, roles
-
-from ._records import load, save
 
 Content = TypeVar("Content")
 
@@ -58,17 +66,20 @@ class Round:
 class Traits:
     """The properties of a rule that do not change during a run."""
 
-    replaces_norm: bool = False  # clients replace the arithmetic of batch norm
-    # The mean of the clients' first steps must be the step along the mean of their gradients: SGD without clipping.
-    linear_steps: bool = False
-    averages_momentum: bool = False  # clients must train by SGD with momentum
+    # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
+    # their gradients (SGD without clipping), or "momentum" (SGD with momentum).
+    steps: frozenset[str] = frozenset()
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
     freezes: frozenset[Role] = frozenset()  # the roles that clients are asked to freeze, from some round on
-    min_batch: int = 0  # images that a batch must have for its statistics to be exchanged; 0: none are exchanged
+    # Images that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0: no
+    # statistics are exchanged.
+    min_batch: int = 0
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
-    equal: frozenset[str] = frozenset()  # the names of `records` in whose mean all clients count equally
+    # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
+    # whether all clients count equally in their mean. The `instructions` of these names are sent as such records.
+    records: Mapping[str, bool] = field(default_factory=dict)
     hides: str | None = None  # what the server does with replies instead of reading single ones, in words
 
     @property
@@ -97,19 +108,23 @@ class Rule(Strategy):
         are numbers, strings, arrays, and lists and dicts of these.
         """
 
+        # The first round after the one in which the rule froze or switched, which schedules of clients follow.
+        switch_round: int | None = None
+
     traits: Traits = Traits()
     memory: Memory
-    # What a rule around this one may need and this one does not have, with the reason; and what this one needs of the
-    # rules inside it, with the rest of the error. `_compose` names these properties and compares them. A class with a
-    # hook that sees the replies of single clients must declare what it lacks.
+    leaf: Leaf  # the innermost rule of the chain
+    # What a rule around this one may need and this one does not have, with the reason (an empty one: it has what those
+    # inside it lack); and what this one needs of the rules inside it, with the rest of the error. `check_composition`
+    # names these properties and compares them. A class with a hook that sees the replies of single clients must declare
+    # what it lacks.
     lacks: Mapping[str, str] = {}
     needs: Mapping[str, str] = {}
-    restores: ClassVar[Collection[str]] = ()  # what the rules inside lack and this one has
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
-    num_rounds: int | None = None
-    round: Round | None = None  # the current one
+    _rounds: int | None = None  # of the run
+    _round: Round | None = None  # the current one
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -120,8 +135,7 @@ class Rule(Strategy):
             reason = f"has {own[0]}() of its own, which may use the replies of single clients"
             cls.lacks = {**cls.lacks, "mean": f"{reason} (if it uses only their mean, declare this: lacks = {{}})"}
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         """The strategy's name in messages."""
         return type(self).__name__
 
@@ -129,50 +143,19 @@ class Rule(Strategy):
         """This rule, the one inside it, and so on to the innermost."""
         yield self
 
-    @property
-    def leaf(self) -> Leaf:
-        """The innermost rule of the chain."""
-        raise NotImplementedError
-
     # --- the hooks ---
-
-    def check(self, num_rounds: int) -> None:
-        """Raise SettingsError if the settings do not suit this number of rounds. No data are loaded yet."""
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
-        if reason := initial_fault(unpack(arrays)):
-            raise SettingsError(f"the initial model cannot be trained: {reason}")
-        self.memory = self.Memory()
-        self.num_rounds = num_rounds
-
-    def require_norm(self, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:
-        """Refuse a model without arrays of the `needed` roles: the run would be `instead` under another name."""
-        if set(needed).isdisjoint(roles(arrays).values()):
-            raise SettingsError(
-                f"{type(self).__name__} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
-                "a model with model.norm=bn"
-            )
+        self.memory, self._rounds = self.Memory(), num_rounds
 
     def instructions(self, round: Round) -> Mapping[str, Any]:
-        """The config keys that ask clients to apply the client rule."""
-        return {}
-
-    def records(self, round: Round) -> Mapping[str, Arrays]:
-        """Additional arrays for the clients, by record name.
-
-        Each client sends back a record of each name, with an array for every parameter that it trains. An empty
-        record is not sent, but the clients' records are still required.
-        """
+        """The config keys that ask clients to apply the client rule, and the records of `Traits.records`."""
         return {}
 
     def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
         """The replies of the round, before they are read."""
         return replies
-
-    def unusable(self, round: Round, reply: Reply) -> str | None:
-        """The reason why a reply does not have what the messages of the round ask for, or None."""
-        raise NotImplementedError
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """The reason to refuse a reply, or None."""
@@ -193,10 +176,6 @@ class Rule(Strategy):
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Update the state from the replies that were combined into the new model."""
 
-    def switched(self, server_round: int) -> bool:
-        """Whether this round is after the one in which the rule froze or switched, for schedules that follow it."""
-        return False
-
     def global_model(self, round: Round) -> ArrayRecord:
         """The model for use outside the federation, where `round.arrays` is the result of the round."""
         return round.arrays
@@ -207,21 +186,31 @@ class Rule(Strategy):
 
     # --- the round ---
 
+    def _told(self, round: Round) -> tuple[dict[str, Any], dict[str, ArrayRecord]]:
+        """The config keys and the records for the clients. An empty record is not sent, but required of them."""
+        told = dict(self.instructions(round))
+        records = {name: told.pop(name, None) for name in self.traits.records}
+        return told, {name: pack(values) for name, values in records.items() if values}
+
+    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
+        """The reason why a reply does not have what the messages of the round ask for, or None."""
+        return self.leaf._unusable(reply, sent)
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The round of the whole chain, which this rule is the outermost of."""
-        chain, leaf, round, what = list(self.chain()), self.leaf, self.round, f"round {server_round}"
-        leaf.shares, leaf.used = {}, ()
+        chain, leaf, round, what = list(self.chain()), self.leaf, self._round, f"round {server_round}"
+        leaf.used = ()
         if round is None or not leaf.asked:
             return None, None
         for rule in chain:
             replies = rule.received(round, replies)
-        names = [name for rule in chain for name in rule.records(round)]
+        sent, names = unpack(round.arrays), self.traits.records
 
         def read(message: Message) -> Reply:
             reply = read_reply(message, leaf.arrayrecord_key, names)
-            problem = self.unusable(round, reply)
+            problem = self._unusable(reply, sent)
             for rule in chain:
                 problem = problem or rule.problem(round, reply)
             if problem:
@@ -229,18 +218,17 @@ class Rule(Strategy):
             return reply
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
-            problems = leaf.compare(round, found)
+            problems = leaf.compare(found, sent)
             for name in names:
-                problems = {**problems, **record_problems(found, name, unpack(round.arrays))}
+                problems |= record_problems(found, name, sent)
             return problems
 
         found: Sequence[Reply] = leaf.screen(what, replies, leaf.asked, read, compare)
         for rule in chain:
             found = rule.shown(round, found)
         weights = leaf.bounded(what, self.weights(round, found))
-        leaf.shares = {reply.node: weight for reply, weight in zip(found, weights, strict=True)}
         model = pack(self.combine(round, found, weights))
-        if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
+        if list(model) != list(sent):  # arrays that clients do not send back do not change
             model = record_of({**round.arrays, **model})
         for rule in reversed(chain):
             rule.after_round(round, found, weights)
@@ -248,13 +236,13 @@ class Rule(Strategy):
 
     # --- the run ---
 
-    def state(self) -> RecordDict:
-        """`memory` as records."""
-        return save(vars(self.memory), type(self).__name__)
+    def _kept(self) -> dict[str, Any]:
+        """The state that checkpoints save."""
+        return vars(self.memory)
 
-    def restore(self, records: RecordDict) -> None:
-        """The inverse of `state`, called after `begin` on a rule created with the same arguments."""
-        self.memory = self.Memory(**load(records))
+    def _keep(self, values: dict[str, Any]) -> None:
+        """The inverse of `_kept`."""
+        self.memory = self.Memory(**values)
 
     def start(
         self,
@@ -266,19 +254,18 @@ class Rule(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        grid = self.prepare(grid, initial_arrays, num_rounds)
+        grid = self._prepare(grid, initial_arrays, num_rounds)
         return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """The first call of a server of Flower's old API."""
         raise SettingsError(
-            f"{type(self).__name__} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
+            f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
             'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
         )
 
-    def prepare(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int) -> Grid:
+    def _prepare(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int) -> Grid:
         """Prepare the rule for a run; returns the grid whose replies have passed the gate."""
-        self.check(num_rounds)
         self.begin(num_rounds, initial_arrays)
         return GatedGrid(grid)
 
@@ -292,23 +279,23 @@ class Leaf(Rule):
 
     memory: Memory
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
+    weighs: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"
     bounds: Bounds | None = None  # on the influence of one client
     min_train_nodes: int = 1  # usable replies that a round needs
     hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
     asked: int = 0  # the number of clients that received the model in this round
-    # The weight of each reply in the last mean, by node id and in the order of the sum.
-    shares: Mapping[int, float] = {}
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     def __init__(self) -> None:
-        self.memory = self.Memory()
+        self.memory, self.leaf = self.Memory(), self
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
         self.refused: list[Message] = []  # the same, as errors
 
-    @property
-    def leaf(self) -> Leaf:
-        return self
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        if reason := initial_fault(unpack(arrays)):
+            raise SettingsError(f"the initial model cannot be trained: {reason}")
+        super().begin(num_rounds, arrays)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         return [reply.number(self.weighted_by_key) for reply in replies]
@@ -323,9 +310,25 @@ class Leaf(Rule):
         """The metrics of training, of all clients together."""
         raise NotImplementedError
 
-    def compare(self, round: Round, found: Mapping[int, Reply]) -> Mapping[int, str]:
+    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
+        """The metrics of an evaluation, of all clients together; the metric `key` weights the replies."""
+        raise NotImplementedError
+
+    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The reasons to refuse replies that show only beside those of the other clients, by node."""
         return {}
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        messages = gate(replies)
+        key = evaluation_key(messages, self.weighted_by_key)
+
+        def read(message: Message) -> Message:
+            if self.weighs and (problem := number_problem(metrics_of(message.content), key)):
+                raise MessageError(problem)
+            return message
+
+        # A missing evaluation must not end the run, so no reply is required.
+        return self.evaluated(server_round, self.screen(f"round {server_round}, evaluation", messages, 0, read), key)
 
     def screen(
         self,
@@ -343,16 +346,14 @@ class Leaf(Rule):
         messages = gate(replies)
         for reply in messages:
             node = reply.metadata.src_node_id
-            if reply.has_error():
-                problems.append((node, reason_of(reply)))
-                continue
-            answered[node] = partition_of(reply.content)
             try:
+                if reply.has_error():
+                    raise MessageError(reason_of(reply))
+                answered[node] = partition_of(reply.content)
                 usable[node] = read(reply)
+                metrics[node] = next(iter(metrics_in(reply.content).values()), MetricRecord())
             except MessageError as error:
                 problems.append((node, str(error)))
-            else:
-                metrics[node] = next(iter(metrics_in(reply.content).values()), MetricRecord())
         problems += {**odd_metrics(metrics), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
         reasons = dict(problems)
@@ -373,7 +374,12 @@ class Leaf(Rule):
         the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the `asked` clients remain;
         with `asked` 0 no client is required.
         """
-        refused = [*refused, *self._note_partitions(None if self.round is None else self.round.grid, answered)]
+        known = self.memory.partitions
+        found = {node: number for node, number in answered.items() if number not in (None, known.get(node))}
+        # Exchanges do not pass the gate, which checks the partitions of all other replies.
+        wrong = capabilities(self._round.grid).partition_problems(found) if found and self._round else {}
+        known.update({node: number for node, number in found.items() if node not in wrong})
+        refused = [*refused, *wrong.items()]
         reasons = sorted(f"{self._who(node)}: {reason}" for node, reason in refused)
         usable = list(answered.keys() - {node for node, _ in refused})
         if (silent := asked - len(usable) - len(refused)) > 0:
@@ -388,14 +394,6 @@ class Leaf(Rule):
         for reason in reasons:
             log(WARNING, "%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)
-
-    def _note_partitions(self, grid: Grid | None, answered: Mapping[int, int | None]) -> list[tuple[int, str]]:
-        """Note the partitions that nodes report; returns the nodes that report a wrong one, each with the reason."""
-        known = self.memory.partitions
-        found = {node: number for node, number in answered.items() if number not in (None, known.get(node))}
-        wrong = capabilities(grid).partition_problems(found) if found and grid is not None else {}
-        self.memory.partitions.update({node: number for node, number in found.items() if node not in wrong})
-        return list(wrong.items())
 
     def _position(self, node: int) -> tuple[int, int, int]:
         """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
@@ -412,12 +410,56 @@ def refuse_bounds(rule: Rule) -> None:
     bounds = rule.leaf.bounds
     if bounds is None:
         return
-    refused = bounds.of_updates() if type(rule).records is not Rule.records else {}
-    reason = f"{rule.name} averages more than the model, which one client could set to any value"
+    refused = bounds.of_updates() if rule.traits.records else {}
+    reason = f"{rule} averages more than the model, which one client could set to any value"
     if not rule.traits.has_global_model:
-        refused, reason = bounds.notes(), f"{rule.name} has no model of all clients, on which one could have influence"
+        refused, reason = bounds.notes(), f"{rule} has no model of all clients, on which one could have influence"
     for key, value in refused.items():
         raise SettingsError(f"bounds.{key} is {value!r}, but {reason}")
+
+
+def require_norm(rule: Rule, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:
+    """Refuse a model without arrays of the `needed` roles: the run would be `instead` under another name."""
+    if set(needed).isdisjoint(roles(arrays).values()):
+        raise SettingsError(
+            f"{rule} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
+            "a model with model.norm=bn"
+        )
+
+
+def refuse_norm(arrays: ArrayRecord, reason: str) -> None:
+    """Refuse a model that tracks statistics; the reason has a place for the first key of theirs."""
+    if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
+        raise SettingsError(reason.format(tracked[0]))
+
+
+_TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers
+
+
+def check_honoured(grid: Grid, key: str, server_round: int) -> None:
+    """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not confirm it.
+
+    The rounds before the first message with the key would be lost if a client ignored it.
+    """
+    nodes = wait_for_nodes(grid, 1, _TIMEOUT, "start SuperNodes")
+    content = RecordDict({"config": ConfigRecord({protocol.ROUND: server_round})})
+    problems = []
+    for reply in grid.send_and_receive(
+        [Message(content, node, protocol.KEYS_QUERY) for node in nodes], timeout=_TIMEOUT
+    ):
+        who = f"node {reply.metadata.src_node_id}"
+        # A node that is offline, or answers nothing since it cannot make its client, is left to the rounds.
+        if reply.has_error() and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+            problems.append(f"{who}: {one_line(str(reply.error.reason))}")
+        elif reply.has_content() and not all(key in honoured for honoured in metrics_in(reply.content).values()):
+            problems.append(f"{who}: its client does not honour it")
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in sorted(problems))
+        raise RunFailed(
+            f"the run cannot begin: its later rounds need clients that honour the config key {key!r}, and these do not "
+            f"confirm it. Serve them by fedbn_flwr.client_app with a BNClient, or answer {protocol.KEYS_QUERY!r} "
+            f"as docs/plugin.md shows:{listed}"
+        )
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
@@ -438,8 +480,3 @@ OLD_NAMES = {
 def unknown_argument(strategy: str, key: str, known: Iterable[str]) -> TypeError:
     hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known)
     return TypeError(f"{strategy} has no argument {key!r}; {hint}")
-
-
-def returned_roles(traits: Traits, present: Collection[Role]) -> frozenset[Role]:
-    """The kept roles that clients send back: only those that the server's model contains (it may lack counters)."""
-    return traits.kept & traits.returned & frozenset(present)

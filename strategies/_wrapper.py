@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.gate import Reply
 from fedbn_flwr.messages.screening import with_records
 
-from ._compose import check_composition
-from ._foreign import as_rule as as_rule
-from ._records import inside, nested
-from ._rule import Leaf, Round, Rule
+from ._foreign import as_rule
+from ._rule import Round, Rule
 
 
 class Wrapper(Rule):
@@ -31,7 +28,7 @@ class Wrapper(Rule):
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy) -> None:
-        name, given, wrapped = self.name, type(strategy).__name__, cast(object, strategy)
+        name, given, wrapped = str(self), type(strategy).__name__, cast(object, strategy)
         if not isinstance(wrapped, Strategy):
             old = hasattr(wrapped, "initialize_parameters") and not isinstance(wrapped, type)
             raise TypeError(
@@ -40,8 +37,7 @@ class Wrapper(Rule):
             )
         self.strategy = strategy
         self.rule = as_rule(strategy)
-        self.traits = self.rule.traits
-        self.memory = self.Memory()
+        self.leaf, self.traits, self.memory = self.rule.leaf, self.rule.traits, self.Memory()
         check_composition(self)
         if isinstance(strategy, Rule) and type(strategy).aggregate_train is not Rule.aggregate_train:
             raise SettingsError(
@@ -53,25 +49,11 @@ class Wrapper(Rule):
         yield self
         yield from self.rule.chain()
 
-    @property
-    def leaf(self) -> Leaf:
-        return self.rule.leaf
-
-    @property
-    def weighted_by_key(self) -> str:
-        return self.leaf.weighted_by_key
-
     # --- the hooks, those of the wrapped rule ---
-
-    def check(self, num_rounds: int) -> None:
-        self.rule.check(num_rounds)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         self.rule.begin(num_rounds, arrays)
-
-    def unusable(self, round: Round, reply: Reply) -> str | None:
-        return self.rule.unusable(round, reply)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         return self.rule.weights(round, replies)
@@ -79,9 +61,6 @@ class Wrapper(Rule):
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new model of the wrapped strategy."""
         return self.rule.combine(round, replies, weights)
-
-    def switched(self, server_round: int) -> bool:
-        return self.rule.switched(server_round)
 
     def global_model(self, round: Round) -> ArrayRecord:
         return self.rule.global_model(round)
@@ -94,11 +73,10 @@ class Wrapper(Rule):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
-        extended = ConfigRecord({**config, **self.instructions(round)})
-        messages = self.rule.configure_train(server_round, arrays, extended, grid)
+        self._round = round = Round(server_round, self._rounds, arrays, config, grid)
+        told, records = self._told(round)
+        messages = self.rule.configure_train(server_round, arrays, ConfigRecord({**config, **told}), grid)
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
-        records = {name: pack(values) for name, values in self.records(round).items() if values}
         return with_records(messages, records) if records else messages
 
     def configure_evaluate(
@@ -126,7 +104,7 @@ class Wrapper(Rule):
     ) -> Result:
         """Run the federation by the `start` of the wrapped strategy, which may be one of the user's."""
         return _calling(self.strategy, self).start(
-            grid=self.prepare(grid, initial_arrays, num_rounds),
+            grid=self._prepare(grid, initial_arrays, num_rounds),
             initial_arrays=initial_arrays,
             num_rounds=num_rounds,
             timeout=timeout,
@@ -135,13 +113,6 @@ class Wrapper(Rule):
             evaluate_fn=evaluate_fn,
         )
 
-    def state(self) -> RecordDict:
-        return RecordDict({**super().state(), **nested("base", self.rule.state())})
-
-    def restore(self, records: RecordDict) -> None:
-        super().restore(records)
-        self.rule.restore(inside("base", records))
-
 
 _ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary")
 
@@ -149,7 +120,32 @@ _ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate
 def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     """A strategy with the attributes and the `start` of `strategy`, where `self.configure_train` etc. are `rule`'s."""
     methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
-    methods["prepare"] = staticmethod(lambda grid, *_: grid)  # `rule` is prepared
+    methods["_prepare"] = staticmethod(lambda grid, *_: grid)  # `rule` is prepared
     calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
     calling.__dict__ = strategy.__dict__
     return calling
+
+
+def check_composition(outer: Rule) -> None:
+    """Raise SettingsError if a rule inside `outer` lacks something that `outer` needs.
+
+    The names of such properties; a rule may add others:
+
+    - `inside`: it may be inside another rule.
+    - `mean`: the mean of the replies is enough for it, together with the number of clients.
+    - `known`: this is known of it, and it does not need one reply per client either.
+    - `statistics`: the statistics of its model are means of the clients' statistics.
+    - `weights`: it reports the weights of its mean.
+    """
+    lacking: dict[str, tuple[Rule, str]] = {}
+    for rule in reversed(list(outer.chain())[1:]):
+        lacking = {need: (rule, why) for need, why in rule.lacks.items()} | {
+            need: found for need, found in lacking.items() if rule.lacks.get(need) != ""
+        }
+    for need, reason in {
+        "inside": "{outer} cannot be around it; expected {inside}({outer}(...), ...)",
+        **outer.needs,
+    }.items():
+        inside, why = lacking.get(need, (outer, ""))
+        if why:
+            raise SettingsError(f"{inside} {why}, and " + reason.format(inside=inside, outer=outer))

@@ -12,7 +12,7 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import Any, Never, TypedDict
 
@@ -25,16 +25,15 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
-from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
-from fedbn_flwr.messages.arrays import pack, record_of, unpack
+from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.bounds import Bounds, as_bounds
 from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, partition_of
-from fedbn_flwr.messages.screening import common_metrics, evaluation_key
+from fedbn_flwr.messages.screening import common_metrics
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Leaf, Round, refuse_bounds, returned_roles, unknown_argument
+from ._rule import Leaf, Round, refuse_bounds, unknown_argument
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -73,6 +72,7 @@ class FedAvg(Leaf, FlowerFedAvg):
     """
 
     lacks = {}
+    expected: Collection[str] | None = None  # the keys of the arrays that clients send back; None: those of the model
 
     def __init__(
         self,
@@ -114,21 +114,24 @@ class FedAvg(Leaf, FlowerFedAvg):
     ) -> Iterable[Message]:
         if self.fraction_train == 0.0:
             return []
-        self.round = round = Round(server_round, self.num_rounds, arrays, config, grid)
+        self._round = round = Round(server_round, self._rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
-        instructions = dict(self.instructions(round))
-        if self.traits.returned and (returned := returned_roles(self.traits, roles(arrays).values())):
-            instructions[protocol.RETURN] = protocol.join(returned)
-        records = {name: pack(values) for name, values in self.records(round).items() if values}
-        return self._messages(round, records, instructions, nodes, MessageType.TRAIN)
+        told, records = self._told(round)
+        kept = self.traits.kept
+        if kept:
+            of = roles(arrays)  # which may lack counters
+            returned = kept & self.traits.returned & set(of.values())
+            self.expected = [key for key, role in of.items() if role not in kept - returned]
+            told |= {protocol.RETURN: protocol.join(returned)} if returned else {}
+        return self._messages(round, records, told, nodes, MessageType.TRAIN)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         if self.fraction_evaluate == 0.0:
             return []
-        round = Round(server_round, self.num_rounds, arrays, config, grid)
+        round = Round(server_round, self._rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         return self._messages(round, {}, {}, nodes, MessageType.EVALUATE)
 
@@ -136,14 +139,6 @@ class FedAvg(Leaf, FlowerFedAvg):
         """The arrays of the global model that clients receive: all roles except those that stay on the client."""
         kept = self.traits.kept
         return record_of(split_by_role(arrays, roles(arrays), kept)[1]) if kept else arrays
-
-    def expected(self, arrays: ArrayRecord) -> list[str]:
-        """The keys of the arrays that a client must send back."""
-        if not self.traits.kept:
-            return list(arrays)
-        of = roles(arrays)
-        absent = self.traits.kept - returned_roles(self.traits, of.values())
-        return [key for key, role in of.items() if role not in absent]
 
     def _messages(
         self,
@@ -162,44 +157,35 @@ class FedAvg(Leaf, FlowerFedAvg):
     def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
         """The nodes of this round; the choice depends only on the seed, the round and the partitions."""
         partitions = self.memory.partitions
-        nodes = self._wait_for_nodes(round.grid, max(self.min_available_nodes, least))
+        nodes = self._connected(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):
             log(WARNING, "round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
-        count = self._count(len(nodes), fraction, least)
-        if count < len(nodes):
-            self._ask_for_partitions(round, [node for node in nodes if node not in partitions])
+        count = max(int(len(nodes) * fraction), least)
+        if count >= len(nodes):
+            return sorted(nodes, key=self._position)
+        self._ask_for_partitions(round, [node for node in nodes if node not in partitions])
         nodes.sort(key=self._position)
-        if count < len(nodes):
-            random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", round.number))
-            chosen = sorted(random.choice(len(nodes), size=count, replace=False))
-            nodes = [nodes[i] for i in chosen]
-        return nodes
+        random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", round.number))
+        return [nodes[i] for i in sorted(random.choice(len(nodes), size=count, replace=False))]
 
-    def _count(self, nodes: int, fraction: float, least: int) -> int:
-        return max(int(nodes * fraction), least)
-
-    def _wait_for_nodes(self, grid: Grid, needed: int) -> list[int]:
+    def _connected(self, grid: Grid, needed: int) -> list[int]:
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-        nodes = list(grid.get_node_ids())
-        return nodes if len(nodes) >= needed else wait_for_nodes(grid, needed, self.node_timeout, hint)
+        return wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
         """The choice of clients depends on partitions, since node ids are random in every run."""
-        if not nodes:
-            return
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
-        replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout))
+        replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout)) if queries else ()
         answered = {r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()}
-        self._note_partitions(round.grid, answered)
+        self.memory.partitions.update({node: number for node, number in answered.items() if number is not None})
 
     # --- receiving ---
 
-    def unusable(self, round: Round, reply: Reply) -> str | None:
-        weight = number_problem(reply.metrics, self.weighted_by_key)
-        return weight or fault(reply.arrays, unpack(round.arrays), self.expected(round.arrays))
+    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
+        return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, self.expected)
 
-    def compare(self, round: Round, found: Mapping[int, Reply]) -> Mapping[int, str]:
+    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """Statistics must be within the bounds."""
         if self.bounds is None or not found:
             return {}
@@ -211,18 +197,8 @@ class FedAvg(Leaf, FlowerFedAvg):
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        messages = gate(replies)
-        key = evaluation_key(messages, self.weighted_by_key)
-
-        def read(message: Message) -> Message:
-            if problem := number_problem(metrics_of(message.content), key):
-                raise MessageError(problem)
-            return message
-
-        # A missing evaluation must not end the run, so no reply is required.
-        usable = self.screen(f"round {server_round}, evaluation", messages, 0, read)
-        return self.evaluate_metrics_aggr_fn([message.content for message in usable], key) if usable else None
+    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
+        return self.evaluate_metrics_aggr_fn([message.content for message in replies], key) if replies else None
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""

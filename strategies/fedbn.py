@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
 
-from ._rule import Traits
+from ._rule import Traits, require_norm
 from .fedavg import FedAvg, FedAvgOptions
 
 
@@ -45,7 +45,7 @@ class LocalNorm(FedAvg):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         kept = " and ".join(sorted(role.value for role in self.kept - {Role.COUNTER}))
-        self.require_norm(self.kept, arrays, f"keeps batch norm ({kept}) on the clients")
+        require_norm(self, self.kept, arrays, f"keeps batch norm ({kept}) on the clients")
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "global_norm": self.global_norm}

@@ -52,7 +52,6 @@ class FedBS(FedAvg):
     @dataclass
     class Memory(FedAvg.Memory):
         alike: int = 0  # consecutive rounds in which the losses were close together
-        switch_round: int | None = None  # the first round of FedProx
 
     memory: Memory
 
@@ -72,9 +71,6 @@ class FedBS(FedAvg):
     def notes(self) -> dict[str, Any]:
         """`switch_round` is the first round of FedProx, or None."""
         return {**super().notes(), "switch_round": self.memory.switch_round}
-
-    def switched(self, server_round: int) -> bool:
-        return self.memory.switch_round is not None and server_round >= self.memory.switch_round
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {} if self.memory.switch_round is None else {PROXIMAL_MU: float(self.proximal_mu)}

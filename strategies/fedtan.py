@@ -12,11 +12,12 @@ exchanges travel; all give the same results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
+from annotated_types import Ge, Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.client.training import SGD, Gradient, Loss
 from fedbn_flwr.engines.base import capabilities
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange import carriers
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.round import run_exchanges
@@ -34,10 +35,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
-from ._freezing import LastFree
-from ._rule import Round, Traits
+from ._rule import Round, Traits, require_norm
 from .fedavg import FedAvg, FedAvgOptions
-from .fixbn import FixBN, frozen_roles
+from .fixbn import FixBN, LastFree, frozen_roles
 
 
 class FedTAN(FedAvg):
@@ -67,8 +67,7 @@ class FedTAN(FedAvg):
     lacks = {}
     backward = True  # the backward pass exchanges gradients
     traits = Traits(
-        replaces_norm=True,  # clients normalise over the batches of all clients
-        linear_steps=True,
+        steps=frozenset({"linear"}),
         traffic="two exchanges per batch norm in a round; three with exchange: paper",
     )
 
@@ -77,38 +76,28 @@ class FedTAN(FedAvg):
         *,
         exchange: Literal["fused", "paper"] = "fused",
         weights: Literal["data", "batch"] = "data",
-        min_batch: int = protocol.MIN_BATCH,
-        exchange_timeout: float = 600,
+        min_batch: Annotated[int, Ge(1), "a number of images, 1 or more"] = protocol.MIN_BATCH,
+        exchange_timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
         direct: carriers.Service | bool = True,
         **options: Unpack[FedAvgOptions],
     ) -> None:
-        if exchange not in ("fused", "paper"):
-            raise SettingsError(f"exchange is {exchange!r}; expected 'fused' or 'paper'")
-        if weights not in ("data", "batch"):
-            raise SettingsError(f"weights is {weights!r}; expected 'data' or 'batch'")
-        if not isinstance(min_batch, int) or isinstance(min_batch, bool) or min_batch < 1:
-            raise SettingsError(f"min_batch is {min_batch!r}; expected a number of images, 1 or more")
         carriers.check(direct)
-        if not exchange_timeout > 0:
-            raise SettingsError(f"exchange_timeout is {exchange_timeout!r}; expected a number of seconds above zero")
         if weights == "batch":
             options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
         super().__init__(**options)
         self.traits = replace(self.traits, min_batch=min_batch)
-        self.exchange = exchange
-        self.weights_by = weights
-        self.exchange_timeout = exchange_timeout
-        self.direct = direct
+        self.exchange, self.weights_by = exchange, weights
+        self.exchange_timeout, self.direct = exchange_timeout, direct
         self._carrier: carriers.RoundCarrier | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         carriers.prepare(self.direct)
-        self.require_norm({Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
+        require_norm(self, {Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
 
     def instructions(self, round: Round) -> dict[str, Any]:
         asked = {protocol.REPORT_BATCH: True} if self.weights_by == "batch" else {}
-        if _frozen(round.config):  # frozen batch norms compute no batch statistics
+        if Role.STATISTICS in frozen_roles(round.config):  # frozen batch norms compute no batch statistics
             return asked
         return {
             protocol.COHORT: self.exchange,
@@ -121,7 +110,7 @@ class FedTAN(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         messages = list(super().configure_train(server_round, arrays, config, grid))
-        if not messages or _frozen(config):
+        if not messages or Role.STATISTICS in frozen_roles(config):
             return messages
         engine = capabilities(grid)
         self._carrier = carriers.choose(self.direct, grid, messages, self.exchange_timeout, engine.exchange)
@@ -141,9 +130,7 @@ class FedTAN(FedAvg):
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The result of the exchange that messages call `what`."""
         p = [each.examples if self.weights_by == "data" else each.images for each in contributions]
-        if not any(p):
-            raise RunFailed(f"{what}: the weights of all {len(p)} clients are zero")
-        return algorithm_3(contributions, p if self.bounds is None else self.bounds.weights(p))
+        return algorithm_3(contributions, self.bounded(what, p))
 
     def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
         carrier, self._carrier = self._carrier, None
@@ -228,7 +215,7 @@ class FedAvgGlobalStats(FedTAN):
     """
 
     backward = False
-    traits = Traits(replaces_norm=True, traffic="one exchange per batch norm in a round; two with exchange: paper")
+    traits = Traits(traffic="one exchange per batch norm in a round; two with exchange: paper")
 
 
 class FedTANII(FixBN):
@@ -247,7 +234,3 @@ class FedTANII(FixBN):
 
     def __init__(self, *, fedtan_rounds: LastFree = 0.1, **options: Any) -> None:
         super().__init__(self.inner(**options), freeze_round=fedtan_rounds)
-
-
-def _frozen(config: Mapping[str, Any]) -> bool:
-    return Role.STATISTICS in frozen_roles(config)

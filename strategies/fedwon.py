@@ -19,10 +19,8 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round
+from ._rule import Round, refuse_norm
 from .fedavg import FedAvg, FedAvgOptions
 
 CLIP = "fedbn.clip"
@@ -45,12 +43,11 @@ class FedWon(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        for key, role in roles(arrays).items():
-            if role is Role.STATISTICS:
-                raise SettingsError(
-                    f"FedWon is for networks without normalisation, and the model has batch norm ({key!r}); use a "
-                    "model with model.norm=won, or convert_norm(model, 'won')"
-                )
+        refuse_norm(
+            arrays,
+            "FedWon is for networks without normalisation, and the model has batch norm ({!r}); use a model with "
+            "model.norm=won, or convert_norm(model, 'won')",
+        )
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {CLIP: float(self.clip)} if self.clip else {}
@@ -88,5 +85,4 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], factor: float, eps: floa
 def _unit_norm(x: Tensor) -> Tensor:
     """The norm of each output unit, in a shape that broadcasts with x."""
     dims = tuple(range(1, x.ndim)) if x.ndim > 1 else None
-    norm: Tensor = torch.linalg.vector_norm(x, dim=dims, keepdim=x.ndim > 1)
-    return norm
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=x.ndim > 1)  # type: ignore[no-any-return]

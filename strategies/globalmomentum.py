@@ -51,16 +51,16 @@ class GlobalMomentum(Wrapper):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         momentum = "momentum, as large as the parameters: up in each round, down from round 2 on"
-        of_base = self.traits.traffic
-        traffic = f"{of_base}; {momentum}" if of_base else momentum
-        self.traits = replace(self.traits, traffic=traffic, averages_momentum=True)
+        self.traits = replace(
+            self.traits,
+            traffic="; ".join(filter(None, [self.traits.traffic, momentum])),
+            steps=self.traits.steps | {"momentum"},
+            records={**self.traits.records, MOMENTUM_RECORD: False},
+        )
         refuse_bounds(self)
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {MOMENTUM: True}
-
-    def records(self, round: Round) -> dict[str, Arrays]:
-        return {MOMENTUM_RECORD: self.memory.momentum}
+        return {MOMENTUM: True, MOMENTUM_RECORD: self.memory.momentum}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         self.memory.momentum = weighted_mean((reply.records[MOMENTUM_RECORD] for reply in replies), weights)
@@ -76,15 +76,11 @@ class GlobalMomentumClient(ClientRule):
     def begin(self) -> None:
         optimizer, state = self.local.optimizer, dict(self.local.state.load("momentum"))
         if self.local.config.get(MOMENTUM):
-            if not isinstance(optimizer, SGD):
+            if not (isinstance(optimizer, SGD) and optimizer.momentum):
+                how = "without it (momentum is 0)" if isinstance(optimizer, SGD) else "by another optimizer"
                 raise MessageError(
-                    f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains by another "
-                    "optimizer; expected optimizer sgd"
-                )
-            if not optimizer.momentum:
-                raise MessageError(
-                    f"the server maintains momentum ({MOMENTUM!r}), but this client trains without it (momentum is 0); "
-                    "expected a momentum above zero"
+                    f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
+                    "optimizer sgd and a momentum above zero"
                 )
             state.update(self.local.records.get(MOMENTUM_RECORD, {}))
         optimizer.load_state(state)

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Unpack
 from annotated_types import Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
@@ -24,7 +24,7 @@ from fedbn_flwr.messages.gate import Reply, number_problem, read_reply
 from fedbn_flwr.messages.screening import fault_problems
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round
+from ._rule import Round, refuse_norm
 from .fedavg import FedAvg, FedAvgOptions
 
 
@@ -57,11 +57,11 @@ class HeteroBN(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
-            raise SettingsError(
-                f"HeteroBN trains static batch norm, but the model tracks statistics ({tracked[0]!r}); use "
-                "model.norm=sbn, or convert_norm(model, 'sbn') on server and clients"
-            )
+        refuse_norm(
+            arrays,
+            "HeteroBN trains static batch norm, but the model tracks statistics ({!r}); use model.norm=sbn, or "
+            "convert_norm(model, 'sbn') on server and clients",
+        )
 
     def global_model(self, round: Round) -> ArrayRecord:
         """The model, with "query" including the statistics of all clients' data under it."""
@@ -69,7 +69,7 @@ class HeteroBN(FedAvg):
             return round.arrays
         config = ConfigRecord({**protocol.run_keys(round.config), protocol.ROUND: round.number})
         content = RecordDict({self.arrayrecord_key: round.arrays, self.configrecord_key: config})
-        nodes = self._wait_for_nodes(round.grid, self.min_available_nodes)
+        nodes = self._connected(round.grid, self.min_available_nodes)
         queries = [Message(content, node, protocol.STATISTICS_QUERY) for node in nodes]
         what = f"round {round.number}, statistics"
         answers = round.grid.send_and_receive(queries, timeout=self.query_timeout)
@@ -90,7 +90,7 @@ class HeteroBN(FedAvg):
             if other := next((node for node in forms if forms[node] != forms[next(iter(forms))]), None):
                 both = f"nodes {next(iter(forms))} and {other}"
                 raise RunFailed(f"{what}: {both} sent statistics of different layers; expected the same model on all")
-            return {**problems, **self.compare(round, left)}
+            return {**problems, **self.compare(left, {})}
 
         replies = self.screen(what, answers, len(nodes), read, compare)
         weights = self.bounded(what, self.weights(round, replies))

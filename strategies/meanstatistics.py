@@ -47,26 +47,23 @@ class MeanStatistics(Wrapper):
         to any value. Around a robust strategy such as `FedMedian()` use "median".
     """
 
-    lacks = {}
-    restores = ("statistics",)
+    lacks = {"statistics": ""}
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "median"] = "mean") -> None:
         super().__init__(strategy)
-        if statistics not in ("mean", "median"):
-            raise SettingsError(f"statistics is {statistics!r}; expected 'mean' or 'median'")
         if OF_NORMS & (self.traits.kept - self.traits.returned):
-            inside = type(strategy).__name__
+            inside = self.rule
             raise SettingsError(
                 f"MeanStatistics has nothing to combine around this {inside}, whose clients do not send batch norm's "
                 f"statistics; use {inside} without it"
             )
         if statistics == "median":
-            self.lacks = {"mean": "takes the median of the clients' statistics"}
+            self.lacks = {**self.lacks, "mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
         self.leaf.hidden |= OF_NORMS
 
-    def unusable(self, round: Round, reply: Reply) -> str | None:
-        return super().unusable(round, reply) or fault(reply.arrays, unpack(round.arrays))
+    def problem(self, round: Round, reply: Reply) -> str | None:
+        return fault(reply.arrays, unpack(round.arrays))
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)

@@ -40,7 +40,7 @@ class Scaffold(FedAvg):
     lacks = {}
     traits = Traits(
         client_memory="their control variates",
-        equal=frozenset({CONTROL_RECORD}),
+        records={CONTROL_RECORD: True},
         traffic="control variates, as large as the parameters: up in each round, down from round 2 on",
     )
 
@@ -51,10 +51,7 @@ class Scaffold(FedAvg):
     memory: Memory
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {CONTROL: True}
-
-    def records(self, round: Round) -> dict[str, Arrays]:
-        return {CONTROL_RECORD: self.memory.control}
+        return {CONTROL: True, CONTROL_RECORD: self.memory.control}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: c <- c + |S|/N * 1/|S| sum_i (c_i+ - c_i)"""

@@ -165,7 +165,6 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    rule.check(run.rounds)
     if run.evaluate.clients is False and not rule.traits.has_global_model:
         raise SettingsError(
             f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "
@@ -213,7 +212,7 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
             f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
             f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
         )
-    if not rule.traits.replaces_norm:
+    if not rule.traits.min_batch:
         return
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not computes_as_batch_norm(module):

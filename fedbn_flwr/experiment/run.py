@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,6 +38,7 @@ from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import is_taken
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.write import write_report
+from fedbn_flwr.strategies import restore
 
 from .cost import images_of
 from .data import loaded_data, resolve
@@ -103,11 +105,10 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         if run.evaluate.unseen:
             state.unseen = {client: node for client, node in nodes.ids.items() if client not in state.nodes}
             state.grid = TrainedNodes(ledger, frozenset(state.unseen.values()))
-        rule.check(run.rounds)
         rule.begin(run.rounds, state.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
-            rule.restore(snapshot.strategy)
+            restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
         while state.round < run.rounds and state.ended is None:
@@ -141,7 +142,8 @@ def end(listeners: Sequence[Listener], state: RunState) -> None:
 def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     rule, number = state.prepared.rule, state.round + 1
     config = ConfigRecord({**state.identity, protocol.KEPT_ROUND: state.kept_round})
-    if (factor := state.run.train.schedule.switch) is not None and rule.switched(number):
+    switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain())
+    if (factor := state.run.train.schedule.switch) is not None and switched:
         config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, state.arrays, config, state.grid))
     for listener in listeners:

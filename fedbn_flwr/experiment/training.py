@@ -151,12 +151,12 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     train, name = run.train, strategy_name(run.strategy)
     optimizer = name_in(train.optimizer)
     by_sgd = optimizer.lower() == "sgd"
-    if rule.traits.linear_steps and not by_sgd:
+    if "linear" in rule.traits.steps and not by_sgd:
         raise SettingsError(
             f"train.optimizer is {optimizer!r}, but strategy {name} needs sgd: the mean of its clients' first steps is "
             "the step on the union of their batches, which holds only for a step that is linear in the gradient"
         )
-    if rule.traits.linear_steps and train.clip is not None:
+    if "linear" in rule.traits.steps and train.clip is not None:
         raise SettingsError(
             f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
             "gradient of all, and clipping the parts changes their mean; leave train.clip out"
@@ -167,7 +167,7 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
             f"statistics of batches of fewer than {rule.traits.min_batch} images, because these reveal the images; use "
             f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}"
         )
-    if rule.traits.averages_momentum and not (by_sgd and train.momentum):
+    if "momentum" in rule.traits.steps and not (by_sgd and train.momentum):
         found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
         raise SettingsError(
             f"{found}, but strategy {name} averages the momentum of SGD; expected train.optimizer sgd and a "

@@ -33,7 +33,7 @@ from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.strategies import CannotSave, Rule
+from fedbn_flwr.strategies import CannotSave, Rule, state_of
 
 from .data import normalisation_of, partition_of
 from .node import client_of
@@ -118,7 +118,7 @@ def try_out(prepared: Prepared) -> Measured:
 
 def _state_of(rule: Rule) -> int:
     try:
-        return len(dump(rule.state()))
+        return len(dump(state_of(rule)))
     except CannotSave:
         return 0
 

@@ -229,7 +229,7 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     strategy = FedTAN(fraction_evaluate=0.0)
     ours = last_model(fed, strategy, 1, Losing(fed.app(), 3))
     assert all(np.isfinite(value).all() for value in ours.values())
-    assert list(strategy.shares) == [1, 3]
+    assert list(strategy.used) == [1, 3]
 
 
 def test_too_few_answers_to_an_exchange_end_the_run_with_reasons(federation: Federations) -> None:

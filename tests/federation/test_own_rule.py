@@ -24,7 +24,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FixBN, GlobalMomentum
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FixBN, GlobalMomentum, restore, state_of
 from tests.support.command import PATIENCE, ROOT
 
 Federations = Callable[..., Any]
@@ -88,7 +88,7 @@ def test_it_composes_and_is_saved(federation: Federations, fed_nova: Any) -> Non
     assert models[1]["1.running_mean"].tobytes() == models[2]["1.running_mean"].tobytes()
     other = GlobalMomentum(FixBN(fed_nova(), freeze_round=1))
     other.begin(2, fed.arrays())
-    other.restore(parse(dump(rule.state())))
+    restore(other, parse(dump(state_of(rule))))
     assert other.notes() == rule.notes() == {"freeze_round": 1, "frozen": ["statistics"], "tau": 2.0}
 
 

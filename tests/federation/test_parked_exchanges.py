@@ -91,7 +91,7 @@ def participants(fed: Any, grid: Any, after: Callable[[int], object] = bool, **o
 
     def note(server_round: int, arrays: ArrayRecord) -> None:
         if server_round:
-            found.append(sorted(strategy.shares))
+            found.append(sorted(strategy.used))
             after(server_round)
 
     strategy.start(grid, fed.arrays(), num_rounds=2, evaluate_fn=note)

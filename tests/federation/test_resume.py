@@ -34,8 +34,9 @@ from fedbn_flwr.strategies import (
     GlobalMomentum,
     MeanStatistics,
     Rule,
-    Wrapper,
     as_rule,
+    restore,
+    state_of,
 )
 from tests.support.command import PATIENCE, ROOT, environment
 from tests.support.records import content
@@ -68,8 +69,8 @@ def test_attributes_of_flower_s_strategies_are_restored(name: str) -> None:
         before.registered_nodes = {2**63 + 5: 0, 3: 1}
     if hasattr(before, "clipping_norm"):
         before.clipping_norm = np.float64(0.1) * 3
-    as_rule(after).restore(parse(dump(as_rule(before).state())))
-    assert content(as_rule(after).state()) == content(as_rule(before).state())
+    restore(as_rule(after), parse(dump(state_of(as_rule(before)))))
+    assert content(state_of(as_rule(after))) == content(state_of(as_rule(before)))
     again = getattr(after, "strategy", after)
     for key, value in vars(inner).items():
         assert type(getattr(again, key)) is type(value), key
@@ -81,7 +82,7 @@ def test_what_cannot_be_saved_is_refused_by_name() -> None:
     strategy = flower.FedAvg()
     strategy.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
     with pytest.raises(CannotSave, match=r"FedAvg\.generator is a Generator, which cannot be saved; expected numbers"):
-        FixBN(MeanStatistics(strategy), freeze_round=1).state()
+        state_of(FixBN(MeanStatistics(strategy), freeze_round=1))
 
 
 def test_a_nested_rule_keeps_its_own_state() -> None:
@@ -91,13 +92,13 @@ def test_a_nested_rule_keeps_its_own_state() -> None:
         each.begin(9, pack({"n.running_mean": np.zeros(1), "n.running_var": np.ones(1)}))
     inner: Any = before.strategy
     inner.memory.momentum = unpack(pack({"w": np.array([0.25])}))
-    inner.strategy.memory.last_free, before.memory.last_free = 3, 5
+    inner.strategy.memory.switch_round, before.memory.switch_round = 3, 5
     inner.strategy.strategy.memory.alike = 2
     inner.strategy.strategy.memory.partitions = {7: 0}
-    as_rule(after).restore(parse(dump(as_rule(before).state())))
-    assert content(as_rule(after).state()) == content(as_rule(before).state())
+    restore(as_rule(after), parse(dump(state_of(as_rule(before)))))
+    assert content(state_of(as_rule(after))) == content(state_of(as_rule(before)))
     other: Any = after.strategy
-    assert (after.memory.last_free, other.strategy.memory.last_free) == (5, 3)
+    assert (after.memory.switch_round, other.strategy.memory.switch_round) == (5, 3)
     assert other.strategy.strategy.memory == inner.strategy.strategy.memory
     assert other.memory.momentum["w"] == 0.25
 
@@ -161,8 +162,8 @@ def test_a_lost_state_changes_the_numbers(
 ) -> None:
     session(case, tmp_path / "run", 3)
     if case in SERVERS:
-        for kind in (Rule, Wrapper, type(as_rule(flower.FedAvg()))):
-            monkeypatch.setattr(kind, "restore", lambda rule, records: None)
+        for kind in (Rule, type(as_rule(flower.FedAvg()))):
+            monkeypatch.setattr(kind, "_keep", lambda rule, values: None)
     else:
         monkeypatch.setattr(LocalGrid, "write_state", lambda self, node, records: None)
     session(case, tmp_path / "run")

@@ -8,7 +8,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.checkpoint import Snapshot
 from fedbn_flwr.results.folder import RunFolder, deciding
-from fedbn_flwr.strategies import CannotSave
+from fedbn_flwr.strategies import CannotSave, state_of
 
 from ..resume import promises_of
 from .base import Listener, RunState
@@ -57,7 +57,7 @@ def _snapshot(state: RunState) -> Snapshot:
     strategy: RecordDict | None = None
     unsaved = None
     try:
-        strategy = state.prepared.rule.state()
+        strategy = state_of(state.prepared.rule)
     except CannotSave as error:
         unsaved = str(error)
     arrays = RecordDict({"arrays": state.arrays})

@@ -46,7 +46,7 @@ from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-unty
 from . import client as keys
 from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
-# By `statistics`: the properties that the strategy inside must have (`fedbn_flwr.strategies._compose`).
+# By `statistics`: the properties that the strategy inside must have (`check_composition` in `strategies/_wrapper.py`).
 _MEAN = {
     "inside": "{outer} must clip or check the change of each client; use one of the two",
     "mean": "{outer} does not account for this",
@@ -158,8 +158,8 @@ class Private(Wrapper):
 
     def _check_sent(self, mode: str) -> None:
         """Refuse a strategy whose clients would release something without noise."""
-        traits, name = self.traits, self.rule.name
-        if traits.traffic is not None or traits.replaces_norm:
+        traits, name = self.traits, self.rule
+        if traits.traffic is not None or traits.min_batch:
             raise SettingsError(f"{name} also sends what Private does not account for: {traits.traffic}")
         if not traits.has_global_model:
             raise SettingsError(f"{name} sends no model, so there is nothing to make private")
@@ -198,10 +198,10 @@ class Private(Wrapper):
             asks[keys.NOISE_SEED] = self.noise_seed
         return asks
 
-    def unusable(self, round: Round, reply: Reply) -> str | None:
+    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
         """A reply has the arrays that the clients were asked for; numbers of examples are not used."""
         assert self._asked is not None
-        return fault(reply.arrays, unpack(round.arrays), self._asked.received)
+        return fault(reply.arrays, sent, self._asked.received)
 
     def shown(self, round: Round, replies: Sequence[Reply]) -> list[Reply]:
         """From every client the private mean, with the weight 1."""
@@ -264,7 +264,7 @@ class Private(Wrapper):
 
     def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
         shown = reply.metrics if self.metrics else {}
-        metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.weighted_by_key: 1})
+        metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.leaf.weighted_by_key: 1})
         content = RecordDict({"arrays": pack(arrays), "metrics": metrics, **configs_in(reply.message.content)})
         return replace(reply, arrays=arrays, metrics=metrics, message=with_content(reply.message, content))
 

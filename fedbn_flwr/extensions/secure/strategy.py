@@ -120,6 +120,11 @@ class Secure(Wrapper):
 
     # --- a round ---
 
+    @property
+    def equal(self) -> frozenset[str]:
+        """The records in whose mean all clients count equally."""
+        return frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -140,7 +145,7 @@ class Secure(Wrapper):
             except NotOpened as error:
                 self._skip(server_round, error)
         self.leaf.used = ()
-        return None if self.round is None else self.round.arrays, MetricRecord({"skipped": 1})
+        return None if self._round is None else self._round.arrays, MetricRecord({"skipped": 1})
 
     def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
         """From every client in the sum the mean reply."""
@@ -153,7 +158,7 @@ class Secure(Wrapper):
 
     def _check(self, round: Round, mean: Message) -> None:
         """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""
-        reply = read_reply(mean, records=[name for rule in self.chain() for name in rule.records(round)])
+        reply = read_reply(mean, records=self.traits.records)
         problem = fault(reply.arrays, unpack(round.arrays), reply.arrays)
         for rule in self.chain():
             problem = problem or rule.problem(round, reply)

@@ -73,6 +73,8 @@ from fedbn_flwr.strategies import (
     Secure,
     SiloBN,
     Standalone,
+    restore,
+    state_of,
 )
 from tests.support.bounds import Equal
 from tests.support.command import ROOT
@@ -562,8 +564,8 @@ def test_history_and_summary_have_skipped_rounds_and_clients_left_out(tmp_path: 
     assert summary.notes["secure_skipped"] == [1]
     assert summary.notes["secure_left_out"] == [3]
     again = make_rule(prepared.run)
-    again.begin(2, prepared.rule.round.arrays)  # type: ignore[attr-defined]
-    again.restore(prepared.rule.state())
+    again.begin(2, prepared.rule._round.arrays)  # type: ignore[attr-defined]
+    restore(again, state_of(prepared.rule))
     assert again.memory == prepared.rule.memory
 
 

@@ -144,7 +144,7 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     for direct in (False, HERE):
         strategy = FedTAN(fraction_evaluate=0.0, direct=direct)
         results.append(train(fed, strategy, 1, app=spoiled(fed, 1, spoil), workers=3)[0])
-        assert len(strategy.shares) == 2
+        assert len(strategy.used) == 2
     reasons = re.findall("exchange 2: left out client 1 (.*)", flower_log.text)
     assert len(reasons) == 2
     assert all(re.search(says, reason) for reason in reasons), reasons
@@ -183,7 +183,7 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
     fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
     strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=2)
     train(fed, strategy, 1, app=spoiled(fed, 1, lambda _: time.sleep(4)), workers=3)
-    assert len(strategy.shares) == 2
+    assert len(strategy.used) == 2
     assert "client 1" in flower_log.text
     assert "sent nothing to the exchange service within 2 s" in flower_log.text
 
@@ -210,7 +210,7 @@ def test_clients_that_train_without_exchanges_are_not_waited_for(
         # A wait for either client would last 3000 s.
         strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=3000)
         strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1)
-    assert len(strategy.shares) == 2
+    assert len(strategy.used) == 2
     assert "node 1: the client's process died (signal 9)" in flower_log.text
     assert "node 2: it trained without the exchanges" in flower_log.text
 
