@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError, did_you_mean
 
-from . import Moments
+from . import Moments, Size
 from .images import Images
 
 if TYPE_CHECKING:  # decoding needs packages of the extra `data`
@@ -76,8 +76,8 @@ class DataSet:
         return self.train.shape[0]
 
     @property
-    def size(self) -> tuple[int, ...]:
-        return self.train.shape[1:]
+    def size(self) -> Size:
+        return self.train.shape[1:]  # type: ignore[return-value]
 
     @property
     def nbytes(self) -> int:

@@ -84,7 +84,7 @@ class Files:
         top, left, tall, wide = window.box(number, picture.height, picture.width)
         if tall <= height and wide <= width:  # enlarge exactly as for images in memory
             whole = torch.from_numpy(np.array(_array(picture)))[None]
-            return crop_and_resize(whole, torch.tensor([[top, left, tall, wide]]), (height, width))[0].numpy()
+            return crop_and_resize(whole, torch.tensor([[top, left, tall, wide]]), size)[0].numpy()
         box = picture.crop((left, top, left + wide, top + tall))
         return _array(box.resize((width, height), Image.Resampling.BILINEAR))  # smooths when it shrinks
 

@@ -275,7 +275,7 @@ class Shape:
 
     classes: int
     channels: int
-    size: tuple[int, ...]
+    size: tuple[int, int]
     dense: bool  # segmentation: labels are per pixel
 
 
