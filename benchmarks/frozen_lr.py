@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from fedbn_flwr import build_model
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 
-data = load(sys.argv[2]).train
+data = load(Source(sys.argv[2])).train
 inputs, targets = data.images.float() / 255, data.labels
 
 

@@ -42,6 +42,7 @@ from benchmarks.attacks.report import BATCHES, RESULTS, noted
 from fedbn_flwr import build_model, seeding
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 
 COHORT = 5
 EPOCH_STEPS = 8  # of a local epoch of FedAvg
@@ -66,7 +67,7 @@ class Setting:
 
     @functools.cached_property
     def pixels(self) -> tuple[Tensor, Tensor]:
-        source = load(self.data).train
+        source = load(Source(self.data)).train
         order = torch.randperm(len(source.labels), generator=seeding.generator(0, self.data))[:20_000]
         return source.images[order].float() / 255, source.labels[order]  # type: ignore[union-attr]
 

@@ -7,6 +7,7 @@ which thread an image is decoded. torchvision's transforms work image by image; 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ def resized_crop_boxes(
     return torch.where(fits.any(1, keepdim=True), torch.stack([top, left, tall, wide], 1), whole)
 
 
-def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+def crop_and_resize(images: Tensor, boxes: Tensor, size: Sequence[int]) -> Tensor:
     """Cut each image [N, C, H, W] to its box and enlarge it (bilinear) to `size`.
 
     A box must not be larger than `size`: shrinking would need smoothing first.

@@ -12,7 +12,8 @@ from fedbn_flwr import seeding
 
 from . import Moments
 from .augment import Window, random_crop, random_flip, random_rotate
-from .images import BatchRequest, Source
+from .dataset import Examples
+from .images import BatchRequest
 
 Normalise = Moments | Callable[[Tensor], Tensor]  # mean and standard deviation per channel, or a function of images
 Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]  # of images and targets
@@ -43,7 +44,7 @@ class TestBatches:
 
     __test__ = False  # for pytest: not a test case
 
-    def __init__(self, data: Source, normalise: Normalise, batch_size: int, indices: Tensor | None = None) -> None:
+    def __init__(self, data: Examples, normalise: Normalise, batch_size: int, indices: Tensor | None = None) -> None:
         self.data = data
         self.batch_size = batch_size
         self.indices = torch.arange(len(data.labels)) if indices is None else indices.cpu()
@@ -68,7 +69,7 @@ class ClientBatches:
 
     def __init__(
         self,
-        data: Source,
+        data: Examples,
         indices: Tensor,
         normalise: Normalise,
         *,

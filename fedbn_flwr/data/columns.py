@@ -1,51 +1,76 @@
-"""The columns of a split: images, labels and groups, found by type or named in the settings."""
+"""Data sets with columns: images, labels and groups, found by type or named in the settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
+import datasets
 import torch
-from torch import Tensor
 
 from fedbn_flwr.errors import DataError, did_you_mean
 
 from . import IGNORED
-from .catalogue import Entry
-from .dataset import Groups
-from .folders import Splits
+from .catalogue import CATALOGUE, Entry
+from .dataset import DataSet, Groups, numbers
+from .decoding import Files, Stream
+from .folders import commit_of, open_splits
+from .source import PARTS, Source
+
+Splits = Mapping[str, Any]  # "train" and "test"
 
 
-def _kinds(split: Any) -> str:
-    return ", ".join(f"{key} ({type(feature).__name__})" for key, feature in split.features.items())
+def read_columns(source: Source, splits: Splits | None = None) -> DataSet:
+    """The data set of `source`; that of these splits, if a callable of the user returned them."""
+    name, entry = source.name, None
+    if splits is None:
+        splits, entry = open_splits(source, CATALOGUE.get(name))
+    commit = commit_of(splits["train"])
+    splits = {part: _with_images(splits[part], source.image) for part in PARTS}
+    features = splits["train"].features
+    image = _column(splits, source, "image", entry, datasets.Image, (source.label,))
+    label = _column(splits, source, "label", entry, datasets.ClassLabel, (image, source.domain or "domain"))
+    if not isinstance(features[image], datasets.Image):
+        raise DataError(f"data.image={image!r} of {name!r} contains no images; its columns: {_kinds(splits['train'])}")
+    masks = label if isinstance(features[label], datasets.Image) else None
+    if masks is not None:
+        class_names = source.class_names or _pixel_classes(source, entry)
+        labels = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
+    else:
+        values = {part: _values(split, name, "label", label) for part, split in splits.items()}
+        class_names = _class_names(
+            source, entry, label, {part: split.features[label] for part, split in splits.items()}, values
+        )
+        labels = {part: numbers(list(map(str, some)), class_names) for part, some in values.items()}
+    size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
+    fit = source.fit or (entry.fit if entry else "stretch")
+    ids = entry.ids if entry and masks else None
+    train, test = (
+        Stream(Files(split, image, name, size, fit, masks, ids, len(class_names)), labels[part], readers=source.readers)
+        for part, split in splits.items()
+    )
+    domain = source.domain or ("domain" if source.domains or "domain" in features else None)
+    data = DataSet(
+        name,
+        train,
+        test,
+        class_names,
+        _groups(splits, name, "domain", domain, source.domains),
+        _groups(splits, name, "partition.column", source.column),
+        commit,
+    ).wanted()
+    train, test = cast(Stream, data.train), cast(Stream, data.test)
+    stream = source.stream
+    if stream == "auto":
+        stream = train.decoded_bytes + test.decoded_bytes > source.memory * 2**30
+    if stream:
+        return replace(data, train=train.tried(), test=test.tried()).alike()
+    return replace(data, train=train.decoded(), test=test.decoded()).alike()
 
 
-def image_and_label(split: Any, name: str, image: str | None, label: str | None, domain: str) -> tuple[str, str]:
-    import datasets
-
-    features, kinds = split.features, _kinds(split)
-    chosen = []
-    for key, given, wanted in (("image", image, datasets.Image), ("label", label, datasets.ClassLabel)):
-        if given is not None and given not in features:
-            raise DataError(f"data.{key}={given!r} is not a column of {name!r}; its columns: {kinds}")
-        candidates = [c for c, feature in features.items() if isinstance(feature, wanted) and c != domain]
-        if key == "image":  # masks are images too
-            candidates = [c for c in candidates if c != label]
-        if given is None and len(candidates) != 1:
-            raise DataError(
-                f"{name!r} has {len(candidates) or 'no'} columns of type {wanted.__name__}; name one with data.{key}. "
-                f"Its columns: {kinds}"
-            )
-        chosen.append(given if given is not None else candidates[0])
-    if not isinstance(features[chosen[0]], datasets.Image):
-        raise DataError(f"data.image={chosen[0]!r} of {name!r} contains no images; its columns: {kinds}")
-    return chosen[0], chosen[1]
-
-
-def with_images(split: Any, image: str | None) -> Any:
+def _with_images(split: Any, image: str | None) -> Any:
     """The split, where columns of image files as bytes (with a path or without) have the type Image."""
-    import datasets
-
     for column, feature in split.features.items():
         kinds = feature if isinstance(feature, dict) else {"bytes": feature}
         types = {key: getattr(kind, "dtype", None) for key, kind in kinds.items()}
@@ -55,150 +80,110 @@ def with_images(split: Any, image: str | None) -> Any:
     return split
 
 
-def is_image(split: Any, column: str) -> bool:
-    import datasets
-
-    return isinstance(split.features[column], datasets.Image)
+# --- columns -----------------------------------------------------------------
 
 
-def pixel_classes(name: str, entry: Entry | None, classes: int | None) -> tuple[str, ...]:
-    """The class names of a segmentation data set."""
-    if entry is not None and entry.names:
-        return entry.names
-    if classes is None:
-        raise DataError(
-            f"{name!r} is a segmentation data set; give its number of classes with data.classes (pixels of a mask are "
-            f"0 to classes - 1, or {IGNORED} if they are ignored)"
-        )
-    return tuple(str(number) for number in range(classes))
-
-
-def check_classes(
-    splits: Splits, columns: dict[str, tuple[str, str]], name: str, entry: Entry | None, given: tuple[str, ...] = ()
-) -> tuple[str, ...]:
-    """The class names: those that are `given`, or else of both splits, as many as the catalogue lists."""
-    names = {part: _class_names(split, name, columns[part][1]) for part, split in splits.items()}
-    if given:
-        if other := next((label for some in names.values() for label in some if label not in given), None):
+def _column(
+    splits: Splits, source: Source, key: str, entry: Entry | None, kind: type, skipped: Sequence[str | None]
+) -> str:
+    """The column that the settings name, or the catalogue, if these data have it, or the only one of this type."""
+    features = splits["train"].features
+    column = getattr(source, key)
+    if column is None and entry is not None and getattr(entry, key) in features:
+        column = getattr(entry, key)
+    if column is None:
+        found = [each for each, feature in features.items() if isinstance(feature, kind) and each not in skipped]
+        if len(found) != 1:
             raise DataError(
-                f"{name!r} has the class {other!r}, which is not in data.class_names; {did_you_mean(other, given)}"
+                f"{source.name!r} has {len(found) or 'no'} columns of type {kind.__name__}; name one with data.{key}. "
+                f"Its columns: {_kinds(splits['train'])}"
             )
-        return given
-    typed = [split.features[columns[part][1]] for part, split in splits.items()]
-    if not any(hasattr(feature, "names") for feature in typed) and typed[0] == typed[1]:
-        values = {value for part, split in splits.items() for value in split.unique(columns[part][1])}
-        names = dict.fromkeys(names, tuple(str(value) for value in sorted(values)))
-    if names["train"] != names["test"]:
-        raise DataError(
-            f"data.name={name!r}: the training split has {len(names['train'])} classes in {columns['train'][1]!r}, "
-            f"the test split {len(names['test'])}; they must be the same, or the names of data.class_names"
-        )
-    found = names["train"]
-    if entry is None:
-        return found
-    if entry.keep:
-        if absent := [label for label in entry.keep if label not in found]:
-            raise DataError(f"data.name={name!r} ({entry.title}): the data has no class {', '.join(absent)}")
-        return entry.keep
-    if len(found) != entry.classes:
-        raise DataError(
-            f"data.name={name!r} ({entry.title}) has {entry.classes} classes, the data {len(found)} in "
-            f"{columns['train'][1]!r}; choose another column with data.label, or other data by a folder or hub name"
-        )
-    return found
+        column = found[0]
+    for split in splits.values():
+        _check_column(split, source.name, key, column)
+    return column  # type: ignore[no-any-return]
 
 
-def _class_names(split: Any, name: str, column: str) -> tuple[str, ...]:
-    import datasets
+def _check_column(split: Any, name: str, key: str, column: str) -> None:
+    if column not in split.features:
+        raise DataError(f"data.{key}={column!r} is not a column of {name!r}; its columns: {_kinds(split)}")
 
+
+def _kinds(split: Any) -> str:
+    return ", ".join(f"{key} ({type(feature).__name__})" for key, feature in split.features.items())
+
+
+def _values(split: Any, name: str, key: str, column: str) -> Sequence[Any]:
+    """The number or text of each row; the name, if the column has names."""
     feature = split.features[column]
-    if hasattr(feature, "names"):
-        return tuple(feature.names)
-    if not isinstance(feature, datasets.Value):
+    names = getattr(feature, "names", None)
+    if names is None and not isinstance(feature, datasets.Value):
         raise DataError(
-            f"data.label={column!r} of {name!r} has the type {type(feature).__name__}; expected a number or a text for "
+            f"data.{key}={column!r} of {name!r} has the type {type(feature).__name__}; expected a number or a text for "
             f"each image. Its columns: {_kinds(split)}"
         )
-    found = split.unique(column)
-    if None in found:
-        _all_values(split, name, column)  # names the row
-    return tuple(str(value) for value in sorted(found))
-
-
-def _all_values(split: Any, name: str, column: str) -> Sequence[Any]:
-    """The values of a column; DataError if one is missing."""
     values: Sequence[Any] = split[column][:]  # all at once: single rows take 0.2 ms each
     for row, value in enumerate(values):
         if value is None:
             raise DataError(f"{name!r}: row {row} has no value in {column!r}; expected one in each row")
-    return values
-
-
-def labels_of(split: Any, name: str, column: str, class_names: tuple[str, ...]) -> Tensor:
-    """The class number of each row; -1 for a class that is not in `class_names`."""
-    values = _all_values(split, name, column)
-    own = _class_names(split, name, column)
-    if hasattr(split.features[column], "names"):
-        labels = torch.tensor([int(value) for value in values], dtype=torch.int64)
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(own):
+        if names is not None and not 0 <= value < len(names):
             raise DataError(
-                f"{name!r} has labels from {int(labels.min())} to {int(labels.max())} in {column!r}, "
-                f"but names {len(own)} classes"
+                f"{name!r}: row {row} has {int(value)} in {column!r}; expected 0 to {len(names) - 1}, the numbers of "
+                "its names"
             )
-    else:
-        order = {value: i for i, value in enumerate(own)}
-        labels = torch.tensor([order[str(value)] for value in values], dtype=torch.int64)
-    if own == class_names:
-        return labels
-    number = {label: i for i, label in enumerate(class_names)}
-    return torch.tensor([number.get(label, -1) for label in own])[labels]
+    return values if names is None else [names[value] for value in values]
 
 
-def domain_column(split: Any, name: str, domain: str | None, domains: Sequence[str]) -> str | None:
-    if domain is not None:
-        if domain not in split.features:
-            raise DataError(f"data.domain={domain!r} is not a column of {name!r}; its columns: {_kinds(split)}")
-        return domain
-    if "domain" in split.features:
-        return "domain"
-    if domains:
+def _groups(splits: Splits, name: str, key: str, column: str | None, wanted: Sequence[str] = ()) -> Groups | None:
+    if column is None:
+        return None
+    _check_column(splits["train"], name, key, column)
+    values = {part: _values(split, name, key, column) for part, split in splits.items() if column in split.features}
+    return Groups.of(name, values, wanted)
+
+
+# --- classes -----------------------------------------------------------------
+
+
+def _pixel_classes(source: Source, entry: Entry | None) -> tuple[str, ...]:
+    """The class names of a segmentation data set."""
+    if entry is not None and entry.names:
+        return entry.names
+    if source.classes is None:
         raise DataError(
-            f"data.domains is {list(domains)}, but {name!r} has no column 'domain'; name one with data.domain. "
-            f"Its columns: {_kinds(split)}"
+            f"{source.name!r} is a segmentation data set; give its number of classes with data.classes (pixels of a "
+            f"mask are 0 to classes - 1, or {IGNORED} if they are ignored)"
         )
-    return None
+    return tuple(map(str, range(source.classes)))
 
 
-def _values(split: Any, name: str, column: str) -> list[str]:
-    feature = split.features[column]
-    values = _all_values(split, name, column)
-    if not hasattr(feature, "names"):
-        return [str(value) for value in values]
-    for row, value in enumerate(values):
-        if not 0 <= value < len(feature.names):
+def _class_names(
+    source: Source, entry: Entry | None, column: str, features: Mapping[str, Any], values: Mapping[str, Sequence[Any]]
+) -> tuple[str, ...]:
+    """The class names: those of the settings, or else of both splits, as many as the catalogue lists."""
+    name, given = source.name, source.class_names
+    both = tuple(map(str, sorted({value for some in values.values() for value in some})))
+    train, test = (tuple(getattr(feature, "names", both)) for feature in features.values())
+    if given:
+        if other := next((label for label in (*train, *test) if label not in given), None):
             raise DataError(
-                f"{name!r}: row {row} has {int(value)} in {column!r}; expected 0 to {len(feature.names) - 1}, the "
-                "numbers of its names"
+                f"{name!r} has the class {other!r}, which is not in data.class_names; {did_you_mean(other, given)}"
             )
-    return [feature.names[value] for value in values]
-
-
-def rows_of_domains(splits: Splits, name: str, column: str, domains: Sequence[str]) -> dict[str, Tensor]:
-    values = {part: _values(split, name, column) for part, split in splits.items() if column in split.features}
-    known = {value for some in values.values() for value in some}
-    for domain in domains:
-        if domain not in known:
-            raise DataError(f"data.domains: {domain!r} is not a domain of {name!r}; {did_you_mean(domain, known)}")
-    return {part: torch.tensor([value in domains for value in some]) for part, some in values.items()}
-
-
-def groups_of(splits: Splits, name: str, column: str, order: Sequence[str]) -> Groups:
-    if column not in splits["train"].features:
+        return given
+    if train != test:
         raise DataError(
-            f"data.partition.column={column!r} is not a column of {name!r}; its columns: {_kinds(splits['train'])}"
+            f"data.name={name!r}: the training split has {len(train)} classes in {column!r}, the test split "
+            f"{len(test)}; they must be the same, or the names of data.class_names"
         )
-    values = {part: _values(split, name, column) for part, split in splits.items() if column in split.features}
-    names = tuple(order) or tuple(sorted({value for some in values.values() for value in some}))
-    number = {value: i for i, value in enumerate(names)}
-    found = {part: torch.tensor([number[value] for value in some]) for part, some in values.items()}
-    return Groups(column, names, found["train"], found.get("test"))
+    if entry is None:
+        return train
+    if entry.keep:
+        if absent := [label for label in entry.keep if label not in train]:
+            raise DataError(f"data.name={name!r} ({entry.title}): the data has no class {', '.join(absent)}")
+        return entry.keep
+    if len(train) != entry.classes:
+        raise DataError(
+            f"data.name={name!r} ({entry.title}) has {entry.classes} classes, the data {len(train)} in {column!r}; "
+            "choose another column with data.label, or other data by a folder or hub name"
+        )
+    return train

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, Union
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from . import Moments, Size
-from .images import BatchRequest, Images, Source, Stream
+from fedbn_flwr.errors import DataError, did_you_mean
 
-_MEASURED = 512  # images of a streamed set from which its mean and standard deviation are estimated
+from . import Moments, Size
+from .images import Images
+
+if TYPE_CHECKING:  # decoding needs packages of the extra `data`
+    from .decoding import Stream
+
+Examples = Union[Images, "Stream"]  # of a split
 
 
 @dataclass(frozen=True)
 class Groups:
     """The values of a column that groups the images by domain or by client."""
 
-    column: str
     names: tuple[str, ...]
-    train: Tensor  # int64 [N], an index into names; always on the CPU
+    train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
     test: Tensor | None  # None if the test split has no such column
+
+    @classmethod
+    def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:
+        """Groups by the values of the splits as texts: those that are wanted, in this order, or all, sorted."""
+        texts = {part: list(map(str, some)) for part, some in values.items()}
+        known = sorted({text for some in texts.values() for text in some})
+        if unknown := [name for name in wanted if name not in known]:
+            hint = did_you_mean(unknown[0], known)
+            raise DataError(f"data.domains: {unknown[0]!r} is not a domain of {name!r}; {hint}")
+        names = tuple(wanted) or tuple(known)
+        found = {part: numbers(some, names) for part, some in texts.items()}
+        return cls(names, found["train"], found.get("test"))
+
+    def select(self, train: Tensor | None, test: Tensor | None) -> Groups:
+        kept = self.test if test is None or self.test is None else self.test[test]
+        return replace(self, train=self.train if train is None else self.train[train], test=kept)
+
+
+def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
+    """The place of each value among the names; -1 for one that is none of them."""
+    place = {name: i for i, name in enumerate(names)}
+    return torch.tensor([place.get(value, -1) for value in values], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class DataSet:
     name: str
-    train: Source
-    test: Source
+    train: Examples
+    test: Examples
     class_names: tuple[str, ...]
     domains: Groups | None = None
     natural: Groups | None = None  # by the column of a natural partition
@@ -50,7 +77,7 @@ class DataSet:
 
     @property
     def size(self) -> Size:
-        return self.train.shape[1:]
+        return self.train.shape[1:]  # type: ignore[return-value]
 
     @property
     def nbytes(self) -> int:
@@ -64,30 +91,57 @@ class DataSet:
 
         For a streamed set they are estimated from 512 evenly spaced images.
         """
-        if isinstance(self.train, Images) and self.train.images.is_floating_point():
-            found = [(part.double().mean(), part.double().std(correction=0)) for part in self.train.images.unbind(1)]
+        images = self.train.sample()
+        if images.is_floating_point():
+            found = [(part.double().mean(), part.double().std(correction=0)) for part in images.unbind(1)]
             return tuple(float(mean) for mean, _ in found), tuple(max(float(std), 1e-6) for _, std in found)
-        rows = torch.arange(len(self.train.labels))
-        if isinstance(self.train, Stream):
-            rows = spread(len(rows), _MEASURED)
         # Histograms are exact and need no float copy of the data.
-        counts = torch.zeros(self.channels, 256, dtype=torch.int64, device=self.train.device)
-        for images, _, _ in self.train.batches(BatchRequest(some, None) for some in rows.split(1_024)):
-            for count, channel in zip(counts, images.unbind(1), strict=True):
+        counts = torch.zeros(self.channels, 256, dtype=torch.int64, device=images.device)
+        for some in images.split(1_024):
+            for count, channel in zip(counts, some.unbind(1), strict=True):
                 count += torch.bincount(channel.reshape(-1), minlength=256)
         values = torch.arange(256, dtype=torch.float64) / 255
-        means, deviations = [], []
-        for count in counts.cpu():
-            share = count.double() / count.sum()
-            mean = float(share @ values)
-            means.append(mean)
-            deviations.append(max(float(share @ (values - mean) ** 2) ** 0.5, 1e-6))
-        return tuple(means), tuple(deviations)
+        shares = [count.double() / count.sum() for count in counts.cpu()]
+        means = [float(share @ values) for share in shares]
+        variances = [float(share @ (values - mean) ** 2) for share, mean in zip(shares, means, strict=True)]
+        return tuple(means), tuple(max(variance**0.5, 1e-6) for variance in variances)
+
+    def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
+        """With these rows of its splits; None keeps all."""
+        return replace(
+            self,
+            train=self.train if train is None else self.train.select(train),
+            test=self.test if test is None else self.test.select(test),
+            domains=self.domains and self.domains.select(train, test),
+            natural=self.natural and self.natural.select(train, test),
+        )
+
+    def wanted(self) -> DataSet:
+        """Without the images of unwanted classes and domains, whose numbers are -1; DataError if none is left."""
+        rows: list[Tensor | None] = []
+        domains = (None, None) if self.domains is None else (self.domains.train, self.domains.test)
+        for part, split, group in zip(("training", "test"), (self.train, self.test), domains, strict=True):
+            keep = split.labels >= 0
+            if group is not None:
+                keep &= group >= 0
+            if not keep.any():
+                of = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
+                raise DataError(f"{self.name!r} has no {part} images{of}")
+            rows.append(None if keep.all() else keep)
+        return self.select(*rows)
+
+    def alike(self) -> DataSet:
+        """With images of one shape: greyscale becomes RGB if the other split has colour."""
+        train, test = self.train.shape, self.test.shape
+        if train == test:
+            return self
+        if train[1:] != test[1:] or min(train[0], test[0]) > 1:
+            raise DataError(
+                f"data.name={self.name!r}: training images are {train}, test images {test} (channels, height, width); "
+                "set data.size to resize them"
+            )
+        channels = max(train[0], test[0])
+        return replace(self, train=self.train.coloured(channels), test=self.test.coloured(channels))
 
     def to(self, device: torch.device) -> DataSet:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
-
-
-def spread(count: int, most: int) -> Tensor:
-    """Up to `most` evenly spaced row numbers of `count` rows, including the first and the last."""
-    return torch.from_numpy(np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)))

@@ -1,4 +1,4 @@
-"""Decodes image files and resizes them for the model; splits that fit in memory are cached as arrays in a folder.
+"""Image files: how they are decoded and resized, streamed to training, or cached as arrays in a folder.
 
 Cached arrays are memory-mapped: a second run starts at once, and processes on one machine share the pages.
 """
@@ -9,16 +9,19 @@ import hashlib
 import io
 import os
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from fedbn_flwr.cores import cores
@@ -26,8 +29,13 @@ from fedbn_flwr.errors import DataError, StorageError
 
 from . import IGNORED, Size
 from .augment import Window, crop_and_resize
+from .images import BatchRequest, Images, Tag
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
+_TRIED = 16  # images of a streamed split that are checked before training
+_MEASURED = 512  # images of a streamed split from which its mean and standard deviation are estimated
+
+Example = tuple[np.ndarray, np.ndarray | None]  # image uint8 [C, H, W], and mask uint8 [H, W] for segmentation
 
 
 @dataclass(frozen=True)
@@ -65,82 +73,47 @@ class Files:
     def __len__(self) -> int:
         return len(self.split)
 
-    # --- one row ---
+    def example(self, row: int) -> Example:
+        """The image of a row at the model's size, and its mask."""
+        return self._decoded(row, *self._files[row].values())
 
-    def pixels(self, row: int) -> np.ndarray:
-        """The image of a row at the model's size, uint8 [C, H, W]."""
-        return _array(self._fitted(self._open(row)))
-
-    def pair(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Image and mask of a row, uint8 [C, H, W] and [H, W]."""
-        return self._pair(self._open(row), self._open_mask(row), row)
-
-    def look(self, row: int) -> np.ndarray:
-        """The image of a row; raises DataError if the image or its mask cannot be read."""
-        return self.pixels(row) if self.masks is None else self.pair(row)[0]
-
-    def window(self, row: int, window: Window, number: int, size: Size) -> np.ndarray:
+    def window(self, row: int, window: Window, number: int, size: Sequence[int]) -> np.ndarray:
         """Crop `number` of `window`, cut from the stored image of a row and resized."""
-        picture = self._open(row)
+        picture = self._picture(self._files[row][self.column], row)
         height, width = size
         top, left, tall, wide = window.box(number, picture.height, picture.width)
         if tall <= height and wide <= width:  # enlarge exactly as for images in memory
             whole = torch.from_numpy(np.array(_array(picture)))[None]
             return crop_and_resize(whole, torch.tensor([[top, left, tall, wide]]), size)[0].numpy()
-        from PIL import Image
-
         box = picture.crop((left, top, left + wide, top + tall))
         return _array(box.resize((width, height), Image.Resampling.BILINEAR))  # smooths when it shrinks
+
+    def decode(self) -> list[Tensor]:
+        """All images, uint8 [N, C, H, W], and all masks, uint8 [N, H, W], if there are any."""
+        facts = (self.split._fingerprint, self.column, self.masks, self.size, self.fit, self.ids, self.classes)
+        key = hashlib.sha256(f"4|{facts}|{self._stamps()}".encode()).hexdigest()[:24]
+        files = [_cache_folder() / f"{key}.{column}.npy" for column in range(len(self._files.column_names))]
+        with suppress(OSError, ValueError, EOFError):  # absent or damaged
+            return list(map(_mapped, files))
+        columns = [self._files[column][:] for column in self._files.column_names]  # single rows take 0.2 ms each
+        with ThreadPoolExecutor(cores()) as pool:  # PIL decodes outside the interpreter lock
+            examples = pool.map(self._decoded, range(len(self)), *columns)
+            for file, arrays in zip(files, zip(*examples, strict=True), strict=False):
+                _write(file, self._stacked(arrays))
+        return list(map(_mapped, files))
+
+    def select(self, rows: Tensor) -> Files:
+        return replace(self, split=self.split.select(torch.arange(len(self))[rows].numpy()))
 
     @cached_property
     def _files(self) -> Any:
         """The columns of images and masks as bytes or paths, not decoded."""
-        import datasets
-
         columns = [self.column] if self.masks is None else [self.column, self.masks]
         split = self.split.select_columns(columns)
         for column in columns:
             split = split.cast_column(column, datasets.Image(decode=False))
         return split
 
-    def _open(self, row: int) -> Any:
-        return self._picture(self._files[row][self.column], row)
-
-    def _open_mask(self, row: int) -> Any:
-        return self._mask(self._files[row][self.masks], row)
-
-    # --- all rows ---
-
-    def decode(self) -> Tensor:
-        """All images, uint8 [N, C, H, W]."""
-        return self._cached("images", lambda: _stacked(self._all(self.column, self._whole), self.name))
-
-    def decode_masks(self) -> Tensor:
-        """All masks, uint8 [N, H, W]."""
-        assert self.masks is not None
-        return self._cached("masks", lambda: _stacked(self._all(self.masks, self._whole_mask), self.name))
-
-    def _all(self, column: str | None, read: Any) -> list[np.ndarray]:
-        raw = self._files[column][:]  # all at once: single rows take 0.2 ms each
-        with ThreadPoolExecutor(cores()) as pool:  # PIL decodes outside the interpreter lock
-            return list(pool.map(read, raw, range(len(raw))))
-
-    def _whole(self, item: Any, row: int) -> np.ndarray:
-        return _array(self._fitted(self._picture(item, row)))
-
-    def _whole_mask(self, item: Any, row: int) -> np.ndarray:
-        return np.asarray(self._fitted(self._mask(item, row), smooth=False))
-
-    def _cached(self, what: str, make: Any) -> Tensor:
-        facts = (self.split._fingerprint, self.column, self.masks, self.size, self.fit, self.ids, self.classes)
-        key = hashlib.sha256(f"3|{what}|{facts}|{self._stamps}".encode()).hexdigest()[:24]
-        file = _cache_folder() / f"{key}.npy"
-        with suppress(OSError, ValueError, EOFError):  # absent or damaged
-            return _mapped(file)
-        _write(file, make())
-        return _mapped(file)
-
-    @cached_property
     def _stamps(self) -> str:
         """A hash of the times and sizes of the rows' files; the split's fingerprint has their paths only."""
         facts = hashlib.sha256()
@@ -152,19 +125,21 @@ class Files:
                         facts.update(f"{os.path.abspath(path)}|{stat.st_mtime_ns}|{stat.st_size}\n".encode())
         return facts.hexdigest()
 
-    # --- one file ---
+    # --- one row ---
 
-    def _pair(self, picture: Any, mask: Any, row: int) -> tuple[np.ndarray, np.ndarray]:
-        if picture.size != mask.size:
+    def _decoded(self, row: int, item: Any, mask: Any = None) -> Example:
+        picture = self._picture(item, row)
+        if self.masks is None:
+            return _array(self._fitted(picture)), None
+        labels = self._mask(mask, row)
+        if picture.size != labels.size:
             raise DataError(
                 f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but a mask of "
-                f"{mask.height}x{mask.width} in {self.masks!r}"
+                f"{labels.height}x{labels.width} in {self.masks!r}"
             )
-        return _array(self._fitted(picture)), np.asarray(self._fitted(mask, smooth=False))
+        return _array(self._fitted(picture)), np.asarray(self._fitted(labels, smooth=False))
 
     def _picture(self, item: Any, row: int) -> Any:
-        from PIL import Image
-
         opened = self._read(item, row, "image")
         # Pillow would set values above 255 to 255. PNG and PGM have no more than 16 bits, also in mode I.
         if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
@@ -179,8 +154,6 @@ class Files:
 
     def _mask(self, item: Any, row: int) -> Any:
         """A mask of class numbers, with 255 for ignored pixels."""
-        from PIL import Image
-
         opened = self._read(item, row, "mask")
         if opened.mode not in ("1", "L", "P", "I", "I;16"):
             raise DataError(
@@ -188,13 +161,10 @@ class Files:
                 "one, the pixel's class"
             )
         values = np.asarray(opened).astype(np.int64)
-        table = np.full(257, -1)  # the last entry is for values outside 0 to 255
+        table = np.full(257, -1 if self.ids is None else IGNORED)  # the last entry is for values outside 0 to 255
         table[IGNORED] = IGNORED
-        if self.ids is None:
-            table[: self.classes] = np.arange(self.classes)
-        else:
-            table[:] = IGNORED
-            table[list(self.ids)] = np.arange(len(self.ids))
+        ids = list(range(self.classes) if self.ids is None else self.ids)
+        table[ids] = np.arange(len(ids))
         labels = table[np.where((values < 0) | (values > 255), 256, values)]
         if (labels < 0).any():
             raise DataError(
@@ -204,8 +174,6 @@ class Files:
         return Image.fromarray(labels.astype(np.uint8))
 
     def _read(self, item: Any, row: int, what: str) -> Any:
-        from PIL import Image
-
         try:
             source = io.BytesIO(item["bytes"]) if item.get("bytes") is not None else item["path"]
             with Image.open(source) as opened:
@@ -215,8 +183,6 @@ class Files:
             raise DataError(f"{self.name!r}: the {what} in row {row}{_where(item)} cannot be read: {error}") from None
 
     def _fitted(self, picture: Any, *, smooth: bool = True) -> Any:
-        from PIL import Image
-
         if self.size is None or picture.size == self.size[::-1]:
             return picture
         how = Image.Resampling.BILINEAR if smooth else Image.Resampling.NEAREST
@@ -232,6 +198,18 @@ class Files:
         left, top = round((wide - width) / 2), round((tall - height) / 2)
         return picture.crop((left, top, left + width, top + height))
 
+    def _stacked(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Images with the channels of those that have most; or masks."""
+        if arrays[0].ndim == 3:
+            most = max(map(len, arrays))
+            arrays = [coloured(array, most) for array in arrays]
+        if len(shapes := {array.shape[-2:] for array in arrays}) > 1:
+            few = ", ".join(f"{h}x{w}" for h, w in sorted(shapes)[:4])
+            raise DataError(
+                f"{self.name!r} has images of {len(shapes)} sizes ({few}, ...); set data.size to resize them"
+            )
+        return np.stack(arrays)
+
 
 def coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
     """Repeat the channel of a greyscale image if the data set has colour."""
@@ -239,7 +217,7 @@ def coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
 
 
 def _where(item: Any) -> str:
-    return f" ({item['path']})" if isinstance(item, dict) and item.get("path") else ""
+    return f" ({item['path']})" if item and item.get("path") else ""
 
 
 def _array(picture: Any) -> np.ndarray:
@@ -247,14 +225,7 @@ def _array(picture: Any) -> np.ndarray:
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
-def _stacked(pixels: Sequence[np.ndarray], name: str) -> np.ndarray:
-    if pixels[0].ndim == 3:
-        most = max(len(array) for array in pixels)
-        pixels = [coloured(array, most) for array in pixels]
-    if len(shapes := {array.shape[-2:] for array in pixels}) > 1:
-        few = ", ".join(f"{h}x{w}" for h, w in sorted(shapes)[:4])
-        raise DataError(f"{name!r} has images of {len(shapes)} sizes ({few}, ...); set data.size to resize them")
-    return np.stack(pixels)
+# --- the cache ---------------------------------------------------------------
 
 
 def _cache_folder() -> Path:
@@ -272,15 +243,123 @@ def _write(file: Path, array: np.ndarray) -> None:
     """Write so that other processes see the whole file or none."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as temporary:
-            try:
-                np.save(temporary, array)
-                temporary.close()
-                os.replace(temporary.name, file)
-            finally:
-                Path(temporary.name).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as made:
+                np.save(made, array)
+            os.replace(made.name, file)
     except OSError as error:
         raise StorageError(
             f"the cache of decoded images, {str(file.parent)!r}, cannot be written: {error.strerror or error}; set "
             f"FEDBN_CACHE to a folder with {array.nbytes // 2**20 + 1} MiB of free space"
         ) from None
+
+
+# --- streams -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Images on disk, decoded by a few threads ahead of training.
+
+    Decoding releases the interpreter lock. The threads end after each pass over a plan, so that no forked process
+    inherits them. At most two batches (or two images per thread) are decoded ahead.
+    """
+
+    files: Files
+    labels: Tensor  # int64 [N]: the class of each image, or zeros for segmentation
+    shape: tuple[int, ...] = ()  # channels, height and width, once images were tried
+    readers: int = 2
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def dense(self) -> bool:
+        return self.files.masks is not None
+
+    def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
+        waiting: deque[tuple[BatchRequest[Tag], list[Future[Example]]]] = deque()
+        todo = iter(plan)
+        # One PyTorch thread in each: a forked process has no thread pool and would wait for it.
+        pool = ThreadPoolExecutor(self.readers, "reader", initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            while True:
+                while sum(len(futures) for _, futures in waiting) < 2 * self.readers or len(waiting) < 2:
+                    request = next(todo, None)
+                    if request is None:
+                        break
+                    rows = enumerate(request.rows.tolist())
+                    waiting.append((request, [pool.submit(self._read, row, i, request.window) for i, row in rows]))
+                if not waiting:
+                    return
+                request, futures = waiting.popleft()
+                images, masks = zip(*(future.result() for future in futures), strict=True)
+                targets = torch.from_numpy(np.stack(masks)).long() if self.dense else self.labels[request.rows]
+                yield self._sent(torch.from_numpy(np.stack(images))), self._sent(targets), request.tag
+        finally:  # also if a round ends before the plan
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, row: int, number: int, window: Window | None) -> Example:
+        mask = None
+        if window is not None and window.cut is None:
+            pixels = self.files.window(row, window, number, self.shape[1:])
+        else:
+            pixels, mask = self.files.example(row)
+        channels, height, width = self.shape
+        if pixels.shape[1:] != (height, width):
+            raise DataError(
+                f"{self.files.name!r}: the image in row {row} has {pixels.shape[1]}x{pixels.shape[2]} pixels, others "
+                f"{height}x{width}; set data.size to resize them"
+            )
+        if len(pixels) > channels:
+            raise DataError(
+                f"{self.files.name!r}: the image in row {row} has colour, but those checked before training "
+                "are greyscale; set data.stream to false to check all images"
+            )
+        if window is not None and window.cut is not None:
+            top, left, tall, wide = window.box(number, height, width)
+            pixels = pixels[:, top : top + tall, left : left + wide]
+            mask = None if mask is None else mask[top : top + tall, left : left + wide]
+        return coloured(pixels, channels), mask
+
+    def _sent(self, values: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def sample(self) -> Tensor:
+        """Images that are evenly spaced, from which mean and standard deviation are measured."""
+        ((images, _, _),) = self.batches([BatchRequest(spread(len(self.labels), _MEASURED), None)])
+        return images
+
+    def tried(self) -> Stream:
+        """With the shape of some images, which are decoded now to count channels and to find broken files."""
+        rows = spread(len(self.labels), _TRIED).tolist()
+        with ThreadPoolExecutor(self.readers) as pool:
+            images = [pixels for pixels, _ in pool.map(self.files.example, rows)]
+        found = {pixels.shape[1:]: row for row, pixels in zip(rows, images, strict=True)}
+        if len(found) > 1:
+            few = ", ".join(f"{h}x{w} in row {row}" for (h, w), row in list(found.items())[:3])
+            raise DataError(f"{self.files.name!r} has images of several sizes ({few}); set data.size to resize them")
+        return replace(self, shape=(max(map(len, images)), *images[0].shape[1:]))
+
+    def decoded(self) -> Images:
+        images, *masks = self.files.decode()
+        return Images(images, *masks or [self.labels])
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all decoded images and masks, if each has the size of the first."""
+        return len(self.files) * sum(part.size for part in self.files.example(0) if part is not None)
+
+    def coloured(self, channels: int) -> Stream:
+        return replace(self, shape=(channels, *self.shape[1:]))
+
+    def select(self, rows: Tensor) -> Stream:
+        return replace(self, files=self.files.select(rows), labels=self.labels[rows])
+
+    def to(self, device: torch.device) -> Stream:
+        return replace(self, device=device)
+
+
+def spread(count: int, most: int) -> Tensor:
+    """Up to `most` evenly spaced row numbers of `count` rows, including the first and the last."""
+    return torch.from_numpy(np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)))

@@ -10,137 +10,90 @@ All become splits of `datasets` with columns. Image files are listed, not opened
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import datasets
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import DataError, did_you_mean
 
 from .catalogue import CATALOGUE, Entry
+from .source import PARTS, Source
 
 _PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 
 Splits = dict[str, Any]  # "train" and "test"
+Row = tuple[str, ...]  # an image file, and the values of other columns
 
 
-def open_splits(
-    name: str, entry: Entry | None, root: str | None, train: str | None, test: str | None, revision: str | None = None
-) -> tuple[Splits, Entry | None]:
-    """The splits of the data set `name`, and its catalogue entry, which may follow from a folder's layout."""
-    key = "data.root" if root else "FEDBN_DATA"
-    root = root or os.environ.get("FEDBN_DATA")
-    if root and not name.startswith((".", "/", "~")):
+def open_splits(source: Source, entry: Entry | None) -> tuple[Splits, Entry | None]:
+    """The splits of a data set, and its catalogue entry, which may follow from a folder's layout."""
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
+    if (folder := _local(source, entry)) is not None:
+        if source.revision is not None:
+            raise DataError(
+                f"data.revision is {source.revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
+            )
+        return _folder(folder, source, entry)
+    if entry is None and "/" not in source.name:  # the hub need not be asked: half a minute without a network
+        raise DataError(
+            f"data.name={source.name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the "
+            "Hugging Face hub, or a name that `fedbn list datasets` shows; " + did_you_mean(source.name, CATALOGUE)
+        )
+    if entry is not None and entry.hub is None:
+        raise DataError(
+            f"data.name={source.name!r} ({entry.title}) is not on the Hugging Face hub; give data.root (or "
+            f"FEDBN_DATA), a folder that contains {source.name}/ with {entry.files}"
+        )
+    return _hub(source, entry), entry
+
+
+def _local(source: Source, entry: Entry | None) -> Path | None:
+    """The folder of the data set on this machine, if it has one."""
+    name, key = source.name, "data.root" if source.root else "FEDBN_DATA"
+    root = source.root or os.environ.get("FEDBN_DATA")
+    if name.startswith((".", "/", "~")):
+        return named.path_of(name)
+    if root:
         base = named.path_of(root)
-        if not base.is_dir():
-            raise DataError(
-                f"{key}={root!r}: there is no such folder; give the folder that contains {name}/ with "
-                "train*.parquet and test*.parquet"
-            )
         if (base / name).is_dir():
-            return _folder(_unrevised(base / name, revision), entry, train, test)
-        if entry is not None:
-            present = sorted(folder.name for folder in base.iterdir() if folder.is_dir())
+            return base / name
+        if entry is not None or not base.is_dir():
+            found = ": there is no such folder"
+            if base.is_dir():
+                present = sorted(folder.name for folder in base.iterdir() if folder.is_dir())
+                found = f" has no folder {name!r}; it contains {', '.join(present[:12]) or 'none'}"
+            hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
+            raise DataError(f"{key}={root!r}{found}. Put a copy of the data there, as {name}/" + hub)
+    return named.path_of(name) if entry is None and named.path_of(name).is_dir() else None
+
+
+def _hub(source: Source, entry: Entry | None) -> Splits:
+    name, hub = source.name, source.name if entry is None else entry.hub
+    revision, found = source.revision, {}
+    names = source.train or "train", source.test or ("test" if entry is None else entry.test)
+    for part, split in zip(PARTS, names, strict=True):
+        try:
+            found[part] = datasets.load_dataset(hub, split=split, revision=revision)
+        except Exception as error:
+            at = f" and data.revision={revision!r}" if revision else ""
+            there = "" if hub == name else f" ({hub!r} there)"
             raise DataError(
-                f"{key}={root!r} has no folder {name!r}; it contains {', '.join(present[:12]) or 'none'}. Put a copy "
-                "there" + (f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry.hub else "")
-            )
-    if entry is None and _is_path(name):
-        return _folder(_unrevised(named.path_of(name), revision), entry, train, test)
-    if entry is None and "/" not in name:  # the hub need not be asked, which takes half a minute without a network
-        raise DataError(
-            f"data.name={name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the Hugging "
-            f"Face hub, or a name that `fedbn list datasets` shows; {did_you_mean(name, CATALOGUE)}"
-        )
-    if entry is None:
-        return _hub(name, name, train or "train", test or "test", revision), None
-    if entry.hub is None:
-        raise DataError(
-            f"data.name={name!r} ({entry.title}) is not on the Hugging Face hub; give data.root (or FEDBN_DATA), a "
-            f"folder that contains {name}/ with {entry.files}"
-        )
-    return _hub(name, entry.hub, train or "train", test or entry.test, revision), entry
-
-
-def _unrevised(folder: Path, revision: str | None) -> Path:
-    if revision is not None:
-        raise DataError(
-            f"data.revision is {revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
-        )
-    return folder
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or named.path_of(name).is_dir()
-
-
-def _folder(
-    folder: Path, entry: Entry | None, train: str | None, test: str | None
-) -> tuple[dict[str, Any], Entry | None]:
-    """Parquet files whose names begin with the split's, here or one level below; or image files in a known layout."""
-    if not folder.is_dir():
-        raise DataError(
-            f"data.name={str(folder)!r}: there is no such folder; give a folder with train*.parquet and "
-            "test*.parquet, a name that `fedbn list datasets` shows, or the name of a data set on the Hugging Face hub"
-        )
-    _quiet()
-    if (folder / "leftImg8bit").is_dir():
-        splits = {"train": train or "train", "test": test or "val"}
-        return {part: _cityscapes(folder, split) for part, split in splits.items()}, CATALOGUE["cityscapes"]
-    if domains := _domains(folder, entry):
-        return _of_domains(folder, domains, entry.keep if entry else (), train or "train", test or "test"), entry
-    if (folder / "dataset_dict.json").is_file():  # of DatasetDict.save_to_disk
-        return _saved(folder, train or "train", (test,) if test else ("test", "validation", "val")), entry
-    found = {}
-    classes: dict[str, tuple[list[str], list[str]]] = {}  # files and their classes
-    # Several sets have no public test labels; papers test on their validation split.
-    for part, names in (("train", (train or "train",)), ("test", (test,) if test else ("test", "val"))):
-        for split in names:
-            if parquet := sorted(folder.glob(f"{split}*.parquet")) or sorted(folder.glob(f"*/{split}*.parquet")):
-                found[part] = _load(folder, "parquet", [str(path) for path in parquet])
-                break
-            if pictures := sorted(path for path in folder.glob(f"{split}*") if path.is_dir()):
-                if any(pictures[0].glob("metadata.*")):  # `datasets` reads it; it defines the columns
-                    found[part] = _load(folder, "imagefolder", [f"{pictures[0]}/**"])
-                else:
-                    classes[part] = _of_classes(folder, pictures[0])
-                break
-        else:
-            present = sorted(file.name for file in folder.iterdir())[:8]
-            raise DataError(
-                f"data.name={str(folder)!r}: no {names[0]}*.parquet for data.{part}={names[0]!r}; "
-                f"the folder contains {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
-            )
-    known = sorted({label for _, labels in classes.values() for label in labels})
-    found |= {part: _table(files, classes=known, label=labels) for part, (files, labels) in classes.items()}
-    return {part: found[part] for part in ("train", "test")}, entry
-
-
-def _saved(folder: Path, train: str, tests: Sequence[str]) -> Splits:
-    import datasets
-
-    try:
-        saved = datasets.load_from_disk(str(folder))
-    except Exception as error:
-        raise DataError(f"data.name={str(folder)!r}: cannot read it: {_root(error)}") from error
-    chosen = {"train": train, "test": next((name for name in tests if name in saved), tests[0])}
-    for part, name in chosen.items():
-        if name not in saved:
-            raise DataError(f"data.name={str(folder)!r}: no split {name!r} for data.{part}; it has {', '.join(saved)}")
-    return {part: saved[name] for part, name in chosen.items()}
-
-
-def _load(folder: Path, kind: str, files: Sequence[str]) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(kind, data_files=list(files), split="train")
-    except Exception as error:
-        raise DataError(f"data.name={str(folder)!r}: cannot read {files[0]!r}: {_root(error)}") from error
+                f"data.name={name!r} with data.{part}={split!r}{at} cannot be loaded from the Hugging Face hub{there}: "
+                f"{_root(error)}. A local copy works too: give its folder, with train*.parquet and test*.parquet"
+                + (f", as data.root, where it is called {name}/" if there else "")
+            ) from error
+        revision = commit_of(found[part]) or revision  # both splits are of one commit
+    return found
 
 
 def commit_of(split: Any) -> str | None:
@@ -151,69 +104,94 @@ def commit_of(split: Any) -> str | None:
     return None
 
 
-def _hub(name: str, hub: str, train: str, test: str, revision: str | None) -> dict[str, Any]:
-    import datasets
-
-    _quiet()
-    found = {}
-    for part, split in (("train", train), ("test", test)):
-        try:
-            found[part] = datasets.load_dataset(hub, split=split, revision=revision)
-            revision = commit_of(found[part]) or revision  # both splits are of one commit
-        except Exception as error:
-            at = f" and data.revision={revision!r}" if revision else ""
-            there, where = "", ""
-            if hub != name:
-                there, where = f" ({hub!r} there)", f", as data.root, where it is called {name}/"
+def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, Entry | None]:
+    """Parquet files whose names begin with the split's, here or one level below; or image files in a known layout."""
+    if not folder.is_dir():
+        raise DataError(
+            f"data.name={str(folder)!r}: there is no such folder; give a folder with train*.parquet and "
+            "test*.parquet, a name that `fedbn list datasets` shows, or the name of a data set on the Hugging Face hub"
+        )
+    train, test = source.train or "train", source.test
+    if (folder / "leftImg8bit").is_dir():
+        rows = {"train": _cityscapes(folder, train), "test": _cityscapes(folder, test or "val")}
+        return _tables(rows, "image", "mask", "city"), CATALOGUE["cityscapes"]
+    if domains := _domains(folder, entry):
+        keep = entry.keep if entry else ()
+        return _of_domains(folder, domains, keep, {"train": train, "test": test or "test"}), entry
+    saved = None
+    if (folder / "dataset_dict.json").is_file():  # of DatasetDict.save_to_disk
+        saved = _read(folder, "it", datasets.load_from_disk, str(folder))
+    found: Splits = {}
+    # Several sets have no public test labels; papers test on their validation split.
+    for part, names in (("train", (train,)), ("test", (test,) if test else ("test", "val"))):
+        there = (split for name in names if (split := _split(folder, name, saved)) is not None)
+        if (split := next(there, None)) is None:
+            present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
-                f"data.name={name!r} with data.{part}={split!r}{at} cannot be loaded from the Hugging Face hub{there}: "
-                f"{_root(error)}. A local copy works too: give its folder, with train*.parquet and "
-                f"test*.parquet{where}"
-            ) from error
-    return found
+                f"data.name={str(folder)!r}: no {names[0]}*.parquet for data.{part}={names[0]!r}; "
+                f"the folder contains {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
+            )
+        found[part] = split
+    return _tables(found, "image", "label"), entry
 
 
-def _quiet() -> None:
-    import datasets
+def _split(folder: Path, name: str, saved: Mapping[str, Any] | None) -> Any:
+    """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name."""
+    if saved is not None:
+        return next((saved[key] for key in saved if key.startswith(name)), None)
+    if parquet := sorted(folder.glob(f"{name}*.parquet")) or sorted(folder.glob(f"*/{name}*.parquet")):
+        return _load(folder, "parquet", *parquet)
+    for pictures in sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
+        if any(pictures.glob("metadata.*")):  # `datasets` reads it; it defines the columns
+            return _load(folder, "imagefolder", pictures / "**")
+        if rows := _of_classes(pictures):
+            return rows
+        count = len(_pictures(pictures))
+        loose = f"{count} images outside of class folders" if count else "no images"
+        raise DataError(
+            f"data.name={str(folder)!r}: {pictures.name}/ contains {loose}; expected a folder for each class, "
+            f"{pictures.name}/CLASS/*.png"
+        )
+    return None
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
+
+def _load(folder: Path, kind: str, *files: Path) -> Any:
+    paths = list(map(str, files))
+    return _read(folder, repr(paths[0]), datasets.load_dataset, kind, data_files=paths, split="train")
+
+
+def _read(folder: Path, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    try:
+        return function(*arguments, **options)
+    except Exception as error:
+        raise DataError(f"data.name={str(folder)!r}: cannot read {what}: {_root(error)}") from error
 
 
 def _root(error: BaseException) -> str:
     """The root cause, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return named.in_a_line(error)
 
 
 # --- image files -------------------------------------------------------------
 
 
-def _table(
-    files: Sequence[str],
-    masks: Sequence[str] | None = None,
-    classes: Sequence[str] = (),
-    **words: Sequence[str],
-) -> Any:
-    """A split of image files; `words` are further columns of strings, and `label` becomes an index of `classes`."""
-    import datasets
-
-    features: dict[str, Any] = {"image": datasets.Image()}
-    columns: dict[str, Sequence[Any]] = {"image": files}
-    if masks is not None:
-        features["mask"], columns["mask"] = datasets.Image(), masks
-    for column, values in words.items():
-        features[column], columns[column] = datasets.Value("string"), values
-        if column == "label":
-            number = {name: i for i, name in enumerate(classes)}
-            features[column] = datasets.ClassLabel(names=list(classes))
-            columns[column] = [number[value] for value in values]
-    # Part of the key of the cache of decoded images, to which the times and sizes of the files belong too.
-    facts = hashlib.sha256("\n".join((*files, *(masks or ()))).encode())
-    made = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
-    return datasets.Dataset(made.data, made.info, made.split, fingerprint=facts.hexdigest()[:32])
+def _tables(splits: Mapping[str, Any], *columns: str) -> Splits:
+    """Splits of `datasets`; those that are rows of image files become tables with these columns, and classes numbered
+    alike."""
+    rows = {part: split for part, split in splits.items() if isinstance(split, list)}
+    classes = sorted({row[1] for some in rows.values() for row in some})  # where the second column is the label
+    kinds = {"image": datasets.Image(), "mask": datasets.Image(), "label": datasets.ClassLabel(names=classes)}
+    features = datasets.Features({column: kinds.get(column, datasets.Value("string")) for column in columns})
+    tables = {}
+    for part, some in rows.items():
+        values = {column: [row[i] for row in some] for i, column in enumerate(columns)}
+        made = datasets.Dataset.from_dict(values, features)
+        # Part of the key of the cache of decoded images, to which the times and sizes of the files belong too.
+        facts = hashlib.sha256("\n".join(map("\t".join, some)).encode()).hexdigest()[:32]
+        tables[part] = datasets.Dataset(made.data, made.info, made.split, fingerprint=facts)
+    return {**splits, **tables}
 
 
 def _pictures(folder: str | Path) -> list[str]:
@@ -227,26 +205,14 @@ def _pictures(folder: str | Path) -> list[str]:
     return sorted(found)
 
 
+def _of_classes(folder: Path) -> list[Row]:
+    """The files of CLASS/*.jpg, and the class of each."""
+    return [(file, name) for name in _subfolders(folder) for file in _pictures(folder / name)]
+
+
 def _subfolders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _of_classes(folder: Path, split: Path) -> tuple[list[str], list[str]]:
-    """The files of SPLIT/CLASS/*.jpg, and the class of each."""
-    files: list[str] = []
-    labels: list[str] = []
-    for name in _subfolders(split):
-        found = _pictures(split / name)
-        files += found
-        labels += [name] * len(found)
-    if not files:
-        loose = f"{len(_pictures(split))} images outside of class folders" if _pictures(split) else "no images"
-        raise DataError(
-            f"data.name={str(folder)!r}: {split.name}/ contains {loose}; expected a folder for each class, "
-            f"{split.name}/CLASS/*.png"
-        )
-    return files, labels
 
 
 def _domains(folder: Path, entry: Entry | None) -> list[str]:
@@ -256,74 +222,50 @@ def _domains(folder: Path, entry: Entry | None) -> list[str]:
     return [name for name in _subfolders(folder) if name in known]
 
 
-def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], train: str, test: str) -> Splits:
+def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], names: Mapping[str, str]) -> Splits:
     """DOMAIN/CLASS/*.jpg, split by lists `DOMAIN_train.txt` of lines `path number`, or every fifth for testing."""
-    rows: dict[str, list[tuple[str, str, str]]] = {"train": [], "test": []}  # file, class, domain
+    rows: dict[str, list[Row]] = {part: [] for part in PARTS}
     for domain in domains:
-        lists = {part: folder / f"{domain}_{split}.txt" for part, split in (("train", train), ("test", test))}
-        there = [file.is_file() for file in lists.values()]
-        if any(there) and not all(there):
-            absent = next(file.name for file, is_there in zip(lists.values(), there, strict=True) if not is_there)
-            raise DataError(f"data.name={str(folder)!r}: {absent} is missing beside the other list of {domain!r}")
-        if all(there):
+        lists = {part: folder / f"{domain}_{name}.txt" for part, name in names.items()}
+        absent = [file.name for file in lists.values() if not file.is_file()]
+        if len(absent) == 1:
+            raise DataError(f"data.name={str(folder)!r}: {absent[0]} is missing beside the other list of {domain!r}")
+        if not absent:
             for part, file in lists.items():
-                rows[part] += [(path, label, domain) for path, label in _listed(folder, file, keep)]
+                rows[part] += [(path, label, domain) for path, label in _listed(folder, file)]
             continue
-        for label in _subfolders(folder / domain):
-            if keep and label not in keep:
-                continue
-            for number, path in enumerate(_pictures(folder / domain / label)):
+        for label, files in itertools.groupby(_of_classes(folder / domain), lambda row: row[1]):
+            for number, (path, _) in enumerate(files):
                 rows["test" if number % _EACH == _EACH - 1 else "train"].append((path, label, domain))
-    found = {}
-    classes = sorted({label for some in rows.values() for _, label, _ in some})
-    for part, some in rows.items():
-        if not some:
-            kept = f" of the classes {', '.join(keep)}" if keep else ""
-            raise DataError(f"data.name={str(folder)!r}: no {part} images{kept} in {', '.join(domains)}")
-        files, labels, names = zip(*some, strict=True)
-        found[part] = _table(files, classes=classes, label=labels, domain=names)
-    return found
+    rows = {part: [row for row in some if not keep or row[1] in keep] for part, some in rows.items()}
+    return _tables(rows, "image", "label", "domain")
 
 
-def _listed(folder: Path, file: Path, keep: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """Path and class of each line; the class is the folder's name, and each number must belong to one class."""
-    numbers: dict[str, str] = {}
-    for count, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+def _listed(folder: Path, file: Path) -> Iterator[Row]:
+    """Path and class of each line; the class is the folder's name."""
+    for count, line in enumerate(file.read_text(encoding="utf-8").strip().splitlines(), start=1):
         path, _, number = line.strip().rpartition(" ")
         label = Path(path).parent.name
         if not label or not number.isdecimal():
             raise DataError(f"{str(file)!r}, line {count}: {line!r} is not of the form DOMAIN/CLASS/FILE NUMBER")
-        if numbers.setdefault(number, label) != label:
-            raise DataError(f"{str(file)!r}, line {count}: class {number} is {label!r} here, {numbers[number]!r} above")
-        if keep and label not in keep:
-            continue
-        if not (folder / path).is_file():
-            raise DataError(f"{str(file)!r}, line {count}: there is no file {path!r} in {str(folder)!r}")
         yield str(folder / path), label
 
 
-def _cityscapes(folder: Path, split: str) -> Any:
+def _cityscapes(folder: Path, split: str) -> list[Row]:
     """Images and their masks of label ids, by city."""
-    if not (folder / "leftImg8bit" / split).is_dir():
+    rows: list[Row] = []
+    for path in sorted((folder / "leftImg8bit" / split).glob("*/*_leftImg8bit.png")):
+        name = path.name.replace("_leftImg8bit.png", "_gtFine_labelIds.png")
+        mask = folder / "gtFine" / split / path.parent.name / name
+        if not mask.is_file():
+            raise DataError(
+                f"data.name={str(folder)!r}: {path.name} has no mask; there is no {mask.relative_to(folder)}"
+            )
+        rows.append((str(path), str(mask), path.parent.name))
+    if not rows:
         present = ", ".join(_subfolders(folder / "leftImg8bit")) or "nothing"
-        raise DataError(f"data.name={str(folder)!r}: no leftImg8bit/{split}/; leftImg8bit/ contains {present}")
-    files: list[str] = []
-    masks: list[str] = []
-    cities: list[str] = []
-    for city in _subfolders(folder / "leftImg8bit" / split):
-        for path in sorted((folder / "leftImg8bit" / split / city).glob("*_leftImg8bit.png")):
-            mask = folder / "gtFine" / split / city / path.name.replace("_leftImg8bit.png", "_gtFine_labelIds.png")
-            if not mask.is_file():
-                raise DataError(
-                    f"data.name={str(folder)!r}: {path.name} has no mask; there is no {mask.relative_to(folder)}"
-                )
-            files.append(str(path))
-            masks.append(str(mask))
-            cities.append(city)
-    if not files:
         raise DataError(
-            f"data.name={str(folder)!r}: no images in leftImg8bit/{split}/, expected CITY/NAME_leftImg8bit.png"
+            f"data.name={str(folder)!r}: no leftImg8bit/{split}/CITY/NAME_leftImg8bit.png; leftImg8bit/ contains "
+            f"{present}"
         )
-    return _table(files, masks, city=cities)
+    return rows

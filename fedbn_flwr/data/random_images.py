@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError
 
-from . import Size
+from .arrays import in_memory
 from .catalogue import CATALOGUE
-from .dataset import DataSet, Groups
-from .images import Images
+from .dataset import DataSet
+from .source import Source
 
-TRAIN, TEST = 1_000, 200  # images, if their numbers are not given
+COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
 
 
 def has_form(name: str, classes: int | None, channels: int | None, size: Any) -> bool:
@@ -24,56 +22,36 @@ def has_form(name: str, classes: int | None, channels: int | None, size: Any) ->
     return name in CATALOGUE or None not in (classes, channels, size)
 
 
-def random_images(
-    name: str,
-    *,
-    images: int | None = None,
-    test_images: int | None = None,
-    classes: int | None = None,
-    channels: int | None = None,
-    size: int | Size | None = None,
-    domains: Sequence[str] = (),
-) -> DataSet:
-    """Images of uniform noise with the classes, channels, size and domains of the data set `name`.
+def random_images(source: Source, channels: int | None, images: int | None, test_images: int | None) -> DataSet:
+    """Images of uniform noise with the classes, channels, size and domains of a data set.
 
     Classes and domains have equal numbers of images, up to one. Segmentation data have random masks.
     """
-    entry = CATALOGUE.get(name)
-    if not has_form(name, classes, channels, size):
+    name, entry = source.name, CATALOGUE.get(source.name)
+    classes, size, domains = source.classes, source.pixels, tuple(source.domains)
+    names: tuple[str, ...] = ()
+    if entry is not None:
+        classes, channels, names = entry.classes, entry.channels, entry.names or entry.keep
+        size = size or (entry.size and (entry.size, entry.size)) or None
+        if wrong := [domain for domain in domains if domain not in entry.domains]:
+            known = ", ".join(entry.domains) or "none"
+            raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {known}")
+        domains = domains or entry.domains
+    if classes is None or channels is None or size is None:
         raise DataError(
             f"data.random is true, but the form of {name!r} is not known; give data.classes, data.channels and "
             "data.size"
         )
-    if entry is not None:
-        classes, channels = entry.classes, entry.channels
-        size = size or entry.size
-        names = entry.names or entry.keep
-        known = entry.domains
-        if wrong := [domain for domain in domains if domain not in known]:
-            raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {', '.join(known) or 'none'}")
-    else:
-        names, known = (), tuple(domains)
-    if size is None:
-        raise DataError(f"data.random is true, but the images of {name!r} have no fixed size; give data.size")
-    assert classes is not None
-    assert channels is not None
-    shape = (channels, *((size, size) if isinstance(size, int) else size))
-    used = tuple(domains) or known
-    dense = entry is not None and entry.crop is not None
-    parts, groups = {}, {}
-    for part, count in (("train", images or TRAIN), ("test", test_images or TEST)):
+    counts = {"train": images or COUNTS["train"], "test": test_images or COUNTS["test"]}
+    made: dict[str, Any] = {"classes": names or range(classes)}
+    for part, count in counts.items():
         # Not torch's generator, which takes twice as long.
         draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))
-        pixels = torch.from_numpy(draw.integers(0, 256, (count, *shape), dtype=np.uint8))
-        masks = torch.from_numpy(draw.integers(0, classes, (count, *shape[1:]), dtype=np.uint8)) if dense else None
-        rows = torch.arange(count)
-        labels = torch.zeros(count, dtype=torch.int64) if dense else rows // max(1, len(used)) % classes
-        parts[part] = Images(pixels, labels, masks)
-        groups[part] = rows % max(1, len(used))
-    return DataSet(
-        name,
-        parts["train"],
-        parts["test"],
-        names or tuple(map(str, range(classes))),
-        Groups("domain", used, groups["train"], groups["test"]) if used else None,
-    )
+        pixels = draw.integers(0, 256, (count, channels, *size), dtype=np.uint8)
+        rows = np.arange(count)
+        labels = rows // max(1, len(domains)) % classes
+        if entry is not None and entry.crop is not None:
+            labels = draw.integers(0, classes, (count, *size), dtype=np.uint8)
+        of_domains = np.array(domains)[rows % len(domains)] if domains else None
+        made[part] = {"images": pixels, "labels": labels, "domains": of_domains}
+    return in_memory(Source(name, domains=domains, memory=source.memory), made)

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.data.random_images import random_images
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.summary import SPREAD
 
@@ -118,7 +119,10 @@ def _plain(data: settings.Data) -> settings.Data:
 
 
 def _loaded(data: settings.Data, device: str) -> DataSet:
-    dataset = _random(data) if data.random else fewer(_read(data), data.images, data.test_images)
+    if data.random:
+        dataset = random_images(_source(data), data.channels, data.images, data.test_images)
+    else:
+        dataset = fewer(load(_source(data)), data.images, data.test_images)
     if data.class_names and dataset.class_names != data.class_names and not data.random:
         raise SettingsError(
             f"data.class_names is {list(data.class_names)}, but {data.name!r} has {list(dataset.class_names)}"
@@ -130,39 +134,10 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
     return dataset.to(torch.device(device))
 
 
-def _random(data: settings.Data) -> DataSet:
-    return random_images(
-        data.name,
-        images=data.images,
-        test_images=data.test_images,
-        classes=data.classes,
-        channels=data.channels,
-        size=data.size,
-        domains=data.domains,
-    )
-
-
-def _read(data: settings.Data) -> DataSet:
-    return load(
-        data.name,
-        root=data.root,
-        revision=data.revision,
-        image=data.image,
-        label=data.label,
-        domain=data.domain,
-        domains=data.domains,
-        natural=getattr(data.partition, "column", None),
-        train=data.train,
-        test=data.test,
-        size=data.size,
-        fit=data.fit,
-        classes=data.classes,
-        class_names=data.class_names,
-        stream=data.stream,
-        memory=data.memory,
-        readers=data.readers,
-        options=data.options.model_extra,
-    )
+def _source(data: settings.Data) -> Source:
+    values = {each.name: getattr(data, each.name) for each in fields(Source) if each.name in settings.Data.model_fields}
+    column = getattr(data.partition, "column", None)
+    return Source(**{**values, "options": data.options.model_extra or {}, "column": column})
 
 
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,42 +22,41 @@ from .roles import AFFINE, computes_as_batch_norm
 from .static import StaticBatchNorm
 from .wsconv import STANDARDISED, check_stored, standardised
 
-Convert = Callable[[_BatchNorm, str, dict[str, Any]], nn.Module]
+Convert = Callable[..., nn.Module]  # of a batch norm, its name, and the options that the signature names
 
 
-def _group_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
-    groups = options.get("groups", 2)
-    channels = layer.num_features
-    if channels % groups:
-        raise SettingsError(f"norm 'gn': {where} has {channels} channels, which {groups} groups do not divide")
-    return nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+def _group_norm(layer: _BatchNorm, where: str, groups: int = 2) -> nn.Module:
+    if layer.num_features % groups:
+        raise SettingsError(
+            f"norm 'gn': {where} has {layer.num_features} channels, which {groups} groups do not divide"
+        )
+    return nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
-def _layer_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+def _layer_norm(layer: _BatchNorm, where: str) -> nn.Module:
     # Over channels and pixels of one image, with gamma and beta per channel: group norm with one group. Unlike
     # nn.LayerNorm it does not depend on the image size.
-    return nn.GroupNorm(1, layer.num_features, eps=layer.eps, affine=layer.affine)
+    return _group_norm(layer, where, 1)
 
 
-def _instance_norm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+def _instance_norm(layer: _BatchNorm, where: str) -> nn.Module:
     # The same arithmetic as nn.InstanceNorm2d, in the class that gn and ln use.
     if isinstance(layer, nn.BatchNorm1d):
         raise SettingsError(f"norm 'in': {where} is a BatchNorm1d; instance norm needs several values per channel")
-    return nn.GroupNorm(layer.num_features, layer.num_features, eps=layer.eps, affine=layer.affine)
+    return _group_norm(layer, where, layer.num_features)
 
 
-def _static(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+def _static(layer: _BatchNorm, where: str) -> nn.Module:
     return StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
-def _renorm(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+def _renorm(layer: _BatchNorm, where: str, **bounds: Any) -> nn.Module:
     if layer.running_mean is None:
         raise SettingsError(f"norm 'brn': {where} tracks no statistics, which batch renormalisation needs")
-    given = {key: options[key] for key in OPTIONS["brn"] if key in options}
-    return BatchRenorm(layer.num_features, layer.eps, layer.momentum, layer.affine, **given)
+    return BatchRenorm(layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds)
 
 
-def _none(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+def _none(layer: _BatchNorm, where: str) -> nn.Module:
     return nn.Identity()
 
 
@@ -89,7 +89,7 @@ def _own(name: str) -> Convert:
     """A normaliser of the user: a callable of the number of channels, and of `layer` if its signature names it."""
     function = load("model.norm", name)
 
-    def convert(layer: _BatchNorm, where: str, options: dict[str, Any]) -> nn.Module:
+    def convert(layer: _BatchNorm, where: str) -> nn.Module:
         new = call("model.norm", name, layer.num_features, **accepted(function, {"layer": layer}))
         if not isinstance(new, nn.Module):
             raise SettingsError(
@@ -122,63 +122,39 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     known = {option for names in OPTIONS.values() for option in names}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    options = {key: value for key, value in options.items() if key in OPTIONS.get(kind, ())}
     convert = _own(kind) if is_name(kind) else NORMS[kind][1]
     if convert is None:
         return model
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
         return fixup(model)
-    if is_name(kind):
-        _check_ties(model, kind)
-    unscaled = _without_norm_after(model) if kind == "gn+ws" else None
-    scale = options.get("branch_scale", 1.0) if kind == "won" else 1.0
+    scale = options.pop("branch_scale", 1.0)
     blocks = residual_parts(model, kind).blocks if scale != 1 else {}
+    *_, last = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear | _BatchNorm)] or [
+        None
+    ]
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
-
-    def change(layer: nn.Module, where: str) -> nn.Module:
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer not in replaced:
             if isinstance(layer, _BatchNorm):
-                replaced[layer] = _replace(layer, where, kind, convert, options)
-            elif kind in STANDARDISED and isinstance(layer, _ConvNd) and layer is not unscaled:
-                replaced[layer] = standardised(layer, where, kind)
-        return replaced.get(layer, layer)
-
-    for name, parent in list(model.named_modules()):
-        for child_name, child in list(parent._modules.items()):  # named_children omits duplicates
-            if child is not None:
-                setattr(parent, child_name, change(child, f"{name}.{child_name}" if name else child_name))
+                replaced[layer] = _replace(layer, name or "the model itself", kind, partial(convert, **options))
+            # Without a norm after it, a last convolution keeps its weights: that of a segmentation model's classifier.
+            elif kind in STANDARDISED and isinstance(layer, _ConvNd) and (kind == "won" or layer is not last):
+                replaced[layer] = standardised(layer, name or "the model itself", kind)
+        if layer in replaced and name:
+            model.set_submodule(name, replaced[layer])
     for block in blocks.values():
         convolutions(block)[-1].gamma *= scale
-    model = change(model, "the model itself")
     # `won` also removes batch norm, so a model without convolutions has a use for it.
-    needed = {"gn+ws": nn.Conv2d, "won": nn.Module}.get(kind, _BatchNorm)
-    if kind != "none" and not any(isinstance(layer, needed) for layer in replaced):
-        what = "convolution to standardise" if kind in STANDARDISED else "batch norm to replace"
-        raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
-    return model
+    needed = {"gn+ws": (nn.Conv2d, _BatchNorm), "won": (nn.Module,), "none": ()}.get(kind, (_BatchNorm,))
+    for each in needed:
+        if not any(isinstance(layer, each) for layer in replaced):
+            what = "batch norm to replace" if each is _BatchNorm else "convolution to standardise"
+            raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
+    return replaced.get(model, model)
 
 
-def _check_ties(model: nn.Module, kind: str) -> None:
-    owners: dict[int, str] = {}
-    for name, layer in model.named_modules():
-        for parameter in layer.parameters(recurse=False) if isinstance(layer, _BatchNorm) else ():
-            if (first := owners.setdefault(id(parameter), name)) != name:
-                raise SettingsError(
-                    f"model.norm={kind!r}: {first} and {name} share a parameter, which layers of your own would not"
-                )
-
-
-def _without_norm_after(model: nn.Module) -> nn.Module | None:
-    """The last layer, if it is a convolution: no norm rescales the output of a segmentation model's classifier."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear | _BatchNorm)]
-    if not any(isinstance(layer, _BatchNorm) for layer in layers):
-        raise SettingsError(
-            "norm 'gn+ws': the model has no batch norm, and standardised convolutions need a norm after them; use "
-            "'won', which needs none"
-        )
-    return layers[-1] if isinstance(layers[-1], nn.Conv2d) else None
-
-
-def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options: dict[str, Any]) -> nn.Module:
+def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.Module:
     if isinstance(layer, LazyModuleMixin):
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(layer).__name__} of unknown size; pass a batch through the model first"
@@ -189,18 +165,17 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert, options
             "replaced"
         )
     check_stored(layer, where, kind)
-    new = convert(layer, where, options)
+    new = convert(layer, where)
     like = layer.weight if isinstance(layer.weight, torch.Tensor) else layer.running_mean
     if isinstance(like, torch.Tensor):
         new.to(device=like.device, dtype=like.dtype)
-    state = layer.state_dict()
-    if is_name(kind):  # it may have other parameters than batch norm, or of other shapes
-        for name, value in new.state_dict().items():
-            if name in state and state[name].shape == value.shape:
-                value.copy_(state[name])
-        return new.train(layer.training)
+    state, own = layer.state_dict(), new.state_dict()
+    # A normaliser of the user may have other parameters than batch norm, or of other shapes.
+    shared = {name for name in own if name in state and state[name].shape == own[name].shape}
     for name in AFFINE:
-        if hasattr(new, name):  # the same object, which another layer may share; None if there is no beta
-            setattr(new, name, getattr(layer, name))
-    new.load_state_dict({key: state[key] for key in new.state_dict() if key in state}, strict=False)
+        if name in shared or (hasattr(new, name) and not is_name(kind)):
+            setattr(
+                new, name, getattr(layer, name)
+            )  # the same object, which another layer may share; None without beta
+    new.load_state_dict({name: state[name] for name in shared}, strict=False)
     return new.train(layer.training)

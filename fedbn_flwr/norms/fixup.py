@@ -27,46 +27,34 @@ from .residual import ResidualParts, convolutions, residual_parts
 from .wsconv import check_stored, remade
 
 
-class BiasedConv2d(nn.Conv2d):
-    """nn.Conv2d with a scalar added to its input."""
+class _Biased:
+    """A scalar that is added to a layer's input."""
 
     input_bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._conv_forward(x + self.input_bias, self.weight, self.bias)
+        y: Tensor = super().forward(x + self.input_bias)  # type: ignore[misc]
         return y
 
 
-class BiasedLinear(nn.Linear):
-    """nn.Linear with a scalar added to its input."""
-
-    input_bias: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x + self.input_bias, self.weight, self.bias)
+class BiasedConv2d(_Biased, nn.Conv2d):
+    pass
 
 
-class ScalarBias(nn.Module):
-    """x + bias, one number for all channels."""
+class BiasedLinear(_Biased, nn.Linear):
+    pass
 
-    def __init__(self) -> None:
+
+class Scalars(nn.Module):
+    """weight x + bias, the same numbers for all channels; without `scaled`, x + bias."""
+
+    def __init__(self, scaled: bool) -> None:
         super().__init__()
+        self.register_parameter("weight", nn.Parameter(torch.ones(1)) if scaled else None)
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
-
-
-class ScalarScale(nn.Module):
-    """weight x + bias, two numbers for all channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.bias
+        return (x if self.weight is None else x * self.weight) + self.bias
 
 
 def fixup(model: nn.Module) -> nn.Module:
@@ -88,11 +76,11 @@ def fixup(model: nn.Module) -> nn.Module:
                 else:
                     conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
             setattr(block, f"conv{number}", conv)
-            setattr(block, f"bn{number}", _like(conv, ScalarScale() if last else ScalarBias()))
+            setattr(block, f"bn{number}", _scalars(conv, scaled=last))
         shortcut = getattr(block, "downsample", None)
         if shortcut is not None:
             shortcut[0], shortcut[1] = _biased(shortcut[0]), nn.Identity().train(block.training)
-    setattr(model, parts.norm, _like(getattr(model, parts.convolution), ScalarBias()))
+    setattr(model, parts.norm, _scalars(getattr(model, parts.convolution)))
     classifier = _biased(getattr(model, parts.classifier))
     with torch.no_grad():
         for parameter in classifier.parameters():
@@ -103,28 +91,26 @@ def fixup(model: nn.Module) -> nn.Module:
 
 def _check(model: nn.Module, parts: ResidualParts) -> None:
     """Refuse a model that cannot be converted before any of it changes."""
-    expected = [
-        (parts.convolution, getattr(model, parts.convolution), nn.Conv2d),
-        (parts.norm, getattr(model, parts.norm), _BatchNorm),
-        (parts.classifier, getattr(model, parts.classifier), nn.Linear),
-    ]
+    expected: dict[str, type[nn.Module]] = {
+        parts.convolution: nn.Conv2d,
+        parts.norm: _BatchNorm,
+        parts.classifier: nn.Linear,
+    }
     for name, block in parts.blocks.items():
-        for number, conv in enumerate(convolutions(block), start=1):
-            expected.append((f"{name}.conv{number}", conv, nn.Conv2d))
-            expected.append((f"{name}.bn{number}", getattr(block, f"bn{number}", None), _BatchNorm))
-        shortcut = getattr(block, "downsample", None)
-        if shortcut is not None:
-            if not isinstance(shortcut, nn.Sequential) or len(shortcut) != 2:
-                raise SettingsError(f"norm 'fixup': {name}.downsample is not a convolution and a batch norm")
-            expected.append((f"{name}.downsample.0", shortcut[0], nn.Conv2d))
-            expected.append((f"{name}.downsample.1", shortcut[1], _BatchNorm))
-    for name, layer, kind in expected:
-        check_stored(layer, name, "fixup")
+        for number in range(1, len(convolutions(block)) + 1):
+            expected |= {f"{name}.conv{number}": nn.Conv2d, f"{name}.bn{number}": _BatchNorm}
+        if getattr(block, "downsample", None) is not None:
+            expected |= {f"{name}.downsample.0": nn.Conv2d, f"{name}.downsample.1": _BatchNorm}
+    found = dict(model.named_modules(remove_duplicate=False))
+    for name, kind in expected.items():
+        layer = found.get(name)
         if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
             wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
-            raise SettingsError(f"norm 'fixup': {name} is a {type(layer).__name__}; expected a {wanted}")
-    known = {layer for _, layer, _ in expected}
-    for name, layer in model.named_modules():
+            is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
+            raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
+        check_stored(layer, name, "fixup")
+    known = {found[name] for name in expected}
+    for name, layer in found.items():
         if isinstance(layer, _BatchNorm) and layer not in known:
             raise SettingsError(f"norm 'fixup': {name} is a batch norm outside the residual branches and the stem")
 
@@ -134,12 +120,12 @@ def _biased(layer: Any) -> Any:
     if isinstance(layer, nn.Conv2d):
         new: Any = remade(layer, BiasedConv2d)
     else:
-        new = BiasedLinear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        new = BiasedLinear(layer.in_features, layer.out_features, device="meta").train(layer.training)
         new.weight, new.bias = layer.weight, layer.bias
     new.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
-    return new.train(layer.training)
+    return new
 
 
-def _like(layer: Any, new: nn.Module) -> nn.Module:
-    """`new` with the layer's device, dtype and training mode."""
-    return new.to(layer.weight).requires_grad_(layer.weight.requires_grad).train(layer.training)
+def _scalars(like: Any, scaled: bool = False) -> nn.Module:
+    """Scalars with the layer's device, dtype and training mode."""
+    return Scalars(scaled).to(like.weight).requires_grad_(like.weight.requires_grad).train(like.training)

@@ -22,16 +22,14 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
     """
     model.train()
     layers = norm_layers(model) if what else {}
-    tracking = [layer for layer in layers.values() if getattr(layer, "running_mean", None) is not None]
-    if layers and not tracking and Role.STATISTICS in what:
-        raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
-    frozen = []
-    for layer in layers.values():
-        if Role.STATISTICS in what and layer in tracking:
+    if Role.STATISTICS in what:
+        tracking = [layer for layer in layers.values() if getattr(layer, "running_mean", None) is not None]
+        if layers and not tracking:
+            raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
+        for layer in tracking:
             layer.eval()
-        if Role.AFFINE in what:
-            own = dict(layer.named_parameters(recurse=False))
-            frozen += [own[name] for name in AFFINE if name in own and own[name].requires_grad]
+    own = [layer._parameters.get(name) for layer in layers.values() for name in AFFINE if Role.AFFINE in what]
+    frozen = [parameter for parameter in own if parameter is not None and parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

@@ -21,18 +21,35 @@ class ResidualParts:
     convolution: str  # the stem's
     norm: str  # the stem's
     classifier: str
-    blocks: dict[str, Any]
+    blocks: dict[str, Any]  # by their names in the network, as `layer1.0`
 
 
 def convolutions(block: Any) -> list[Any]:
-    """The convolutions of a block's branch, in the order in which they compute."""
-    return [block.conv1, block.conv2, *([block.conv3] if hasattr(block, "conv3") else [])]
+    """The convolutions of a block's branch, in the order in which they compute; None for one that is missing."""
+    names = ("conv1", "conv2", "conv3") if hasattr(block, "conv3") else ("conv1", "conv2")
+    return [getattr(block, name, None) for name in names]
 
 
 def residual_parts(model: Any, kind: str) -> ResidualParts:
     """The parts of a network for a norm of this kind; SettingsError if its branches are unknown."""
     if hasattr(model, "residual_parts"):
-        return _checked(model.residual_parts(), model, kind)
+        parts = model.residual_parts()
+        if not isinstance(parts, ResidualParts) or not parts.blocks:
+            raise SettingsError(
+                f"norm {kind!r}: {type(model).__name__}.residual_parts() returned {parts!r:.200}; expected "
+                "ResidualParts with the residual blocks by name"
+            )
+    else:
+        parts = _of_torchvision(model, kind)
+    for name, block in parts.blocks.items():
+        for number, layer in enumerate(convolutions(block), start=1):
+            if not isinstance(layer, nn.Conv2d):
+                found = "nothing" if layer is None else f"a {type(layer).__name__}"
+                raise SettingsError(f"norm {kind!r}: conv{number} of the block {name!r} is {found}; expected a Conv2d")
+    return parts
+
+
+def _of_torchvision(model: Any, kind: str) -> ResidualParts:
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
     if type(model) is not ResNet:
@@ -48,19 +65,3 @@ def residual_parts(model: Any, kind: str) -> ResidualParts:
                 f"norm {kind!r}: {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
             )
     return ResidualParts("conv1", "bn1", "fc", blocks)
-
-
-def _checked(parts: Any, model: Any, kind: str) -> ResidualParts:
-    said = f"norm {kind!r}: {type(model).__name__}.residual_parts()"
-    if not isinstance(parts, ResidualParts) or not isinstance(parts.blocks, dict) or not parts.blocks:
-        raise SettingsError(f"{said} returned {parts!r:.200}; expected ResidualParts with the residual blocks by name")
-    children = dict(model.named_children())
-    for name in (parts.convolution, parts.norm, parts.classifier):
-        if name not in children:
-            raise SettingsError(f"{said} names {name!r}; expected a child of the network: {', '.join(children)}")
-    for name, block in parts.blocks.items():
-        for child in ("conv1", "conv2", *(["conv3"] if hasattr(block, "conv3") else [])):
-            if not isinstance(layer := getattr(block, child, None), nn.Conv2d):
-                found = "nothing" if layer is None else f"a {type(layer).__name__}"
-                raise SettingsError(f"{said}: {child} of the block {name!r} is {found}; expected a Conv2d")
-    return parts

@@ -11,7 +11,7 @@ be sent. A gain that gamma of a batch norm would learn can only be learnt by the
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,10 +53,8 @@ class WSConv2d(StdConv2d):
     then give outputs of variance gamma^2. The arguments are nn.Conv2d's.
     """
 
-    def __init__(self, *args: Any, gamma: float = RELU_GAMMA, eps: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.gamma = gamma
-        self.eps = eps
+    eps = 1e-6
+    gamma = RELU_GAMMA
 
 
 C = TypeVar("C", bound=nn.Conv2d)

@@ -18,6 +18,7 @@ from fedbn_flwr import BNClient
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of
 from fedbn_flwr.experiment.find import load_experiment
@@ -65,7 +66,7 @@ def clients_of(folder: Path, server_round: int = -1) -> dict[str, dict[str, floa
 
 
 def own_accuracy(model: nn.Module, folder: Path, client: int) -> float:
-    run, data = settings(folder), load("digits")
+    run, data = settings(folder), load(Source("digits"))
     rows = own_test(run.data, run.clients, run.seed, "cpu")[client]
     return float(evaluate(model, TestBatches(data.test, data.moments, 100, rows), F.cross_entropy, CPU)["accuracy"])
 
@@ -129,7 +130,7 @@ def test_unseen_clients_do_not_train(page: dict[str, Path]) -> None:
 def test_unseen_clients_use_and_tune_the_whole_global_model(name: str, page: dict[str, Path]) -> None:
     """A twin in plain PyTorch: the model file, and ten steps of torch.optim.SGD."""
     (result,) = Results.read(page[name])
-    run, data, values = settings(page[name]), load("digits"), clients_of(page[name])
+    run, data, values = settings(page[name]), load(Source("digits")), clients_of(page[name])
     accuracies = []
     for client in (4, 5):
         model = result.model()
@@ -193,7 +194,7 @@ def test_the_best_round_is_that_of_the_validation_images(page: dict[str, Path]) 
     assert (found["best_round"], found["best_validation_accuracy"]) == (best + 1, accuracies[best])
     assert found["best_round_accuracy"] == lines[best]["accuracy"]
     (result,) = Results.read(page["early"])
-    data = load("digits")
+    data = load(Source("digits"))
     for file, line in (("model-best.safetensors", lines[best]), ("model.safetensors", lines[-1])):
         test = TestBatches(data.test, data.moments, 100)
         assert evaluate(result.model(file=file), test, F.cross_entropy, CPU)["accuracy"] == line["accuracy"]

@@ -56,7 +56,8 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 def test_the_convolution_equals_timm_s_with_a_gain_of_one(name: str) -> None:
     options = {"padding": 0, **CONVOLUTIONS[name]}
     gamma = 1.3
-    ours = WSConv2d(4, 8, 3, gamma=gamma, dtype=torch.float64, **options)
+    ours = WSConv2d(4, 8, 3, dtype=torch.float64, **options)
+    ours.gamma = gamma
     theirs = ScaledStdConv2d(4, 8, 3, gamma=gamma, dtype=torch.float64, **options)
     theirs.load_state_dict(ours.state_dict() | {"gain": torch.ones(8, 1, 1, 1, dtype=torch.float64)})
     x, there = (torch.randn(3, 4, 9, 9, dtype=torch.float64).requires_grad_() for _ in range(2))
@@ -73,7 +74,8 @@ def test_the_convolution_equals_timm_s_with_a_gain_of_one(name: str) -> None:
 
 def test_the_weights_are_standardised_as_the_paper_s_equation_says() -> None:
     """W^_ij = gamma (W_ij - mu_i) / (sigma_i sqrt(N)), in plain arithmetic."""
-    conv = WSConv2d(3, 2, 2, dtype=torch.float64, eps=1e-30)
+    conv = WSConv2d(3, 2, 2, dtype=torch.float64)
+    conv.eps = 1e-30
     for filter_, found in zip(conv.weight.detach().tolist(), conv.standardised().detach().tolist(), strict=True):
         flat = np.array(filter_).ravel()
         mu = math.fsum(flat) / 12
@@ -90,7 +92,8 @@ def test_gamma_is_brock_s_for_relu() -> None:
 
 
 def test_scale_and_mean_of_the_raw_weights_do_not_matter() -> None:
-    conv = WSConv2d(4, 8, 3, dtype=torch.float64, eps=1e-30)
+    conv = WSConv2d(4, 8, 3, dtype=torch.float64)
+    conv.eps = 1e-30
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     before = conv(x)
     with torch.no_grad():

@@ -19,10 +19,11 @@ from benchmarks.attacks.features import (
     weight_gradient,
 )
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 
 
 def digits(count: int) -> Batch:
-    train = load("digits").train
+    train = load(Source("digits")).train
     return train.images[:count].double() / 255 - 0.5, train.labels[:count]  # type: ignore[union-attr]
 
 

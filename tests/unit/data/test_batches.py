@@ -14,6 +14,7 @@ from fedbn_flwr.data.augment import RATIO, SCALE, Window, crop_and_resize, rando
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 28, 28), (3, 20, 31)])
@@ -81,7 +82,7 @@ def test_turned_images_equal_torchvision_s() -> None:
 
 @pytest.mark.parametrize("kind", ["resized_crop", "rotate"])
 def test_what_a_client_sees_is_a_function_of_its_place(kind: str) -> None:
-    data = load("digits")
+    data = load(Source("digits"))
 
     def first(server_round: int, augment: tuple[str, ...] = (kind,)) -> torch.Tensor:
         batches = ClientBatches(

@@ -15,6 +15,7 @@ import torch
 
 from fedbn_flwr.data.catalogue import CATALOGUE, describe_datasets
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import normalisation_of, resolve
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
@@ -47,7 +48,7 @@ def test_an_entry_is_complete_in_itself(name: str) -> None:
 
 
 def test_the_embedded_digits_have_the_form_of_their_entry() -> None:
-    data, entry = load("digits"), CATALOGUE["digits"]
+    data, entry = load(Source("digits")), CATALOGUE["digits"]
     assert entry.size is not None
     assert (data.classes, data.channels, data.size) == (entry.classes, entry.channels, (entry.size, entry.size))
     assert len(data.train.labels) == entry.images
@@ -82,7 +83,7 @@ def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
     folder, test, shape, rows, names, image = LAYOUTS[name]
     for split in ("train", test):
         write_parquet(root / name / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
-    data = load(name, root=str(root))
+    data = load(Source(name, root=str(root)))
     entry = CATALOGUE[name]
     assert data.train.images.shape == (3, entry.channels, entry.size, entry.size)
     label = entry.label
@@ -106,8 +107,8 @@ def test_a_revision_of_the_hub_is_read_for_both_splits_and_recorded(
 
     write_parquet(root / "mnist.parquet", shape, rows, names, image)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load("mnist", revision="v1").commit == "c" * 40
-    assert load("owner/mnist").commit == "c" * 40
+    assert load(Source("mnist", revision="v1")).commit == "c" * 40
+    assert load(Source("owner/mnist")).commit == "c" * 40
     assert asked == [
         ("ylecun/mnist", "train", "v1"),
         ("ylecun/mnist", "test", "c" * 40),
@@ -120,10 +121,10 @@ def test_a_revision_of_data_that_are_not_of_the_hub_is_refused(root: Path) -> No
     folder, test, shape, rows, names, image = LAYOUTS["mnist"]
     for split in ("train", test):
         write_parquet(root / "mnist" / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
-    assert load("mnist", root=str(root)).commit is None
+    assert load(Source("mnist", root=str(root))).commit is None
     for name, at in (("mnist", str(root)), (str(root / "mnist"), None), ("digits", None), ("module:own", None)):
         with pytest.raises(DataError, match=r"data\.revision is 'v1', which is for data sets of the hub"):
-            load(name, root=at, revision="v1")
+            load(Source(name, root=at, revision="v1"))
 
 
 def write_domainnet(root: Path) -> list[str]:
@@ -142,12 +143,12 @@ def write_domainnet(root: Path) -> list[str]:
 
 def test_domainnet_is_reduced_to_its_ten_classes(root: Path) -> None:
     kept = write_domainnet(root)
-    data = load("domainnet10", root=str(root), size=8)
+    data = load(Source("domainnet10", root=str(root), size=8))
     assert data.class_names == tuple(kept)
     assert [kept[i] for i in data.train.labels] == ["bird", "zebra", "tiger"]
     assert data.domains is not None
     assert [data.domains.names[i] for i in data.domains.train] == ["sketch", "quickdraw", "clipart"]
-    whole = load(str(root / "domainnet10"), size=8)
+    whole = load(Source(str(root / "domainnet10"), size=8))
     assert whole.classes == 12
     assert data.train.images.equal(whole.train.images[[1, 3, 4]]), "each image kept its label"
 
@@ -156,8 +157,8 @@ def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
     names = {"label": numbered(10)}
     write_parquet(root / "set" / "train.parquet", (6, 6), {"label": [1, 2]}, names, "image")
     write_parquet(root / "set" / "test.parquet", (6, 6, 3), {"label": [3]}, names, "image")
-    grey = load(str(root / "set"), test="train")
-    data = load(str(root / "set"))
+    grey = load(Source(str(root / "set"), test="train"))
+    data = load(Source(str(root / "set")))
     assert (data.channels, grey.channels) == (3, 1)
     assert data.train.images.equal(grey.train.images.expand(-1, 3, -1, -1))
 
@@ -169,13 +170,13 @@ def test_the_variable_names_a_root_where_the_file_names_none(root: Path, monkeyp
     write_parquet(root / "mnist" / "train.parquet", (28, 28), {"label": [1]}, {"label": numbered(10)}, "image")
     write_parquet(root / "mnist" / "test.parquet", (28, 28), {"label": [2]}, {"label": numbered(10)}, "image")
     monkeypatch.setenv("FEDBN_DATA", str(root))
-    assert load("mnist").train.labels.tolist() == [1]
+    assert load(Source("mnist")).train.labels.tolist() == [1]
 
 
 def test_other_names_are_found_under_the_root_too(root: Path) -> None:
     write_parquet(root / "mine" / "train.parquet", (5, 5), {"kind": [1]}, {"kind": ["a", "b"]}, "photo")
     write_parquet(root / "mine" / "test.parquet", (5, 5), {"kind": [0]}, {"kind": ["a", "b"]}, "photo")
-    assert load("mine", root=str(root)).class_names == ("a", "b")
+    assert load(Source("mine", root=str(root))).class_names == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
         ("{name: mnist, root: ROOT, domain: city}", r"data\.domain='city' is not a column of 'mnist'"),
         (
             "{name: mnist, root: ROOT, domains: [real]}",
-            r"data\.domains is \['real'\], but 'mnist' has no column 'domain'",
+            r"data\.domain='domain' is not a column of 'mnist'; its columns: image",
         ),
         (
             "{name: mnist, root: ROOT, partition: {kind: natural, column: city}}",
@@ -200,7 +201,7 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
         ("{name: mnist, root: ROOT, partition: {kind: domain}}", r"the data has no domains"),
         ("{name: mnist_, root: ROOT}", r"'mnist_': there is no such data set; .*did you mean 'mnist'"),
         ("{name: digits, normalise: official}", r"'official', but 'digits' has no official mean.*known for cifar10"),
-        ("{name: digits, domains: [a]}", r"embedded digits have neither domains nor other columns, but the .* 'a'"),
+        ("{name: digits, domains: [a]}", r"data\.domains is \['a'\], but data\.name='digits' has no 'domains'"),
     ],
 )
 def test_bad_input_is_one_message_before_training(text: str, message: str, root: Path) -> None:
@@ -217,18 +218,18 @@ def test_a_named_set_with_another_number_of_classes_is_refused(root: Path) -> No
     for split in ("train", "test"):
         write_parquet(root / "cifar10" / f"{split}.parquet", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
     with pytest.raises(DataError, match=r"CIFAR-10\) has 10 classes, the data 7 in 'label'"):
-        load("cifar10", root=str(root))
+        load(Source("cifar10", root=str(root)))
 
 
 def test_an_unknown_domain_is_answered_with_the_nearest(root: Path) -> None:
     write_domainnet(root)
     with pytest.raises(DataError, match=r"'sketsh' is not a domain of 'domainnet10'; did you mean 'sketch'\?"):
-        load("domainnet10", root=str(root), size=8, domains=["sketsh"])
+        load(Source("domainnet10", root=str(root), size=8, domains=["sketsh"]))
 
 
 def test_domains_are_those_asked_for_in_that_order(root: Path) -> None:
     write_domainnet(root)
-    data = load("domainnet10", root=str(root), size=8, domains=["sketch", "clipart"])
+    data = load(Source("domainnet10", root=str(root), size=8, domains=["sketch", "clipart"]))
     assert data.domains is not None
     assert data.domains.names == ("sketch", "clipart")
     assert data.domains.train.tolist() == [0, 1]
@@ -264,7 +265,7 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
             root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img"
         )
     run = resolve(run_of(f"data: {{name: cifar10, root: {root}}}"))
-    data = load("cifar10", root=str(root))
+    data = load(Source("cifar10", root=str(root)))
     assert normalisation_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
     assert normalisation_of(resolve(measured), data) == data.moments
@@ -299,7 +300,7 @@ def write_folder(folder: Path, split: str, classes: dict[str, list[int]]) -> Non
 def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
     write_folder(root, "train", {"cat": [1, 2], "dog": [3]})
     write_folder(root, "test", {"cat": [4], "dog": [5]})
-    data = load(str(root))
+    data = load(Source(str(root)))
     assert data.class_names == ("cat", "dog")
     assert sorted(data.train.labels.tolist()) == [0, 0, 1]
     dog = int((data.train.labels == 1).nonzero())
@@ -310,9 +311,9 @@ def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
 def test_an_image_that_changed_is_read_again(root: Path) -> None:
     write_folder(root, "train", {"cat": [1], "dog": [3]})
     write_folder(root, "val", {"cat": [4], "dog": [5]})
-    before = load(str(root)).train.images.clone()
+    before = load(Source(str(root))).train.images.clone()
     (root / "train" / "cat" / "1.png").write_bytes(picture(77, (5, 5, 3))["bytes"])
-    after = load(str(root)).train.images
+    after = load(Source(str(root))).train.images
     assert not before.equal(after)
 
 
@@ -321,7 +322,7 @@ def test_an_unreadable_image_of_a_folder_is_named_by_its_file(root: Path) -> Non
     write_folder(root, "test", {"cat": [4], "dog": [5]})
     (root / "train" / "dog" / "3.png").write_bytes(b"not an image")
     with pytest.raises(DataError, match=r"the image in row 1 \(.*3\.png\) cannot be read"):
-        load(str(root))
+        load(Source(str(root)))
 
 
 # --- the real ones -----------------------------------------------------------
@@ -340,7 +341,7 @@ def test_real_domains_load(
     """Only test splits, as both splits, to be quick; sizes and modes are mixed in the files."""
     if not (shared_data / name).is_dir():
         pytest.skip(f"no {name}/ among the data sets")
-    data = load(name, root=str(shared_data), train="test", size=size)
+    data = load(Source(name, root=str(shared_data), train="test", size=size))
     assert data.train.images.shape == (sum(counts), 3, size, size)
     assert data.domains is not None
     assert data.domains.names == domains
@@ -352,7 +353,7 @@ def test_official_moments_are_those_of_the_real_test_images(shared_data: Path) -
     """Within 0.01 of what 10,000 test images of Fashion-MNIST give."""
     if not (shared_data / "fashion_mnist").is_dir():
         pytest.skip("no fashion_mnist/ among the data sets")
-    found = load("fashion_mnist", root=str(shared_data), train="test").moments
+    found = load(Source("fashion_mnist", root=str(shared_data), train="test")).moments
     official = CATALOGUE["fashion_mnist"].moments
     assert official is not None
     assert found[0] == pytest.approx(official[0], abs=0.01)

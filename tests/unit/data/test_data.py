@@ -22,6 +22,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, StorageError
 from tests.support.images import picture, pixels, png, write_split
 
@@ -29,7 +30,7 @@ from tests.support.images import picture, pixels, png, write_split
 
 
 def test_digits_are_all_there() -> None:
-    digits = load("digits")
+    digits = load(Source("digits"))
     assert digits.train.images.shape == (1438, 1, 8, 8)
     assert digits.test.images.shape == (359, 1, 8, 8)
     assert digits.train.images.dtype == torch.uint8
@@ -39,7 +40,7 @@ def test_digits_are_all_there() -> None:
 
 def test_digits_are_those_of_the_uci_test_set() -> None:
     """Alpaydin and Kaynak 1998: its class counts, and its first image, a zero in 17 shades."""
-    digits = load("digits")
+    digits = load(Source("digits"))
     counts = torch.bincount(torch.cat([digits.train.labels, digits.test.labels]))
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     zero = [
@@ -56,9 +57,9 @@ def test_digits_are_those_of_the_uci_test_set() -> None:
     assert digits.train.images[0, 0].tolist() == np.rint(np.array(zero) * 255 / 16).tolist()
 
 
-def test_digits_are_not_resized() -> None:
-    with pytest.raises(DataError, match=r"data\.size is 32"):
-        load("digits", size=32)
+def test_digits_are_resized_if_asked() -> None:
+    assert load(Source("digits", size=8)).train.images.equal(load(Source("digits")).train.images)
+    assert load(Source("digits", size=(16, 12))).size == (16, 12)
 
 
 def test_moments_equal_those_of_torch_in_float64() -> None:
@@ -272,7 +273,7 @@ def test_batches_of_one_image_are_all_kept() -> None:
 
 
 def test_augmented_batches_are_a_function_of_their_place() -> None:
-    data = load("digits")
+    data = load(Source("digits"))
 
     def first(seed: int = 0, **options: Any) -> Tensor:
         batches = ClientBatches(
@@ -288,7 +289,7 @@ def test_augmented_batches_are_a_function_of_their_place() -> None:
 
 
 def test_test_batches_are_all_images_in_order_normalised() -> None:
-    digits = load("digits")
+    digits = load(Source("digits"))
     batches = list(TestBatches(digits.test, digits.moments, 100))
     assert [len(labels) for _, labels in batches] == [100, 100, 100, 59]
     inputs = torch.cat([images for images, _ in batches])
@@ -377,7 +378,7 @@ def test_parquet_loads_what_was_written(folder: Path) -> None:
     write_split(folder, "train-00000", [png(image) for image in train[:4]], [0, 1, 2, 0])
     write_split(folder, "train-00001", [png(image) for image in train[4:]], [1, 2])
     write_split(folder, "test", [png(image) for image in test], [2, 1, 0])
-    data = load(str(folder))
+    data = load(Source(str(folder)))
     np.testing.assert_array_equal(data.train.images.numpy(), np.stack(train).transpose(0, 3, 1, 2))
     np.testing.assert_array_equal(data.test.images.numpy(), np.stack(test).transpose(0, 3, 1, 2))
     assert data.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
@@ -388,21 +389,21 @@ def test_parquet_loads_what_was_written(folder: Path) -> None:
 
 def test_a_second_load_comes_from_the_cache(folder: Path) -> None:
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
-    first = load(str(folder))
+    first = load(Source(str(folder)))
     cached = sorted((folder.parent / "cache").glob("*.npy"))
     assert cached
     stamps = [file.stat().st_mtime_ns for file in cached]
-    second = load(str(folder))
+    second = load(Source(str(folder)))
     assert second.train.images.equal(first.train.images)
     assert [file.stat().st_mtime_ns for file in cached] == stamps
 
 
 def test_a_changed_file_is_read_again(folder: Path) -> None:
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
-    load(str(folder))
+    load(Source(str(folder)))
     new = pixels(3, (4, 4), seed=9)
     write_both(folder, new, [2, 2, 2])
-    data = load(str(folder))
+    data = load(Source(str(folder)))
     np.testing.assert_array_equal(data.train.images.numpy()[:, 0], np.stack(new))
     assert data.train.labels.tolist() == [2, 2, 2]
 
@@ -414,12 +415,12 @@ def cached(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("size", [0, 50, 140])
 def test_a_damaged_file_of_the_cache_is_made_again(folder: Path, size: int) -> None:
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
-    first = load(str(folder)).train.images.clone()
+    first = load(Source(str(folder))).train.images.clone()
     for file in cached(folder):
         with file.open("r+b") as opened:
             opened.truncate(size)
-    assert load(str(folder)).train.images.equal(first)
-    assert load(str(folder)).train.images.equal(first)
+    assert load(Source(str(folder))).train.images.equal(first)
+    assert load(Source(str(folder))).train.images.equal(first)
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
@@ -429,7 +430,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
     (folder.parent / "file").touch()
     monkeypatch.setenv("FEDBN_CACHE", str(folder.parent / "file" / "cache"))
     with pytest.raises(StorageError, match=r"file/cache', cannot be written: .*; set FEDBN_CACHE to a folder with 1 M"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(folder: Path) -> None:
@@ -439,11 +440,11 @@ def test_a_full_disk_leaves_no_part_of_a_file(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, most))
     try:
         with pytest.raises(StorageError, match="cannot be written: File too large; set FEDBN_CACHE"):
-            load(str(folder))
+            load(Source(str(folder)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert cached(folder) == []
-    assert load(str(folder)).size == (40, 40)
+    assert load(Source(str(folder))).size == (40, 40)
 
 
 def save(file: Path, array: np.ndarray) -> None:
@@ -462,9 +463,9 @@ def test_images_of_16_bits_are_scaled_to_8(folder: Path, kind: str) -> None:
             file.write_bytes(b"P5 4 2 65535 " + DEEP.astype(">u2").tobytes())
         elif kind == "tiff, big-endian":
             Image.frombytes("I;16B", (4, 2), DEEP.astype(">u2").tobytes()).save(file)
-    images = load(str(folder)).train.images
+    images = load(Source(str(folder))).train.images
     assert images.tolist() == [[[[0, 0, 1, 1], [16, 156, 254, 255]]]]
-    assert load(str(folder), stream=True).train.files.pixels(0).tolist() == images[0].tolist()
+    assert load(Source(str(folder), stream=True)).train.files.example(0)[0].tolist() == images[0].tolist()
 
 
 @pytest.mark.parametrize(("kind", "words"), [(np.int32, "whole"), (np.float32, "floating-point")])
@@ -474,20 +475,20 @@ def test_images_of_32_bits_are_an_error_that_names_the_file(folder: Path, kind: 
     with pytest.raises(
         DataError, match=rf"in row 0 \(.*a/0\.tiff\) has {words} numbers of 32 bits .* expected 8 or 16"
     ):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_an_image_above_pillow_s_limit_is_named_by_its_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_both(folder, [pixels(1, shape)[0] for shape in ((4, 4), (8, 8))], [0, 1])
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
     with pytest.raises(DataError, match=r"row 1 cannot be read: .* exceeds limit of 40 pixels"):
-        load(str(folder), size=4)
+        load(Source(str(folder), size=4))
 
 
 def test_grey_images_have_one_channel(folder: Path) -> None:
     images = pixels(3, (4, 4))
     write_both(folder, images, [0, 1, 2])
-    data = load(str(folder))
+    data = load(Source(str(folder)))
     np.testing.assert_array_equal(data.train.images.numpy()[:, 0], np.stack(images))
     assert data.channels == 1
 
@@ -495,7 +496,7 @@ def test_grey_images_have_one_channel(folder: Path) -> None:
 def test_grey_among_colour_is_repeated(folder: Path) -> None:
     grey, colour = pixels(1, (4, 4))[0], pixels(1, (4, 4, 3))[0]
     write_both(folder, [grey, colour], [0, 1])
-    data = load(str(folder))
+    data = load(Source(str(folder)))
     np.testing.assert_array_equal(data.train.images[0].numpy(), np.stack([grey] * 3))
     np.testing.assert_array_equal(data.train.images[1].numpy(), colour.transpose(2, 0, 1))
 
@@ -503,21 +504,21 @@ def test_grey_among_colour_is_repeated(folder: Path) -> None:
 def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
     write_both(folder, [*pixels(1, (4, 4)), *pixels(1, (6, 5))], [0, 1])
     with pytest.raises(DataError, match=r"2 sizes \(4x4, 6x5, \.\.\.\); set data\.size"):
-        load(str(folder))
-    data = load(str(folder), size=3)
+        load(Source(str(folder)))
+    data = load(Source(str(folder), size=3))
     assert data.train.images.shape == (2, 1, 3, 3)
 
 
 def test_each_size_is_cached_by_itself(folder: Path) -> None:
     write_both(folder, pixels(2, (8, 8)), [0, 1])
-    assert [load(str(folder), size=size).size for size in (4, 3, None, 4)] == [(4, 4), (3, 3), (8, 8), (4, 4)]
+    assert [load(Source(str(folder), size=size)).size for size in (4, 3, None, 4)] == [(4, 4), (3, 3), (8, 8), (4, 4)]
 
 
 def test_resizing_equals_that_of_pil(folder: Path) -> None:
     image = pixels(1, (9, 7, 3))[0]
     write_both(folder, [image], [0])
     expected = Image.fromarray(image).resize((4, 4), Image.Resampling.BILINEAR)
-    found = load(str(folder), size=4).train.images[0]
+    found = load(Source(str(folder), size=4)).train.images[0]
     np.testing.assert_array_equal(found.numpy(), np.asarray(expected).transpose(2, 0, 1))
 
 
@@ -525,14 +526,14 @@ def test_train_and_test_of_different_sizes_are_an_error(folder: Path) -> None:
     write_split(folder, "train", [png(image) for image in pixels(2, (4, 4))], [0, 1])
     write_split(folder, "test", [png(image) for image in pixels(2, (6, 6))], [0, 1])
     with pytest.raises(DataError, match=r"\(1, 4, 4\), test images \(1, 6, 6\)"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_an_unreadable_image_is_named_by_its_row(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0]), b"not an image"], [0, 1])
     write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(DataError, match="the image in row 1 cannot be read"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_a_cut_off_image_is_named_by_its_row(folder: Path) -> None:
@@ -540,19 +541,19 @@ def test_a_cut_off_image_is_named_by_its_row(folder: Path) -> None:
     write_split(folder, "train", [whole, whole, whole[: len(whole) // 2]], [0, 1, 2])
     write_split(folder, "test", [whole], [0])
     with pytest.raises(DataError, match="the image in row 2 cannot be read"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_a_missing_image_is_named_by_its_row(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0]), None], [0, 1])
     write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(DataError, match="the image in row 1 cannot be read"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_labels_may_be_any_column(folder: Path) -> None:
     write_both(folder, pixels(4, (4, 4)), [2, 0, 1, 2])
-    data = load(str(folder), label="number")
+    data = load(Source(str(folder), label="number"))
     assert data.class_names == ("0", "10", "20")
     assert data.train.labels.tolist() == [2, 0, 1, 2]
 
@@ -568,7 +569,7 @@ def test_labels_may_be_any_column(folder: Path) -> None:
 def test_a_wrong_column_lists_the_columns(folder: Path, options: dict[str, str], message: str) -> None:
     write_both(folder, pixels(2, (4, 4)), [0, 1])
     with pytest.raises(DataError, match=message) as caught:
-        load(str(folder), **options)
+        load(Source(str(folder), **options))
     assert "picture (Image), kind (ClassLabel), number (Value)" in str(caught.value)
 
 
@@ -595,12 +596,12 @@ def test_a_wrong_value_is_named_by_column_and_row(
     for split in ("train", "test"):
         datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
     with pytest.raises(DataError, match=message):
-        load(str(folder), label="label")
+        load(Source(str(folder), label="label"))
 
 
 def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such folder; give a folder with train"):
-        load(str(tmp_path / "absent"))
+        load(Source(str(tmp_path / "absent")))
 
 
 @pytest.mark.parametrize("given", [{"name": "./pictures"}, {"name": "pictures"}, {"name": "pictures", "root": "."}])
@@ -612,9 +613,9 @@ def test_a_relative_folder_begins_where_the_command_was_started(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="there is no such"):
-        load(**given)
+        load(Source(**given))
     monkeypatch.setenv(named.FOLDER, str(folder))  # as in Flower's processes, which run in a folder of their own
-    assert len(load(**given).train.labels) == 1
+    assert len(load(Source(**given)).train.labels) == 1
 
 
 def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
@@ -622,31 +623,31 @@ def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
     with pytest.raises(
         DataError, match=r"no validation\*\.parquet for data\.test='validation'; .* contains train\.parquet"
     ):
-        load(str(folder), test="validation")
+        load(Source(str(folder), test="validation"))
 
 
 def test_a_file_that_is_no_parquet_is_named(folder: Path) -> None:
     write_both(folder, pixels(1, (4, 4)), [0])
     (folder / "train.parquet").write_bytes(b"not a table")
     with pytest.raises(DataError, match=r"cannot read .*train\.parquet"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_splits_with_different_classes_are_an_error(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
     write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0], classes=2)
     with pytest.raises(DataError, match="training split has 3 classes in 'kind', the test split 2"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 def test_a_hub_name_without_a_network_is_an_error_that_names_it() -> None:
     with pytest.raises(DataError, match=r"'no-user/no-set' with data\.train='train' cannot be loaded"):
-        load("no-user/no-set")
+        load(Source("no-user/no-set"))
 
 
 def test_an_unknown_name_without_an_owner_is_refused_without_asking_the_hub() -> None:
     with pytest.raises(DataError, match=r"'cifar11': there is no such data set; .*OWNER/NAME.*did you mean 'cifar10'"):
-        load("cifar11")
+        load(Source("cifar11"))
 
 
 def test_real_mnist_loads(shared_data: Path) -> None:
@@ -654,7 +655,7 @@ def test_real_mnist_loads(shared_data: Path) -> None:
     folder = shared_data / "mnist"
     if not folder.is_dir():
         pytest.skip("no mnist/ among the data sets")
-    mnist = load(str(folder), train="test")
+    mnist = load(Source(str(folder), train="test"))
     assert mnist.train.images.shape == (10_000, 1, 28, 28)
     assert mnist.classes == 10
     # The published counts of MNIST's test digits.

@@ -13,6 +13,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.data.dataset import DataSet, Groups
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.data import own_test, resolve, rows_by_domain
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
@@ -75,7 +76,7 @@ def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
     (run,) = read_experiment(parse_yaml(text)).runs
     resolved: Settings = resolve(run)
     own = own_test(resolved.data, 4, 0, "cpu")
-    dataset = load(str(data))
+    dataset = load(Source(str(data)))
     assert dataset.domains is not None
     assert dataset.domains.names == ("farm yard", "sea")
     assert torch.cat(own).sort().values.tolist() == list(range(8))
@@ -85,9 +86,9 @@ def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
 
 
 def test_rows_by_domain_leave_out_domains_without_test_images(data: Path) -> None:
-    rows = rows_by_domain(load(str(data), domains=["sea", "farm yard"]))
+    rows = rows_by_domain(load(Source(str(data), domains=["sea", "farm yard"])))
     assert {name: found.tolist() for name, found in rows.items()} == {"sea": [0, 2, 3, 4, 5], "farm_yard": [1, 6, 7]}
-    assert rows_by_domain(load("digits")) == {}
+    assert rows_by_domain(load(Source("digits"))) == {}
 
 
 def test_a_domain_may_have_the_word_images_in_its_name() -> None:
@@ -110,8 +111,8 @@ def test_a_domain_may_have_the_word_images_in_its_name() -> None:
 def test_domains_whose_figures_have_no_name_of_their_own_are_refused(names: list[str], message: str) -> None:
     rows = torch.tensor([0, 1, 1])
     images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), rows)
-    data = DataSet("sites", images, images, ("a", "b"), Groups("domain", tuple(names), rows, rows))
+    data = DataSet("sites", images, images, ("a", "b"), Groups(tuple(names), rows, rows))
     with pytest.raises(DataError, match=message):
         rows_by_domain(data)
-    alone = Groups("domain", tuple(names), rows, None)
+    alone = Groups(tuple(names), rows, None)
     assert rows_by_domain(DataSet("sites", images, images, ("a", "b"), alone)) == {}, "no figures of domains"

@@ -14,6 +14,7 @@ from PIL import Image
 
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment import data as module
 from fedbn_flwr.experiment.data import forget_data, load_data, own_test, partition_of
@@ -69,10 +70,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a data set was loaded: four images of 100 bytes for training, and as many for testing."""
     found: Counter[str] = Counter()
 
-    def load(name: str, **_: Any) -> DataSet:
-        found[name] += 1
+    def load(source: Source) -> DataSet:
+        found[source.name] += 1
         part = Images(torch.zeros(4, 1, 10, 10, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
-        return DataSet(name, part, part, ("only",))
+        return DataSet(source.name, part, part, ("only",))
 
     monkeypatch.setattr(module, "load", load)
     return found

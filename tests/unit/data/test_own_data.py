@@ -21,6 +21,7 @@ from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import UserError
 
 Own = Callable[..., str]
@@ -79,7 +80,7 @@ def test_every_form_of_a_data_set_has_the_same_images(
     own: Own, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDBN_CACHE", str(tmp_path))
-    found = load(own(lambda: {"train": split(kind), "test": split(kind)}))
+    found = load(Source(own(lambda: {"train": split(kind), "test": split(kind)})))
     assert isinstance(found.train, Images)
     assert found.train.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
     assert found.train.labels.tolist() == LABELS.tolist()
@@ -92,7 +93,7 @@ def test_a_data_set_gets_its_options_and_its_draws_are_repeated(own: Own) -> Non
         return {"train": images, "test": images, "classes": ["even", root]}
 
     name = own(made)
-    one, two = (load(name, root="here", options={"count": 20}) for _ in range(2))
+    one, two = (load(Source(name, root="here", options={"count": 20})) for _ in range(2))
     assert one.class_names == ("even", "here")
     assert one.train.images.equal(two.train.images)
     assert one.train.labels.equal(two.train.labels)
@@ -101,10 +102,10 @@ def test_a_data_set_gets_its_options_and_its_draws_are_repeated(own: Own) -> Non
 def test_domains_of_a_data_set_are_selected_and_ordered_as_asked(own: Own) -> None:
     given = {"images": PIXELS, "labels": LABELS, "domains": ["sea", "sky", "land"] * 4}
     name = own(lambda: {"train": given, "test": given})
-    whole = load(name).domains
+    whole = load(Source(name)).domains
     assert whole is not None
     assert whole.names == ("land", "sea", "sky")
-    some = load(name, domains=["sky", "sea"])
+    some = load(Source(name, domains=["sky", "sea"]))
     assert some.domains is not None
     assert some.domains.names == ("sky", "sea")
     assert some.domains.train.tolist() == [1, 0] * 4
@@ -113,13 +114,13 @@ def test_domains_of_a_data_set_are_selected_and_ordered_as_asked(own: Own) -> No
 
 def test_labels_by_name_are_numbered_in_alphabetical_order(own: Own) -> None:
     names = ["b", "a", "c"] * 4
-    found = load(own(lambda: {"train": (PIXELS, names), "test": (PIXELS, names)}))
+    found = load(Source(own(lambda: {"train": (PIXELS, names), "test": (PIXELS, names)})))
     assert (found.class_names, found.train.labels.tolist()) == (("a", "b", "c"), [1, 0, 2] * 4)
 
 
 def test_images_of_several_sizes_are_resized_as_pillow_resizes_them(own: Own) -> None:
     images = [np.full((n, n + 1), n, dtype=np.uint8) for n in range(5, 11)] + [PIXELS[0, :, :, 0]]
-    found = load(own(lambda: {"train": (images, LABELS[:7]), "test": (images, LABELS[:7])}), size=(3, 4))
+    found = load(Source(own(lambda: {"train": (images, LABELS[:7]), "test": (images, LABELS[:7])}), size=(3, 4)))
     expected = Image.fromarray(images[-1]).resize((4, 3), Image.Resampling.BILINEAR)
     assert (found.train.images[-1, 0].int() - torch.from_numpy(np.array(expected)).int()).abs().max() <= 1
     assert found.train.images[:6].flatten(1).unique(dim=1).tolist() == [[n] for n in range(5, 11)]
@@ -127,7 +128,7 @@ def test_images_of_several_sizes_are_resized_as_pillow_resizes_them(own: Own) ->
 
 def test_images_of_floating_point_numbers_are_normalised_by_their_own_moments(own: Own) -> None:
     images = RNG.normal(40, 7, (12, 2, 5, 5))
-    found = load(own(lambda: {"train": (images, LABELS), "test": (images, LABELS)}))
+    found = load(Source(own(lambda: {"train": (images, LABELS), "test": (images, LABELS)})))
     mean, deviation = found.moments
     np.testing.assert_allclose(mean, images.mean((0, 2, 3)), rtol=1e-6)
     np.testing.assert_allclose(deviation, images.std((0, 2, 3)), rtol=1e-6)
@@ -145,7 +146,9 @@ def test_images_of_floating_point_numbers_are_normalised_by_their_own_moments(ow
 
 @pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64])
 def test_whole_numbers_of_any_type_are_pixels(own: Own, kind: Any) -> None:
-    found = load(own(lambda: {"train": (PIXELS.astype(kind), LABELS), "test": (list(PIXELS.astype(kind)), LABELS)}))
+    found = load(
+        Source(own(lambda: {"train": (PIXELS.astype(kind), LABELS), "test": (list(PIXELS.astype(kind)), LABELS)}))
+    )
     for part in (found.train, found.test):
         assert part.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
 
@@ -163,16 +166,16 @@ def test_changed_files_of_a_dataset_dict_are_read_again(
     name = own(made)
     for pixels in PIXELS[:2]:
         Image.fromarray(pixels).save(tmp_path / "0.png")
-        assert load(name).train.images[0].equal(torch.from_numpy(pixels).permute(2, 0, 1))
+        assert load(Source(name)).train.images[0].equal(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
 def test_masks_make_a_segmentation_data_set(own: Own) -> None:
     masks = np.where(RNG.random((12, 6, 8)) < 0.1, 255, RNG.integers(0, 3, (12, 6, 8)))
-    found = load(own(lambda: {"train": (PIXELS, masks), "test": (PIXELS, masks), "classes": ["a", "b", "c"]}))
+    found = load(Source(own(lambda: {"train": (PIXELS, masks), "test": (PIXELS, masks), "classes": ["a", "b", "c"]})))
     assert found.dense
-    assert found.train.masks.equal(torch.from_numpy(masks).byte())
-    small = load(own(lambda: {"train": (PIXELS, masks), "test": (PIXELS, masks)}), size=3)
-    assert set(small.train.masks.unique().tolist()) <= {0, 1, 2, 255}
+    assert found.train.targets.equal(torch.from_numpy(masks).byte())
+    small = load(Source(own(lambda: {"train": (PIXELS, masks), "test": (PIXELS, masks)}), size=3))
+    assert set(small.train.targets.unique().tolist()) <= {0, 1, 2, 255}
     assert (small.size, small.classes) == ((3, 3), 3)
 
 
@@ -183,7 +186,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no labels": ({"train": {"images": PIXELS}, "test": (PIXELS, LABELS)}, {}, "train has no 'labels'"),
     "a wrong key": ({"train": {"image": PIXELS}, "test": 0}, {}, "train has 'image'; did you mean 'images'"),
     "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "12 images and 5 labels"),
-    "shapes": ({"train": (PIXELS, LABELS), "test": (PIXELS[:, :5], LABELS)}, {}, r"\[3, 6, 8\] and \[3, 5, 8\]"),
+    "shapes": (
+        {"train": (PIXELS, LABELS), "test": (PIXELS[:, :5], LABELS)},
+        {},
+        r"\(3, 6, 8\), test images \(3, 5, 8\)",
+    ),
     "labels": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS), "classes": ["a"]},
         {},
@@ -202,7 +209,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "memory": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"memory": 1e-7}, r"more than data\.memory"),
     "stream": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"stream": True}, r"data\.stream is true"),
     "column": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"image": "x"}, r"data\.image is 'x', which is"),
-    "domain": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"domains": ["a"]}, "returned no 'domains'"),
+    "domain": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"domains": ["a"]}, "has no 'domains'"),
     "items": ({"train": Pairs([1, 2]), "test": (PIXELS, LABELS)}, {}, "Pairs with items of type tuple"),
 }
 
@@ -211,7 +218,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_is_wrong_with_a_data_set_is_one_message(own: Own, case: str) -> None:
     made, options, message = WRONG[case]
     with pytest.raises(UserError, match=message) as caught:
-        load(own(lambda: made), **options)
+        load(Source(own(lambda: made), **options))
     assert "\n" not in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from fedbn_flwr.data.partition.indices import partition
 from fedbn_flwr.errors import DataError
 
 SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes
-SITES = Groups("site", ("attic", "barn", "cellar"), torch.arange(400) % 3, None)
+SITES = Groups(("attic", "barn", "cellar"), torch.arange(400) % 3, None)
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shards": ("shards", {"shards_per_client": 2}),
@@ -174,7 +174,7 @@ def test_clients_of_a_domain_can_have_a_part_of_its_images() -> None:
 
 
 def test_a_domain_with_only_test_images_has_no_client() -> None:
-    held_out = Groups("site", ("attic", "barn", "zoo"), torch.arange(400) % 2, None)
+    held_out = Groups(("attic", "barn", "zoo"), torch.arange(400) % 2, None)
     assert len(partition(SORTED, 10, 2, 0, "domain", groups=held_out)) == 2
 
 
@@ -190,7 +190,7 @@ def test_a_domain_with_only_test_images_has_no_client() -> None:
         (
             300,
             "domain",
-            {"groups": Groups("s", ("a",), torch.zeros(299, dtype=torch.int64), None)},
+            {"groups": Groups(("a",), torch.zeros(299, dtype=torch.int64), None)},
             "299 images for 300",
         ),
     ],

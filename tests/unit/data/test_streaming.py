@@ -18,9 +18,10 @@ from fedbn_flwr import cli
 from fedbn_flwr.data.augment import Window
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.decoding import Files
-from fedbn_flwr.data.images import Images, Stream
+from fedbn_flwr.data.decoding import Files, Stream
+from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.find import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
@@ -74,7 +75,7 @@ def test_batches_are_those_of_images_in_memory(
 ) -> None:
     """Bit for bit."""
     fill(folder, shapes)
-    memory, stream = load(str(folder), stream=False), load(str(folder), stream=True)
+    memory, stream = load(Source(str(folder), stream=False)), load(Source(str(folder), stream=True))
     assert isinstance(memory.train, Images)
     assert isinstance(stream.train, Stream)
     assert (stream.channels, stream.size, stream.class_names) == (memory.channels, memory.size, memory.class_names)
@@ -90,7 +91,7 @@ def test_batches_are_those_of_images_in_memory(
 def test_images_of_several_sizes_equal_memory_except_resized_crops(folder: Path) -> None:
     fill(folder, [(20 + i, 30 - i, 3) for i in range(10)])
     for fit in ("stretch", "crop"):
-        memory, stream = (load(str(folder), size=12, fit=fit, stream=how) for how in (False, True))
+        memory, stream = (load(Source(str(folder), size=12, fit=fit, stream=how)) for how in (False, True))
         assert same(epochs(stream, ("flip",)), epochs(memory, ("flip",)))
         assert same(
             list(TestBatches(stream.test, stream.moments, 2)), list(TestBatches(memory.test, stream.moments, 2))
@@ -101,7 +102,7 @@ def test_images_of_several_sizes_equal_memory_except_resized_crops(folder: Path)
 @pytest.mark.parametrize("readers", [1, 5])
 def test_the_number_of_readers_changes_nothing(folder: Path, readers: int) -> None:
     fill(folder, [(20 + i, 30 - i, 3) for i in range(10)])
-    few, many = (load(str(folder), size=12, stream=True, readers=n) for n in (2, readers))
+    few, many = (load(Source(str(folder), size=12, stream=True, readers=n)) for n in (2, readers))
     assert same(epochs(few), epochs(many))
 
 
@@ -109,7 +110,7 @@ def test_a_resized_crop_is_cut_from_the_image_in_its_own_size(folder: Path) -> N
     """As torchvision does it with a PIL image: crop first, then resize; enlarged pixels may differ by one."""
     fill(folder, [(40, 60, 3)] * 4)
     (original,) = pixels(1, (40, 60, 3), 0)
-    split = load(str(folder), size=16, stream=True).train
+    split = load(Source(str(folder), size=16, stream=True)).train
     assert isinstance(split, Stream)
     window = Window.resized(200, torch.Generator().manual_seed(0))
     shrunk = 0
@@ -128,11 +129,11 @@ def test_a_resized_crop_is_cut_from_the_image_in_its_own_size(folder: Path) -> N
 def test_a_centre_crop_is_that_of_torchvision(folder: Path, shape: tuple[int, int]) -> None:
     """Resize(64) and CenterCrop(56), the proportion of ImageNet's 256 and 224; an image of 56x56 is unchanged."""
     fill(folder, [(*shape, 3)] * 4)
-    split = load(str(folder), size=56, fit="crop", stream=True).train
+    split = load(Source(str(folder), size=56, fit="crop", stream=True)).train
     assert isinstance(split, Stream)
     picture = Image.fromarray(pixels(1, (*shape, 3), 0)[0])
     expected = picture if shape == (56, 56) else tv.center_crop(tv.resize(picture, [64]), [56, 56])
-    np.testing.assert_array_equal(split.files.pixels(0), np.asarray(expected).transpose(2, 0, 1))
+    np.testing.assert_array_equal(split.files.example(0)[0], np.asarray(expected).transpose(2, 0, 1))
 
 
 # --- how much is in memory ---------------------------------------------------
@@ -141,10 +142,10 @@ def test_a_centre_crop_is_that_of_torchvision(folder: Path, shape: tuple[int, in
 class Counting(Files):
     """Counts how many images were read, from several threads."""
 
-    def pixels(self, row: int) -> np.ndarray:
+    def example(self, row: int) -> tuple[np.ndarray, None]:
         with LOCK:
             READ.append(row)
-        return np.full((1, 4, 4), row % 251, dtype=np.uint8)
+        return np.full((1, 4, 4), row % 251, dtype=np.uint8), None
 
 
 LOCK, READ = threading.Lock(), list[int]()
@@ -179,18 +180,18 @@ def test_an_epoch_that_ends_early_leaves_no_threads_behind() -> None:
 def test_sets_larger_than_the_budget_stay_on_disk(folder: Path) -> None:
     fill(folder, [(16, 16, 3)] * 20)
     needed = 24 * 16 * 16 * 3 / 2**30
-    assert isinstance(load(str(folder)).train, Images)
-    assert isinstance(load(str(folder), memory=1.01 * needed).train, Images)
-    assert isinstance(load(str(folder), memory=0.99 * needed).train, Stream)
-    assert isinstance(load(str(folder), size=32, memory=1.01 * needed).train, Stream)
-    assert isinstance(load(str(folder), size=8, memory=0.99 * needed).train, Images)
-    assert isinstance(load(str(folder), memory=1e-9, stream=False).train, Images)
+    assert isinstance(load(Source(str(folder))).train, Images)
+    assert isinstance(load(Source(str(folder), memory=1.01 * needed)).train, Images)
+    assert isinstance(load(Source(str(folder), memory=0.99 * needed)).train, Stream)
+    assert isinstance(load(Source(str(folder), size=32, memory=1.01 * needed)).train, Stream)
+    assert isinstance(load(Source(str(folder), size=8, memory=0.99 * needed)).train, Images)
+    assert isinstance(load(Source(str(folder), memory=1e-9, stream=False)).train, Images)
 
 
 def test_moments_of_a_stream_are_those_of_512_images(folder: Path) -> None:
     """Evenly spread: of 1,023 images these are numbers 0, 2, ..., 1,022."""
     fill(folder, [(5, 5, 3)] * 1_023)
-    memory, stream = load(str(folder), stream=False), load(str(folder), stream=True)
+    memory, stream = load(Source(str(folder), stream=False)), load(Source(str(folder), stream=True))
     assert isinstance(memory.train, Images)
     some = memory.train.images[::2].double() / 255
     assert stream.moments[0] == pytest.approx(some.mean((0, 2, 3)).tolist())
@@ -212,7 +213,7 @@ def breaking(folder: Path, bad: int, image: bytes = b"not an image", count: int 
 def test_an_unreadable_image_among_those_tried_is_found_before_training(folder: Path, bad: int) -> None:
     breaking(folder, bad)
     with pytest.raises(DataError, match=f"the image in row {bad} cannot be read"):
-        load(str(folder), stream=True)
+        load(Source(str(folder), stream=True))
 
 
 OTHER = {
@@ -224,7 +225,7 @@ OTHER = {
 @pytest.mark.parametrize("message", OTHER)
 def test_an_unfit_image_that_was_not_tried_is_named_when_it_is_read(folder: Path, message: str) -> None:
     breaking(folder, 12, OTHER[message])
-    data = load(str(folder), stream=True)
+    data = load(Source(str(folder), stream=True))
     with pytest.raises(DataError, match=f"the image in row 12 {message}"):
         epochs(data, ())
 
@@ -234,7 +235,7 @@ def test_colour_among_grey_is_named(folder: Path) -> None:
     images[12] = png(pixels(1, (6, 6, 3))[0])
     write_split(folder, "train", images, [0] * 40)
     write_split(folder, "test", images[:1], [0])
-    data = load(str(folder), stream=True)
+    data = load(Source(str(folder), stream=True))
     assert data.channels == 1
     with pytest.raises(DataError, match=r"the image in row 12 has colour.*data\.stream to false"):
         epochs(data, ())
@@ -243,7 +244,7 @@ def test_colour_among_grey_is_named(folder: Path) -> None:
 def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
     fill(folder, [(6, 6), (6, 6), (7, 6), (6, 6)])
     with pytest.raises(DataError, match=r"several sizes \(6x6 in row \d, 7x6 in row 2\); set data\.size"):
-        load(str(folder), stream=True)
+        load(Source(str(folder), stream=True))
 
 
 def test_training_on_a_broken_image_ends_with_its_row(
@@ -257,8 +258,8 @@ def test_training_on_a_broken_image_ends_with_its_row(
 
 
 def test_the_embedded_digits_do_not_stream() -> None:
-    with pytest.raises(DataError, match=r"data\.stream is true, but the embedded digits are in memory"):
-        load("digits", stream=True)
+    with pytest.raises(DataError, match=r"data\.stream is true, which is for .* the images of 'digits' are arrays"):
+        load(Source("digits", stream=True))
 
 
 # --- runs --------------------------------------------------------------------
@@ -328,7 +329,7 @@ def test_a_folder_without_classes_says_what_it_should_hold(folder: Path) -> None
     (folder / "train").mkdir()
     (folder / "train" / "1.JPEG").write_bytes(jpeg((5, 5), 0))
     with pytest.raises(DataError, match=r"train/ contains 1 images outside of class folders; expected .*train/CLASS/"):
-        load(str(folder))
+        load(Source(str(folder)))
 
 
 @pytest.mark.parametrize(

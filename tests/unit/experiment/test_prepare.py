@@ -38,17 +38,17 @@ def stand_in(data: Data, device: str) -> DataSet:
     count = min(1000 * classes, 20_000)
     images = torch.zeros(1, *shape, dtype=torch.uint8).expand(count, *shape)
     if entry is not None and entry.ids is not None:  # segmentation data
-        part = Images(images, torch.zeros(count, dtype=torch.int64), images[:, 0])
+        part = Images(images, images[:, 0])
     else:
         part = Images(images, torch.arange(count) % classes)
     natural = None
     if data.partition.kind == "natural":  # as many values as Cityscapes has cities to train on
         rows = torch.arange(count) % 18
-        natural = Groups(data.partition.column, tuple(map(str, range(18))), rows, rows)
+        natural = Groups(tuple(map(str, range(18))), rows, rows)
     domains = None
     if names := data.domains or (entry.domains if entry else ()):
         rows = torch.arange(count) % len(names)
-        domains = Groups("domain", tuple(names), rows, rows)
+        domains = Groups(tuple(names), rows, rows)
     return DataSet(data.name, part, part, tuple(map(str, range(classes))), domains, natural=natural)
 
 

@@ -164,10 +164,10 @@ def one_more_norm() -> nn.Module:
         (lambda: build_model("cnn", 10), "Sequential is not a residual network with known branches"),
         (lambda: build_model("mobilenet_v2", 10), "MobileNetV2 is not a residual network with known branches"),
         (lambda: build_model("resnet20", 10, "gn"), "bn is a GroupNorm; expected a batch norm"),
-        (lambda: build_model("resnet20", 10, "fixup"), "bn is a ScalarBias; expected a batch norm"),
+        (lambda: build_model("resnet20", 10, "fixup"), "bn is a Scalars; expected a batch norm"),
         (other_block, r"layer2\.1 is a Sequential; expected a BasicBlock"),
         (other_classifier, "fc is a Sequential; expected a linear layer"),
-        (block_without_norm, r"stages\.0\.bn2 is a NoneType; expected a batch norm"),
+        (block_without_norm, r"stages\.0\.bn2 is nothing; expected a batch norm"),
         (one_more_norm, r"stages\.0\.extra\.0 is a batch norm outside"),
     ],
 )

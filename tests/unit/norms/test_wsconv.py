@@ -169,15 +169,14 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (None, "returned None; expected ResidualParts"),
-        (ResidualParts("stem", "norm", "head", {}), "returned ResidualParts.*; expected ResidualParts with the"),
-        (ResidualParts("stem", "norm.0", "head", {"body": 0}), "names 'norm.0'; expected a child of the network: stem"),
+        (None, r"Residual\.residual_parts\(\) returned None; expected ResidualParts"),
+        (ResidualParts("stem", "norm", "head", {}), r"\(\) returned ResidualParts.*; expected ResidualParts with the"),
         (ResidualParts("stem", "norm", "head", {"body": 0}), "conv1 of the block 'body' is nothing; expected a Conv2d"),
         (ResidualParts("stem", "norm", "head", None), "returned ResidualParts"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_residual_parts_are_one_message(said: Any, message: str, kind: str) -> None:
-    with pytest.raises(SettingsError, match=rf"norm '{kind}': Residual\.residual_parts\(\):? {message}"):
+    with pytest.raises(SettingsError, match=rf"norm '{kind}': .*{message}"):
         convert_norm(Residual(said), kind, branch_scale=0.5)
 
 

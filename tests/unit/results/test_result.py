@@ -17,6 +17,7 @@ from torchvision.models import resnet18
 
 from fedbn_flwr import Result, Results, run, run_all
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.norms.convert import NORMS
 from tests.support.images import write_parquet
@@ -31,7 +32,7 @@ SMALL: dict[str, Any] = {
 
 def accuracy(result: Result, model: nn.Module) -> float:
     """On the test images of the digits, in plain PyTorch."""
-    images, labels, _ = next(iter(load("digits").test.batches(whole_set())))
+    images, labels, _ = next(iter(load(Source("digits")).test.batches(whole_set())))
     with torch.no_grad():
         predicted = model(result.normalise()(images / 255)).argmax(1)
     return float((predicted == labels).float().mean())
