@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedbn_flwr.experiment.explain import ExplainedRun, Explanation
-    from fedbn_flwr.experiment.origins import Setting
+    from fedbn_flwr.experiment.find import Setting
     from fedbn_flwr.experiment.trial import RoundTraffic
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.catalogue import CATALOGUE
 
-from .settings import Data, Experiment, Model, Settings
+from .settings import Data, Experiment, Model, Settings, resolve
 
 # Limits of a timed step: sides of an image, and values of a batch.
 _SIDE = 256
@@ -80,7 +80,7 @@ def _seconds(data: Data, model: Model, batch_size: int) -> float:
     import torch
     from torch.nn import functional as F
 
-    from .data import Shape, resolve
+    from .data import Shape
     from .model import make_model
 
     run = resolve(Settings(data=data, model=model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedbn_flwr.data.dataset import DataSet
@@ -15,7 +15,7 @@ from fedbn_flwr.results.partition import PartitionCounts
 
 from .check import Faults
 from .data import partition_of
-from .origins import Setting, settings_of
+from .find import Setting, settings_of
 from .partition import count_partitions
 from .prepare import Prepared, prepare
 from .run import gpus_of, open_folders, workers_of
@@ -75,7 +75,7 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
             first.setdefault(prepared.run.label, prepared)
     if not first and faults is not None:
         faults.refuse()
-    sound = experiment.model_copy(update={"runs": tuple(run for run in experiment.runs if run.label in first)})
+    sound = replace(experiment, runs=tuple(run for run in experiment.runs if run.label in first))
     seeds = {label: tuple(run.seed for run in experiment.runs if run.label == label) for label in first}
     by_label = {run.label: run for run in reversed(experiment.runs)}
     explained = []

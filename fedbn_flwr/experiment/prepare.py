@@ -27,12 +27,10 @@ from .data import (
     load_data,
     normalisation_of,
     partition_of,
-    resolve,
     shape_without_data,
     try_data,
     validation_rows,
 )
-from .find import run_names
 from .model import check_gpus, choose_device, make_model, model_arguments, try_model
 from .mods import check_mods
 from .settings import Experiment, Settings, strategy_name
@@ -71,7 +69,7 @@ def prepare(
     With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. What is wrong
     is raised, or added to `faults` if they are given.
     """
-    named = list(zip(experiment.runs, run_names(experiment), strict=True))
+    named = [(run, name) for name, run in experiment.named.items()]
     chosen = named if places is None else [named[place] for place in places]
     runs = [run for run, _ in chosen]
     found = Faults() if faults is None else faults
@@ -103,7 +101,6 @@ def prepare(
 
 
 def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
-    run = resolve(run)
     device = choose_device(run.engine.device)
     check_gpus(run.engine, device)
     dataset = None

@@ -40,8 +40,8 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.write import write_report
 
 from .cost import images_of
-from .data import loaded_data, resolve
-from .find import from_run_config, run_names
+from .data import loaded_data
+from .find import from_run_config
 from .listeners.base import Listener, RunState
 from .listeners.best import Best
 from .listeners.board import Board, Reporter
@@ -194,8 +194,7 @@ def check_failures(failures: Sequence[str]) -> None:
 
 
 def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
-    named = zip(experiment.runs, run_names(experiment), strict=True)
-    return [RunFolder(_folder(out / name, resolve(run))) for run, name in named]
+    return [RunFolder(_folder(out / name, run)) for name, run in experiment.named.items()]
 
 
 def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[RunFolder]:
@@ -208,7 +207,7 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
             "(out under flwr run), or start them without resuming"
         )
     for run, folder in zip(experiment.runs, folders, strict=True):
-        folder.check(resolve(run).model_dump(mode="json"), resume=resume)
+        folder.check(run.model_dump(mode="json"), resume=resume)
     return folders
 
 
@@ -338,7 +337,7 @@ def carry_out(
         leave_if_unguarded()
         if "decided" in declared("passes"):
             decided = part("passes", "decided")
-            experiment = experiment.model_copy(update={"runs": tuple(map(decided, experiment.runs))})
+            experiment = replace(experiment, runs=tuple(map(decided, experiment.runs)))
         local_grid = functools.partial(_local_grid, experiment, node_config)
         own_data = node_config is not None
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
@@ -359,7 +358,7 @@ def _local_grid(
     if run.train.compile is True and workers_of(run) and not gpus and not node_config:
         part("passes", "fill_cache")(experiment, run)
     if gpus and run.evaluate.server and not node_config:
-        images = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
+        images = loaded_data(run.data, str(choose_device(run.engine.device)))
     with LocalGrid(
         client_app(Clients(experiment, images), mods=client_mods(experiment)),
         run.clients,

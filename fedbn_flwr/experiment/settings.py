@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -23,11 +24,13 @@ from pydantic import (
     model_validator,
 )
 
+from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
-from fedbn_flwr.errors import did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
+from fedbn_flwr.results.text import file_name
 from fedbn_flwr.strategies import check_strategy
 
 from .engine import Engine as Engine
@@ -386,14 +389,65 @@ class Settings(Section):
         return self
 
 
-class Experiment(Section):
+def resolve(run: Settings) -> Settings:
+    """The run with the catalogue's values for the data settings that the experiment leaves out."""
+    return run.model_copy(update={"data": run.data.model_copy(update=of_catalogue(run.data))})
+
+
+def of_catalogue(data: Data) -> dict[str, Any]:
+    """What the catalogue gives for settings that are left out."""
+    entry = CATALOGUE.get(data.name)
+    moments = entry is not None and entry.moments is not None
+    if data.normalise == "official" and not moments:
+        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
+        raise SettingsError(
+            f"data.normalise is 'official', but {data.name!r} has no official mean and standard deviation; use moments "
+            f"or unit (official values are known for {known})"
+        )
+    found = {
+        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
+        "size": entry.size if entry and not entry.embedded else None,
+        "normalise": "official" if moments else "moments",
+        "augment": entry.augment if entry else (),
+        "fit": entry.fit if entry else None if is_name(data.name) else "stretch",
+        "crop": entry.crop if entry else None,
+    }
+    return {key: value for key, value in found.items() if value is not None and getattr(data, key) is None}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Settings that one place gives; an experiment merges them in order."""
+
+    origin: str  # "command line", "sweep", "tune", "size NAME", "run LABEL", "file", "data set" or "default"
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
     """One run, or several that differ in their settings under `runs` and in their seeds."""
 
     name: str
-    description: str = ""
     runs: tuple[Settings, ...]
-    seeded: bool = False  # whether it has `seeds`, also if only one of them is run
     run_config: Mapping[str, str]  # `experiment` and `set` of a Flower run that carries it out
+    description: str = ""
+    seeded: bool = False  # whether it has `seeds`, also if only one of them is run
+    layers: Mapping[str, Sequence[Layer]] = field(default_factory=dict)  # by the label of a run
+
+    @functools.cached_property
+    def named(self) -> dict[str, Settings]:
+        """The runs by the names of their folders: the label, with the seed if the experiment has seeds."""
+        labels = [file_name(run.label) for run in self.runs]
+        with_seed = self.seeded or len(set(labels)) < len(labels)
+        found: dict[str, Settings] = {}
+        for label, run in zip(labels, self.runs, strict=True):
+            name = f"{label}-seed{run.seed}" if with_seed else label
+            if name in found:
+                raise SettingsError(
+                    f"two runs are both called {name!r}; give each run its own label and list each seed once"
+                )
+            found[name] = run
+        return found
 
 
 def strategy_name(spec: Mapping[str, Any]) -> str:

@@ -12,8 +12,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.explain import explain, plan
-from fedbn_flwr.experiment.find import load_experiment, run_names
-from fedbn_flwr.experiment.origins import settings_of
+from fedbn_flwr.experiment.find import load_experiment, settings_of
 from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.results.partition import PartitionCounts, partition_picture
 
@@ -45,7 +44,7 @@ def test_the_bytes_are_those_of_the_ledger_in_every_round(tmp_path: Path) -> Non
     experiment = load_experiment(SMALL + STRATEGIES)
     explained = {run.label: run.measured for run in explain(experiment).runs}
     carry_out(experiment, tmp_path, resume=False)
-    for name, run in zip(run_names(experiment), experiment.runs, strict=True):
+    for name, run in experiment.named.items():
         measured = explained[run.label]
         assert measured is not None
         lines = [json.loads(line) for line in (tmp_path / name / "history.jsonl").read_text().splitlines()]
