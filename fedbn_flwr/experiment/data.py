@@ -29,7 +29,6 @@ from fedbn_flwr.results.summary import SPREAD
 from . import settings
 from .settings import AUGMENTATIONS, Part, Settings
 
-
 # Settings that affect neither the images loaded nor their partition.
 PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
 

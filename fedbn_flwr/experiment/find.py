@@ -120,7 +120,6 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     published = content.get("published")
     if published is not None:  # whose labels are compared with those of all cells
         check_count(name, {label: len(lists) for label, lists in lists_in_file.items()}, 1)
-    figures = figures_by_label(published, lists_in_file, name)
     chosen = rows if only is None else _select(rows, only, name)
     check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
     plan = _Plan(

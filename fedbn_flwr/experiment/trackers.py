@@ -9,16 +9,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError
 
+from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
 Status = Literal["finished", "interrupted", "failed"]
@@ -170,143 +169,58 @@ class _WandBSession(Session):
         self.run.finish(exit_code=0 if status == "finished" else 1)
 
 
-# --- MLflow ------------------------------------------------------------------
+# --- of the user -------------------------------------------------------------
 
 
-class MLflow(Tracker):
-    """The MLflow server or folder `uri` (default: MLFLOW_TRACKING_URI), under the MLflow experiment `experiment`."""
+class Own(Tracker):
+    """A `module:callable` of your own: a function of the run and of its settings that returns a `Session`."""
 
-    name: Literal["mlflow"]
-    package = "mlflow"
-    uri: str | None = None  # of the server, or file:/path; None: MLFLOW_TRACKING_URI
-    experiment: str | None = None  # None: the name of the experiment
+    model_config = ConfigDict(extra="allow")
 
     def check(self) -> None:
-        super().check()
-        if not (self.uri or os.environ.get("MLFLOW_TRACKING_URI")):
-            raise SettingsError(
-                "track is 'mlflow', but there is no address to write to; set MLFLOW_TRACKING_URI, or give "
-                "{name: mlflow, uri: 'http://localhost:5000'} or a folder, {name: mlflow, uri: 'file:/path/mlruns'}"
-            )
+        named.load("track", self.name)
 
     def open(self, run: TrackedRun) -> Session:
-        return _MLflowSession(self, run)
-
-
-class _MLflowSession(Session):
-    def __init__(self, options: MLflow, run: TrackedRun) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # refused by default from MLflow 3.7 on
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param, RunTag
-
-        self.metric, self.tag = Metric, RunTag
-        self.client = MlflowClient(tracking_uri=options.uri)
-        if run.id is not None:
-            self.id = run.id
-            self.client.update_run(self.id, status="RUNNING")
-            return
-        name = options.experiment or run.experiment
-        found = self.client.get_experiment_by_name(name)
-        experiment = self.client.create_experiment(name) if found is None else found.experiment_id
-        self.id = self.client.create_run(experiment, run_name=run.name).info.run_id
-        parameters = [Param(key, str(value)) for key, value in run.settings.items()]
-        for first in range(0, len(parameters), 100):  # a request takes 100 parameters
-            self.client.log_batch(self.id, params=parameters[first : first + 100])
-
-    def log(self, round: int, figures: Mapping[str, float]) -> None:
-        now = int(1000 * time.time())
-        metrics = [self.metric(_mlflow_name(name), value, now, round) for name, value in figures.items()]
-        for first in range(0, len(metrics), 1000):  # a request takes 1,000 figures
-            self.client.log_batch(self.id, metrics=metrics[first : first + 1000])
-
-    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
-        tags = [self.tag(_mlflow_name(f"summary.{key}"), str(value)) for key, value in summary.items()]
-        self.client.log_batch(self.id, tags=tags[:100])
-        self.client.set_terminated(
-            self.id, status={"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[status]
-        )
-
-
-def _mlflow_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_./ :-]", "_", name)
-
-
-# --- Trackio -----------------------------------------------------------------
-
-
-class Trackio(Tracker):
-    """A database on this machine (TRACKIO_DIR), or the Hugging Face Space `space`."""
-
-    name: Literal["trackio"]
-    package = "trackio"
-    project: str | None = None  # None: the name of the experiment
-    space: str | None = None  # OWNER/NAME of a Space; None: this machine
-
-    def open(self, run: TrackedRun) -> Session:
-        return _TrackioSession(self, run)
-
-
-class _TrackioSession(Session):
-    def __init__(self, options: Trackio, run: TrackedRun) -> None:
-        import trackio
-
-        # Trackio continues a run by its name; runs of several folders may have the same one.
-        self.id = run.id or f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.run = trackio.init(
-            project=options.project or run.experiment,
-            name=self.id,
-            space_id=options.space,
-            config=dict(run.settings),
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
-
-    def log(self, round: int, figures: Mapping[str, float]) -> None:
-        self.run.log(dict(figures), step=round)
-
-    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
-        self.run.log({"status": status, **{f"summary/{key}": value for key, value in summary.items()}})
-        self.run.finish()
+        session: Session = named.call("track", self.name, run, **(self.model_extra or {}))
+        return session
 
 
 _PATIENCE = 20  # seconds that a tracker may wait for its server
 
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def _listed(value: Any) -> Any:
-    """`tensorboard`, `{name: wandb, project: x}` or a list of these, as a tuple of mappings."""
+    """`tensorboard`, `{name: wandb, project: x}` or a list of these, as a tuple."""
     entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    named = tuple(map(_named, entries))
-    names = [entry.name if isinstance(entry, Tracker) else str(entry["name"]) for entry in named]
+    trackers = tuple(map(_tracker, entries))
+    names = [tracker.name for tracker in trackers]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twice} is listed twice; a tracker records a run once")
-    return named
+    return trackers
 
 
-def _named(entry: Any) -> Any:
+def _tracker(entry: Any) -> Tracker:
     settings = {"name": entry} if isinstance(entry, str) else entry
     if isinstance(settings, Tracker):
         return settings
-    if not isinstance(settings, Mapping) or "name" not in settings:
+    if not isinstance(settings, Mapping) or not isinstance(name := settings.get("name"), str):
         raise ValueError(
-            f"found {entry!r}; expected one of {', '.join(TRACKERS)}, or a mapping with a name, for instance "
-            "{name: wandb, project: fedbn}"
+            f"found {entry!r}; expected one of {', '.join(TRACKERS)}, module:callable, or a mapping with a name, for "
+            "instance {name: wandb, project: fedbn}"
         )
-    name = str(settings["name"])
-    if name not in TRACKERS:
-        raise ValueError(f"there is no tracker {name!r}; {did_you_mean(name, TRACKERS)}")
-    known = TRACKERS[name].model_fields
+    if name not in TRACKERS and not named.is_name(name):
+        raise ValueError(f"there is no tracker {name!r}; {did_you_mean(name, TRACKERS)}, or module:callable")
+    tracker = TRACKERS.get(name, Own)
     for key in settings:
-        if key not in known:
-            raise ValueError(f"{name} has no setting {key!r}; {did_you_mean(str(key), known)}")
-    return settings
+        if tracker is not Own and key not in tracker.model_fields:
+            raise ValueError(f"{name} has no setting {key!r}; {did_you_mean(str(key), tracker.model_fields)}")
+    try:
+        return tracker.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{name}: {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
 
 
-AnyTracker = Annotated[TensorBoard | WandB | MLflow | Trackio, Field(discriminator="name")]
-Track = Annotated[tuple[AnyTracker, ...], BeforeValidator(_listed)]
+Track = Annotated[tuple[SerializeAsAny[Tracker], ...], BeforeValidator(_listed)]

@@ -17,6 +17,7 @@ from flwr.common import log
 
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, flat_settings
+from fedbn_flwr.results.text import file_name
 from fedbn_flwr.storage import replacing
 
 from ..dynamics import NormLayers
@@ -30,11 +31,12 @@ class Track(Listener):
     def __init__(self, tracker: Tracker, folder: RunFolder) -> None:
         self.tracker = tracker
         self.folder = folder
+        self._id_file = f"{file_name(tracker.name)}.id"
         self._warned = False
         self._calls: queue.SimpleQueue[Callable[[Session], None] | None] = queue.SimpleQueue()
 
     def on_start(self, state: RunState) -> None:
-        id_file = self.folder.path / f"{self.tracker.name}.id"
+        id_file = self.folder.path / self._id_file
         run = TrackedRun(
             folder=self.folder.path,
             experiment=state.run.name,
@@ -73,7 +75,7 @@ class Track(Listener):
         try:
             session = self.tracker.open(run)
             if session.id is not None and session.id != run.id:
-                with replacing(run.folder / f"{self.tracker.name}.id", durable=False) as file:
+                with replacing(run.folder / self._id_file, durable=False) as file:
                     file.write_text(f"{session.id}\n", encoding="utf-8")
             if session.address is not None:
                 print(f"{run.name}: {session.address}", flush=True)

@@ -17,7 +17,6 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.data import own_test, rows_by_domain
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.listeners.clients import own_means
-from fedbn_flwr.experiment.settings import Settings
 from tests.support.images import numbered, write_parquet
 
 SITES = ["farm yard", "sea"]
