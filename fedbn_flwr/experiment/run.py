@@ -44,14 +44,13 @@ from .data import loaded_data
 from .find import from_run_config
 from .listeners.base import Listener, RunState
 from .listeners.best import Best
-from .listeners.board import Board, Reporter
 from .listeners.checkpoint import Checkpoint
 from .listeners.clients import values_of
 from .listeners.dynamics import Dynamics
 from .listeners.evaluate import Evaluate
 from .listeners.final import Final
 from .listeners.history import History
-from .listeners.progress import Progress
+from .listeners.progress import Progress, Reporter
 from .listeners.track import Track
 from .model import choose_device
 from .mods import client_mods
@@ -65,7 +64,7 @@ from .side_by_side import failed_because, jobs_of, side_by_side
 from .training import check_partition, work_of
 
 
-def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progress | Reporter, done: int) -> None:
+def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
     """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
@@ -96,7 +95,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
-            progress.message(f"{prepared.name}: {held}")
+            progress.message(held)
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(run, prepared.rule, str(prepared.device), [run.seed])
             folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
@@ -241,15 +240,13 @@ def run_experiment(
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
     images = [images_of(run) for run in experiment.runs]
-    show: Callable[..., Progress] = functools.partial(Board, titles) if jobs > 1 else Progress
-    progress = show(rounds, images, plain=plain, quiet=quiet)
-    with progress:
+    with Progress(titles, rounds, images, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
         progress.message(f"run folders: {out.resolve()}")
 
-        def run_at(place: int, listener: Progress | Reporter) -> None:
+        def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = item.run.model_dump(mode="json")
@@ -269,25 +266,25 @@ def run_experiment(
                     raise StorageError(f"{error}; correct this, then continue with --resume") from None
 
         failed: dict[int, str] = {}
-        if isinstance(progress, Board):
-            progress.skip([place for place, is_done in enumerate(done) if is_done])
+        progress.skip([place for place, is_done in enumerate(done) if is_done])
+        if jobs > 1:
             failed = side_by_side(todo, run_at, jobs, progress)
             for place in failed:  # its process may have died
                 mark_interrupted(folders[place].path)
         else:
-            for place, is_done in enumerate(done):
-                progress.next_run(titles[place])
-                if is_done:
-                    progress.skip_run()
-                    continue
+            for place in todo:
+                if progress.stop_asked:
+                    raise KeyboardInterrupt
+                problem = ""
                 try:
-                    run_at(place, progress)
+                    run_at(place, progress.begin(place))
                 except (RunFailed, SettingsError) as error:  # another process may be writing the folder
                     if len(folders) == 1:
                         raise
                     # Divergence is a result too: the remaining runs are still carried out.
                     failed[place] = str(error)
-                    progress.message(f"{progress.label}: {failed_because(failed[place])}")
+                    problem = failed_because(failed[place])
+                progress.end(place, problem)
         failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
         progress.status("writing the report")
         try:
