@@ -28,7 +28,7 @@ from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.check import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.content import read_content, shipped_experiments
-from fedbn_flwr.experiment.trackers import TRACKERS
+from fedbn_flwr.experiment.trackers import TRACKERS, options_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
@@ -175,7 +175,7 @@ def _first_line(thing: Any) -> str:
 def trackers() -> Table:
     rows: list[Row] = []
     for name, tracker in TRACKERS.items():
-        keys = ", ".join(f"`{key}`" for key in tracker.model_fields if key != "name")
+        keys = ", ".join(f"`{key}`" for key in options_of(name))
         rows.append((f"`{name}`", f"`pip install 'fedbn-flwr[{name}]'`", keys, " ".join(str(tracker.__doc__).split())))
     return ("tracker", "installation", "settings", "writes to"), rows
 

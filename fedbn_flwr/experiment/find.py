@@ -203,7 +203,10 @@ def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[
         layers.insert(0, Layer("default", {"evaluate": {"validation": VALIDATION}}))
     of_size, written, changes = row.of_size, merged(layers), plan.changes
     if plan.size == SMOKE:
-        of_size = merge(smoke(check_settings(merge(written, changes))), of_size)
+        of_size = merge(
+            smoke(check_settings(merge(written, changes)), keep_partition="partition" in changes.get("data", {})),
+            of_size,
+        )
     layers += [Layer(f"size {plan.size}", of_size), Layer(COMMAND_LINE, changes)]
     planned, settings = merged(layers[:-1]), merged(layers)
     if cell.tune and flat_settings(settings).get("evaluate.validation") == 0:

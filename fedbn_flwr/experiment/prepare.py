@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
+from . import trackers
 from .check import Faults
 from .data import (
     check_labels,
@@ -73,8 +75,8 @@ def prepare(
     chosen = named if places is None else [named[place] for place in places]
     runs = [run for run, _ in chosen]
     found = Faults() if faults is None else faults
-    for tracker in dict.fromkeys(tracker for run in runs for tracker in run.track):
-        tracker.check()
+    for text in dict.fromkeys(json.dumps(entry) for run in runs for entry in run.track):
+        trackers.check(json.loads(text))
     rules: dict[str, Rule] = {}
     for run, name in chosen:
         with found.of(run.label):

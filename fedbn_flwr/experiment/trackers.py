@@ -1,4 +1,4 @@
-"""The trackers that `track` names: their settings, and how each of them is written to.
+"""The trackers that `track` names: a session of each, whose arguments are the settings of the tracker.
 
 A tracker's package is imported only where it is used. Addresses and keys of servers come from the tracker's own
 environment variables and login; an experiment file has no secrets, because nodes receive its content.
@@ -7,6 +7,7 @@ environment variables and login; an experiment file has no secrets, because node
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError
+from pydantic import BeforeValidator
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError, did_you_mean
@@ -36,7 +37,9 @@ class TrackedRun:
 
 
 class Session(ABC):
-    """An open tracked run. Its methods may wait for a network and may raise anything."""
+    """An open tracked run. It and its methods may wait for a network and may raise anything."""
+
+    package: ClassVar[str]  # that it needs, which has the name of its extra
 
     address: str | None = None  # to look at it
     id: str | None = None  # by which a later session continues the tracked run
@@ -49,42 +52,24 @@ class Session(ABC):
     def end(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Record the summary and the status, and close the tracked run."""
 
-
-class Tracker(BaseModel):
-    """An entry of `track`; the fields of a subclass are its settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    name: str
-    package: ClassVar[str]
-
-    def check(self) -> None:
-        """Raise SettingsError if the tracker cannot be used here."""
-        if importlib.util.find_spec(self.package) is None:
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Raise SettingsError if the tracker cannot be used here with these settings."""
+        if importlib.util.find_spec(cls.package) is None:
             raise SettingsError(
-                f"track is {self.name!r}, but the package {self.package!r} is not installed; "
-                f"pip install 'fedbn-flwr[{self.name}]'"
+                f"track is {cls.package!r}, but the package {cls.package!r} is not installed; "
+                f"pip install 'fedbn-flwr[{cls.package}]'"
             )
-
-    def open(self, run: TrackedRun) -> Session:
-        """Begin a tracked run, or continue `run.id`."""
-        raise NotImplementedError
 
 
 # --- TensorBoard -------------------------------------------------------------
 
 
-class TensorBoard(Tracker):
+class TensorBoard(Session):
     """Event files in the run folder; `tensorboard --logdir DIR` shows all runs in DIR."""
 
-    name: Literal["tensorboard"]
     package = "tensorboard"
 
-    def open(self, run: TrackedRun) -> Session:
-        return _TensorBoardSession(run)
-
-
-class _TensorBoardSession(Session):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -111,44 +96,30 @@ class _TensorBoardSession(Session):
 # --- Weights & Biases --------------------------------------------------------
 
 
-class WandB(Tracker):
+class WandB(Session):
     """Weights & Biases.
 
     `project` and `group` are the name of the experiment by default; `mode: offline` writes into the run folder, for
     `wandb sync`.
     """
 
-    name: Literal["wandb"]
     package = "wandb"
-    project: str | None = None  # None: WANDB_PROJECT, else the name of the experiment
-    entity: str | None = None  # user or team
-    group: str | None = None  # None: the name of the experiment
-    mode: Literal["online", "offline"] | None = None  # None: WANDB_MODE, else online
 
-    def check(self) -> None:
-        super().check()
-        if (self.mode or os.environ.get("WANDB_MODE", "online")) == "online":
-            import wandb
-
-            if not wandb.login(prompt=False, verify=False):
-                raise SettingsError(
-                    "track is 'wandb', but no user is logged in; run `wandb login`, set WANDB_API_KEY, or give "
-                    "{name: wandb, mode: offline} and upload later by `wandb sync`"
-                )
-
-    def open(self, run: TrackedRun) -> Session:
-        return _WandBSession(self, run)
-
-
-class _WandBSession(Session):
-    def __init__(self, options: WandB, run: TrackedRun) -> None:
+    def __init__(
+        self,
+        run: TrackedRun,
+        project: str | None = None,  # None: WANDB_PROJECT, else the name of the experiment
+        entity: str | None = None,  # user or team
+        group: str | None = None,  # None: the name of the experiment
+        mode: Literal["online", "offline"] | None = None,  # None: WANDB_MODE, else online
+    ) -> None:
         import wandb
 
         self.run = wandb.init(
-            project=options.project or os.environ.get("WANDB_PROJECT") or run.experiment,
-            entity=options.entity,
-            group=options.group or run.experiment,
-            mode=options.mode,
+            project=project or os.environ.get("WANDB_PROJECT") or run.experiment,
+            entity=entity,
+            group=group or run.experiment,
+            mode=mode,
             name=run.name,
             id=run.id,
             resume="allow",
@@ -168,59 +139,77 @@ class _WandBSession(Session):
         self.run.summary.update({**summary, "status": status})
         self.run.finish(exit_code=0 if status == "finished" else 1)
 
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        super().check(options)
+        if (mode := options.get("mode") or os.environ.get("WANDB_MODE", "online")) not in ("online", "offline"):
+            raise SettingsError(f"track: mode of wandb is {mode!r}; expected 'online' or 'offline'")
+        if mode == "online":
+            import wandb
 
-# --- of the user -------------------------------------------------------------
-
-
-class Own(Tracker):
-    """A `module:callable` of your own: a function of the run and of its settings that returns a `Session`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    def check(self) -> None:
-        named.load("track", self.name)
-
-    def open(self, run: TrackedRun) -> Session:
-        session: Session = named.call("track", self.name, run, **(self.model_extra or {}))
-        return session
+            if not wandb.login(prompt=False, verify=False):
+                raise SettingsError(
+                    "track is 'wandb', but no user is logged in; run `wandb login`, set WANDB_API_KEY, or give "
+                    "{name: wandb, mode: offline} and upload later by `wandb sync`"
+                )
 
 
 _PATIENCE = 20  # seconds that a tracker may wait for its server
 
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS: dict[str, type[Session]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
-def _listed(value: Any) -> Any:
-    """`tensorboard`, `{name: wandb, project: x}` or a list of these, as a tuple."""
+def check(entry: Mapping[str, Any]) -> None:
+    """Raise SettingsError if the tracker of an entry cannot be used here."""
+    name, options = _split(entry)
+    if name in TRACKERS:
+        TRACKERS[name].check(options)
+    else:
+        named.load("track", name)
+
+
+def begin(entry: Mapping[str, Any], run: TrackedRun) -> Session:
+    """Begin a tracked run, or continue `run.id`."""
+    name, options = _split(entry)
+    session: Session = TRACKERS[name](run, **options) if name in TRACKERS else named.call("track", name, run, **options)
+    return session
+
+
+def _split(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    return entry["name"], {key: value for key, value in entry.items() if key != "name"}
+
+
+def options_of(name: str) -> list[str]:
+    """The settings of a tracker of this module."""
+    return list(inspect.signature(TRACKERS[name]).parameters)[1:]
+
+
+def _listed(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """`tensorboard`, `{name: wandb, project: x}` or a list of these, as a tuple of mappings."""
     entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    trackers = tuple(map(_tracker, entries))
-    names = [tracker.name for tracker in trackers]
+    found = tuple(map(_entry, entries))
+    names = [entry["name"] for entry in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twice} is listed twice; a tracker records a run once")
-    return trackers
+    return found
 
 
-def _tracker(entry: Any) -> Tracker:
-    settings = {"name": entry} if isinstance(entry, str) else entry
-    if isinstance(settings, Tracker):
-        return settings
-    if not isinstance(settings, Mapping) or not isinstance(name := settings.get("name"), str):
+def _entry(value: Any) -> Mapping[str, Any]:
+    entry = {"name": value} if isinstance(value, str) else value
+    if not isinstance(entry, Mapping) or not isinstance(name := entry.get("name"), str):
         raise ValueError(
-            f"found {entry!r}; expected one of {', '.join(TRACKERS)}, module:callable, or a mapping with a name, for "
+            f"found {value!r}; expected one of {', '.join(TRACKERS)}, module:callable, or a mapping with a name, for "
             "instance {name: wandb, project: fedbn}"
         )
-    if name not in TRACKERS and not named.is_name(name):
+    if name in TRACKERS:
+        known = ["name", *options_of(name)]
+        for key in entry:
+            if key not in known:
+                raise ValueError(f"{name} has no setting {key!r}; {did_you_mean(str(key), known)}")
+    elif not named.is_name(name):
         raise ValueError(f"there is no tracker {name!r}; {did_you_mean(name, TRACKERS)}, or module:callable")
-    tracker = TRACKERS.get(name, Own)
-    for key in settings:
-        if tracker is not Own and key not in tracker.model_fields:
-            raise ValueError(f"{name} has no setting {key!r}; {did_you_mean(str(key), tracker.model_fields)}")
-    try:
-        return tracker.model_validate(settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{name}: {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+    return entry
 
 
-Track = Annotated[tuple[SerializeAsAny[Tracker], ...], BeforeValidator(_listed)]
+Track = Annotated[tuple[Mapping[str, Any], ...], BeforeValidator(_listed)]

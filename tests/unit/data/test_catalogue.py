@@ -207,9 +207,8 @@ def test_bad_input_is_one_message_before_training(text: str, message: str, root:
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
         write_parquet(file, (28, 28), {"label": list(range(10))}, {"label": numbered(10)}, "image")
-    experiment = load_experiment(f"clients: 2\ndata: {text.replace('ROOT', str(root))}")
     with pytest.raises((DataError, SettingsError), match=message) as caught:
-        prepare(experiment)
+        prepare(load_experiment(f"clients: 2\ndata: {text.replace('ROOT', str(root))}"))
     assert "\n" not in str(caught.value)
 
 
