@@ -35,6 +35,7 @@ from .data import (
 )
 from .model import check_gpus, choose_device, make_model, model_arguments, try_model
 from .mods import check_mods
+from .sections import refuse
 from .settings import Experiment, Settings, strategy_name
 from .training import check_partition, check_training, own_loss
 
@@ -165,28 +166,21 @@ def make_rule(run: Settings) -> Rule:
     )
     rule = as_rule(strategy)
     rule.check(run.rounds)
-    if run.evaluate.clients is False and not rule.traits.has_global_model:
-        raise SettingsError(
-            f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "
-            "can be evaluated; leave evaluate.clients out"
-        )
-    if run.evaluate.unseen and not rule.traits.has_global_model:
-        raise SettingsError(
-            f"evaluate.unseen is {run.evaluate.unseen}, but {strategy_name(run.strategy)} trains no global "
-            "model that a new client could use; leave evaluate.unseen out"
-        )
-    if run.evaluate.matrix and not rule.traits.personal:
-        raise SettingsError(
-            f"evaluate.matrix is true, but with {strategy_name(run.strategy)} all clients have the global model; "
-            "expected a strategy with a model per client: FedBN, SiloBN or Standalone"
-        )
-    for key, reads in (("matrix", "the models of single clients"), ("dynamics", "the statistics of single clients")):
-        if rule.traits.hides and getattr(run.evaluate, key):
-            raise SettingsError(
-                f"evaluate.{key} is true and reads {reads}, which {strategy_name(run.strategy)} "
-                f"{rule.traits.hides}; "
-                f"leave evaluate.{key} out"
-            )
+    name, options, traits = strategy_name(run.strategy), run.evaluate, rule.traits
+    refuse(
+        {
+            f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
+            "evaluate.clients out": options.clients is False and not traits.has_global_model,
+            f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; leave "
+            "evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
+            f"evaluate.matrix is true, but with {name} all clients have the global model; expected a strategy with a "
+            "model per client: FedBN, SiloBN or Standalone": options.matrix and not traits.personal,
+            f"evaluate.matrix is true and reads the models of single clients, which {name} {traits.hides}; leave "
+            "evaluate.matrix out": options.matrix and traits.hides is not None,
+            f"evaluate.dynamics is true and reads the statistics of single clients, which {name} {traits.hides}; leave "
+            "evaluate.dynamics out": options.dynamics and traits.hides is not None,
+        }
+    )
     return rule
 
 

@@ -33,11 +33,11 @@ from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.strategies import check_strategy
 
-from .engine import Engine as Engine
-from .evaluation import Evaluate as Evaluate
-from .evaluation import Few, Names, Positive, Section
 from .expansion import Cell, Size
 from .published import Published
+from .sections import Engine as Engine
+from .sections import Evaluate as Evaluate
+from .sections import Few, Names, Positive, Section
 from .trackers import Track
 
 
@@ -163,12 +163,12 @@ class Data(Section):
             raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
         return {**content, "classes": len(names)}
 
-    @model_validator(mode="after")
-    def _options_have_a_callable(self) -> Data:
-        if self.options.model_extra and not is_name(self.name):
-            first = next(iter(self.options.model_extra))
-            raise ValueError(f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}")
-        return self
+    def faults(self) -> dict[str, bool]:
+        first = next(iter(self.options.model_extra or ()), "")
+        return {
+            f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
+            and not is_name(self.name)
+        }
 
 
 class Renorm(Section):
@@ -180,12 +180,11 @@ class Renorm(Section):
     r_steps: int = Field(default=40_000, ge=0)
     d_steps: int = Field(default=25_000, ge=0)
 
-    @model_validator(mode="after")
-    def _open_after_the_warm_up(self) -> Renorm:
-        for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps)):
-            if steps < self.warmup:
-                raise ValueError(f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen")
-        return self
+    def faults(self) -> dict[str, bool]:
+        return {
+            f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen": steps < self.warmup
+            for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps))
+        }
 
 
 class Model(Section):
@@ -252,28 +251,21 @@ class Schedule(Section):
     # Multiplies the rate in all rounds after the one in which the strategy freezes or switches.
     switch: float | None = Field(default=None, gt=0, le=1)
 
-    @model_validator(mode="after")
-    def _kind_is_known(self) -> Schedule:
+    def faults(self) -> dict[str, bool]:
         kinds = ("constant", "step", "cosine", "exponential")
-        if self.kind not in kinds and ":" not in self.kind:
-            raise ValueError(f"kind is {self.kind!r}; {did_you_mean(self.kind, kinds)}, or module:function")
-        if self.kind == "exponential" and self.gamma is None:
-            raise ValueError("kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99")
-        return self
-
-    @model_validator(mode="after")
-    def _options_have_an_effect(self) -> Schedule:
-        if self.kind in ("constant", "cosine") and self.gamma is not None:
-            raise ValueError(f"gamma ({self.gamma:g}) is for kind step or exponential, but kind is {self.kind!r}")
-        if self.kind in ("constant", "cosine", "exponential") and self.milestones != MILESTONES:
-            raise ValueError(f"milestones ({list(self.milestones)}) are for kind step, but kind is {self.kind!r}")
-        for milestone in self.milestones:
-            if milestone <= 0 or (milestone > 1 and milestone % 1):
-                raise ValueError(
-                    f"milestones has {milestone:g}; expected a fraction of the rounds, above 0 and at most 1, or a "
-                    "round (2, 3, ...)"
-                )
-        return self
+        kind, odd = self.kind, next((each for each in self.milestones if each <= 0 or (each > 1 and each % 1)), 1)
+        return {
+            f"kind is {kind!r}; {did_you_mean(kind, kinds)}, or module:function": kind not in kinds and ":" not in kind,
+            "kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99": self.gamma is None
+            and kind == "exponential",
+            f"gamma ({self.gamma}) is for kind step or exponential, but kind is {kind!r}": self.gamma is not None
+            and kind in ("constant", "cosine"),
+            f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}": self.milestones
+            != MILESTONES
+            and kind in ("constant", "cosine", "exponential"),
+            f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and at most 1, or a round "
+            "(2, 3, ...)": odd != 1,
+        }
 
 
 def _of_kind(value: Any) -> Any:
@@ -300,34 +292,21 @@ class Train(Section):
     precision: Literal["float32", "bfloat16"] = "float32"  # of training passes, by autocast
     compile: bool | Literal["auto"] = False  # training passes by PyTorch's compiler; auto: on the local engine, if long
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Train:
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one")
-        return self
-
-    @model_validator(mode="after")
-    def _there_is_momentum_to_keep(self) -> Train:
-        if self.keep_momentum and not self.momentum and name_in(self.optimizer).lower() == "sgd":
-            raise ValueError("keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9")
-        return self
-
-    @model_validator(mode="after")
-    def _options_of_cross_entropy(self) -> Train:
-        loss = name_in(self.loss)
-        if loss == "cross_entropy":
-            if isinstance(self.loss, Mapping) and len(self.loss) > 1:
-                raise ValueError(
-                    f"loss is {self.loss!r}; the options of cross_entropy are keys of their own, label_smoothing and "
-                    "class_weights"
-                )
-            return self
-        if ":" not in loss:
-            raise ValueError(f"loss is {loss!r}; expected cross_entropy, or module:function for your own")
-        for key in ("label_smoothing", "class_weights"):
-            if getattr(self, key):
-                raise ValueError(f"{key} ({getattr(self, key)}) is an option of cross_entropy, but loss is {loss!r}")
-        return self
+    def faults(self) -> dict[str, bool]:
+        loss, own = name_in(self.loss), name_in(self.loss) != "cross_entropy"
+        option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
+        return {
+            f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
+            and self.steps is not None,
+            "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9": self.keep_momentum
+            and not self.momentum
+            and name_in(self.optimizer).lower() == "sgd",
+            f"loss is {self.loss!r}; the options of cross_entropy are keys of their own, label_smoothing and "
+            "class_weights": not own and isinstance(self.loss, Mapping) and len(self.loss) > 1,
+            f"loss is {loss!r}; expected cross_entropy, or module:function for your own": own and ":" not in loss,
+            f"{option} ({getattr(self, option, None)}) is an option of cross_entropy, but loss is {loss!r}": own
+            and bool(option),
+        }
 
 
 Strategy = Annotated[Mapping[str, Any], AfterValidator(check_strategy)]
@@ -362,31 +341,18 @@ class Settings(Section):
         """The number of clients that train, those of the first partitions."""
         return self.clients - self.evaluate.unseen
 
-    @model_validator(mode="after")
-    def _some_client_trains(self) -> Settings:
-        if self.trained < 1:
-            raise ValueError(
-                f"evaluate.unseen is {self.evaluate.unseen}, but there are {self.clients} clients; expected at most "
-                f"{self.clients - 1}, so that one trains"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _warm_up_ends(self) -> Settings:
-        if (warmup := self.train.schedule.warmup) >= self.rounds:
-            raise ValueError(f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer")
-        return self
-
-    @model_validator(mode="after")
-    def _renormalisation_begins(self) -> Settings:
-        if self.model.norm != "brn" or self.train.steps is None:
-            return self
-        if (warmup := self.model.brn.warmup) >= (steps := self.rounds * self.train.steps):
-            raise ValueError(
-                f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
-                f"takes at most {steps} steps in this run; set a smaller warmup"
-            )
-        return self
+    def faults(self) -> dict[str, bool]:
+        warmup, of_brn, steps = self.train.schedule.warmup, self.model.brn.warmup, self.rounds * (self.train.steps or 0)
+        return {
+            f"evaluate.unseen is {self.evaluate.unseen}, but there are {self.clients} clients; expected at most "
+            f"{self.clients - 1}, so that one trains": self.trained < 1,
+            f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer": warmup
+            >= self.rounds,
+            f"model.norm: brn is batch norm in a client's first {of_brn} steps (model.brn.warmup), and a client takes "
+            f"at most {steps} steps in this run; set a smaller warmup": self.model.norm == "brn"
+            and self.train.steps is not None
+            and of_brn >= steps,
+        }
 
 
 def resolve(run: Settings) -> Settings:
