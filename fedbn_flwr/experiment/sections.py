@@ -38,21 +38,97 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Evaluate(Section):
-    every: Positive = 1  # rounds between evaluations of the global model; the last round is always evaluated
-    # Clients evaluate their models too; None: if the strategy personalises, or if the server does not evaluate.
-    clients: bool | None = None
-    server: bool = True  # false: the server has no data
-    statistics: Literal["model", "reestimated"] = "model"  # of the global model's batch norms, on the test images
-    batch_size: Positive = 100  # the server has as many batches in memory as there are workers
-    dynamics: bool = False  # record how batch norm's statistics change, in every evaluated round
-    metrics: Names = ()  # beside loss and accuracy: names, or module:function
-    validation: float = Field(default=0.0, ge=0, le=0.5)  # share of the training images, to choose the best round by
-    patience: Positive | None = None  # evaluations without a better validation accuracy, after which the run ends
-    min_delta: float = Field(default=0.0, ge=0)  # what counts as better for `patience`
-    unseen: int = Field(default=0, ge=0, le=1_000_000)  # the last partitions, whose clients never train
-    finetune_steps: int = Field(default=10, ge=0, le=1_000_000)  # by which unseen clients adapt the global model
-    finetune_lr: float | None = Field(default=None, gt=0)  # None: train.lr
-    matrix: bool = False  # evaluate every personal model on every client
+    every: Positive = Field(
+        default=1,
+        description=(
+            "rounds between evaluations of the global model on the test images; the last round is always evaluated"
+        ),
+    )
+    clients: bool | None = Field(
+        default=None,
+        description=(
+            "clients evaluate their models too; on by default for `FedBN`, `SiloBN`, `Standalone` and "
+            "`Private` with `statistics: keep`, which personalise, and if the server does not evaluate"
+        ),
+    )
+    server: bool = Field(
+        default=True,
+        description=(
+            "`false`: the server has no data and reports the clients' means on their test images; needs "
+            "`data.classes`, `data.channels` and `data.size` ([Deployment](deployment.md#data-at-each-site))"
+        ),
+    )
+    statistics: Literal["model", "reestimated"] = Field(
+        default="model",
+        description=(
+            "statistics used to evaluate the global model: its own, or `reestimated`: mean and variance of "
+            "each batch norm's inputs over all test images, see below"
+        ),
+    )
+    batch_size: Positive = Field(
+        default=100,
+        description=(
+            "images per batch; on a CPU the server evaluates in `engine.workers` threads, each with a batch in memory"
+        ),
+    )
+    dynamics: bool = Field(
+        default=False,
+        description=(
+            "record in every evaluated round how batch norm's statistics change, by layer and client, in "
+            "`norms.jsonl` ([Watching](watching.md#dynamics-of-batch-norm))"
+        ),
+    )
+    metrics: Names = Field(
+        default=(),
+        description=(
+            "what evaluations report beside loss and accuracy: any of `balanced_accuracy`, `macro_f1`, `auc`,"
+            " `dice`, `mean_iou`, and `module:function` ([Training](training.md#metrics))"
+        ),
+    )
+    validation: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.5,
+        description=(
+            "share of each client's training images that is held out, to choose the best round: "
+            "`model-best.safetensors`, `best_round`; see [Clients](clients.md#best-round-and-early-stopping)"
+        ),
+    )
+    patience: Positive | None = Field(
+        default=None, description="end the run after this many evaluations without a higher validation accuracy"
+    )
+    min_delta: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "for `patience`: a validation accuracy counts as higher if it is more than this above the highest"
+            " one that counted before"
+        ),
+    )
+    unseen: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description=(
+            "number of clients that never train, those of the last partitions; the global model is evaluated "
+            "on their own test images after the last round, see "
+            "[Clients](clients.md#clients-that-never-trained)"
+        ),
+    )
+    finetune_steps: int = Field(
+        default=10,
+        ge=0,
+        le=1_000_000,
+        description="steps by which unseen clients then adapt the global model, for a second evaluation; 0: none",
+    )
+    finetune_lr: float | None = Field(default=None, gt=0, description="learning rate of these steps")
+    matrix: bool = Field(
+        default=False,
+        description=(
+            "after the last round, evaluate the personal model of each client on the own test images of each "
+            "client, see [Clients](clients.md#matrix-of-personal-models)"
+        ),
+    )
 
     def faults(self) -> dict[str, bool]:
         unknown = next((name for name in self.metrics if name not in METRICS and ":" not in name), None)
@@ -74,18 +150,73 @@ class Evaluate(Section):
 
 
 class Engine(Section):
-    name: Literal["local", "ray"] = "local"
-    workers: int | Literal["auto"] = "auto"  # processes of the local engine, 0: none; actors of Ray
-    address: str | None = None  # of a Ray cluster; None: $RAY_ADDRESS, else a cluster of this machine
-    cpus_per_client: float | None = Field(default=None, ge=0.01)  # that Ray reserves; None: `threads`
-    gpus_per_client: float | None = Field(default=None, ge=0)  # likewise; None: one if the cluster has GPUs
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    gpus: Few = 1  # of the local engine; every GPU has at least one worker if there are several
-    threads: Few = 1  # PyTorch threads per client; engines agree bit for bit at 1
-    timeout: float = Field(default=3600, gt=0, le=1_000_000)  # seconds a round may take
-    node_timeout: float = Field(default=120, gt=0, le=1_000_000)  # seconds to wait for all nodes before the first round
-    state_memory: float = Field(default=4, gt=0)  # GiB for clients' state on the local engine; the rest is in files
-    checkpoint_every: Positive | None = None  # rounds; None: a twentieth of all rounds
+    name: Literal["local", "ray"] = Field(
+        default="local", description="`local`, or `ray` for a [cluster](cluster.md); also `--engine`"
+    )
+    workers: int | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "processes of the local engine; 0: everything in one process; `auto`: one per core; with a GPU 0;"
+            " one per GPU if there are several `gpus`. On Ray: the actors, `auto`: as many as fit"
+        ),
+    )
+    address: str | None = Field(
+        default=None,
+        description=(
+            "of a running Ray cluster, for instance `10.0.0.1:6379`; by default `$RAY_ADDRESS`, else Ray is "
+            "started on this machine"
+        ),
+    )
+    cpus_per_client: float | None = Field(
+        default=None, ge=0.01, description="cores that Ray reserves for each actor; by default `engine.threads`"
+    )
+    gpus_per_client: float | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "GPUs that Ray reserves for each actor, also a fraction; by default one if the cluster has GPUs "
+            "and `engine.device` is not `cpu`"
+        ),
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`cpu`, `cuda`, or `auto` for a GPU if available; also `--device`"
+    )
+    gpus: Few = Field(
+        default=1,
+        description=(
+            "GPUs of the local engine; worker i trains on GPU i modulo `gpus`, see [GPUs](performance.md#on-a-gpu)"
+        ),
+    )
+    threads: Few = Field(default=1, description="PyTorch threads per client; the engines agree bit for bit at 1")
+    timeout: float = Field(
+        default=3600,
+        gt=0,
+        le=1_000_000,
+        description=(
+            "seconds a round may take; with `engine.workers: 0`, and with several runs side by side "
+            "(`--jobs`), clients train in the process that would wait, and each is waited for"
+        ),
+    )
+    node_timeout: float = Field(
+        default=120,
+        gt=0,
+        le=1_000_000,
+        description=(
+            "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before every"
+            " other; on Ray, for an actor to start"
+        ),
+    )
+    state_memory: float = Field(
+        default=4,
+        gt=0,
+        description=(
+            "GiB of memory for the clients' state in the local engine (FedBN's batch norms, for instance); "
+            "beyond it, the state of the least recently used clients is moved to a temporary folder"
+        ),
+    )
+    checkpoint_every: Positive | None = Field(
+        default=None, description="rounds between checkpoints, see [Interrupted runs](#interrupted-runs)"
+    )
 
     def faults(self) -> dict[str, bool]:
         is_ray, workers, threads, gpus = self.name == "ray", self.workers, self.threads, self.gpus

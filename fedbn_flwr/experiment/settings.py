@@ -120,36 +120,113 @@ Normalise = Annotated[str, PlainValidator(_normalisation)]
 
 
 class Data(Section):
-    name: str = "digits"  # "digits", a name of the catalogue, a folder, a hub name, or module:callable
-    options: Arguments = Arguments()  # of module:callable
-    root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
-    revision: str | None = None  # of a hub's data set: a commit, tag or branch; None: main
-    image: str | None = None  # column; None: the one of image type
-    label: str | None = None
-    domain: str | None = None  # column; None: "domain" if there is one
-    domains: Names = ()  # domains to use; empty: all
-    train: str | None = None  # split names
-    test: str | None = None
-    classes: Positive | None = None  # checked against the data if given
-    class_names: Names = ()  # in the order of the model's outputs; empty: those of the data, sorted
-    channels: Positive | None = None  # likewise
-    size: Pixels | None = None  # resize to size x size, or to a height and a width
-    # How images of another aspect ratio are resized: stretch, or crop (keep the centre). None: the catalogue's
-    fit: Literal["stretch", "crop"] | None = None
-    crop: Positive | None = None  # segmentation: side of the random crops to train on
-    # moments: mean zero and standard deviation one per channel over the training set; unit: pixels from 0 to 1;
-    # official: by the catalogue's mean and standard deviation. None: official if the catalogue has them, else moments
-    normalise: Normalise | None = None
-    # None: the catalogue's
-    augment: Augment | None = None
-    pad: int = Field(default=2, ge=1, le=1_000)  # pixels of padding before a random crop
-    stream: Literal[True, False, "auto"] = "auto"  # decode images when needed; auto: if they exceed `memory`
-    memory: float = Field(default=8.0, gt=0)  # GiB that decoded images may take
-    readers: Few = 2  # decoding threads per client
-    partition: Partition = KINDS["iid"].options()
-    images: Positive | None = None  # training images: a fixed draw of this many; None: all
-    test_images: Positive | None = None
-    random: bool = False  # random images in the form of the data set
+    name: str = Field(
+        default="digits",
+        description=(
+            "`digits` (1,797 images of 8x8 pixels, part of a dependency), a name that `fedbn list datasets` "
+            "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
+            "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
+        ),
+    )
+    options: Arguments = Field(
+        default=Arguments(), description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)"
+    )
+    root: str | None = Field(
+        default=None, description="a folder of local copies: `root/cifar10` is read instead of the hub"
+    )
+    revision: str | None = Field(
+        default=None,
+        description=(
+            "the commit, tag or branch of a data set of the hub; `environment.json` has the commit that a run"
+            " used (`data_commit`)"
+        ),
+    )
+    image: str | None = Field(default=None, description="image column; required if the data set has several")
+    label: str | None = Field(default=None, description="label column; for segmentation the column with the masks")
+    domain: str | None = Field(
+        default=None, description="the column with each image's domain; accuracy is reported per domain"
+    )
+    domains: Names = Field(default=(), description="the domains to use")
+    train: str | None = Field(
+        default=None, description="name of the training split; in a folder, the prefix of its files"
+    )
+    test: str | None = Field(
+        default=None,
+        description=(
+            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`)"
+        ),
+    )
+    classes: Positive | None = Field(
+        default=None,
+        description=(
+            "checked against the data; required for segmentation data sets that are not listed in [Data](data.md)"
+        ),
+    )
+    class_names: Names = Field(
+        default=(),
+        description=(
+            "the classes in the order of the model's outputs; then the data, for instance those of one site, "
+            "may lack some of them"
+        ),
+    )
+    channels: Positive | None = Field(default=None, description="checked against the data")
+    size: Pixels | None = Field(
+        default=None,
+        description=(
+            "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
+        ),
+    )
+    fit: Literal["stretch", "crop"] | None = Field(
+        default=None,
+        description=(
+            "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre"
+        ),
+    )
+    crop: Positive | None = Field(
+        default=None, description="segmentation: train on random crops with this many pixels per side"
+    )
+    normalise: Normalise | None = Field(
+        default=None,
+        description=(
+            "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
+            " and standard deviation one per channel over the training set; `unit`: pixel values from 0 to 1;"
+            " or `module:callable`, a [normalisation of your own](own-parts.md#normalisation)"
+        ),
+    )
+    augment: Augment | None = Field(
+        default=None,
+        description=(
+            "any of `resized_crop` (a crop of 8 to 100 % of the area, resized to the full size), `crop` (zero"
+            " padding by `data.pad` pixels, then a random crop), `flip` (horizontal) and `rotate` (up to 30 "
+            "degrees in either direction, as in FedBN), drawn per image, and [augmentations of your own or of"
+            " torchvision](own-parts.md#augmentation) by `module:callable`; `[]` for none"
+        ),
+    )
+    pad: int = Field(default=2, ge=1, le=1_000, description="padding in pixels for `crop`")
+    stream: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description=(
+            "`true`: images stay on disk and are decoded when needed; `false`: all images are decoded into "
+            "memory; `auto`: according to `data.memory`"
+        ),
+    )
+    memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
+    readers: Few = Field(default=2, description="decoding threads per client for images on disk")
+    partition: Partition = Field(
+        default=KINDS["iid"].options(), description="who has which images: see `fedbn list partitions`"
+    )
+    images: Positive | None = Field(
+        default=None,
+        description=(
+            "use this many training images, drawn in the proportions of classes and domains, see [Sweeps and "
+            "sizes](sweeps.md#fewer-images)"
+        ),
+    )
+    test_images: Positive | None = Field(default=None, description="likewise for test images")
+    random: bool = Field(
+        default=False,
+        description="random images in the form of the data set, which is not read; figures then mean nothing",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -188,17 +265,55 @@ class Renorm(Section):
 
 
 class Model(Section):
-    name: Annotated[str, AfterValidator(models.check_name)] = "cnn"  # or module:callable
-    norm: Annotated[str, AfterValidator(check_kind)] = "bn"  # or module:callable
-    weights: str | None = None  # a safetensors file, or torchvision's name such as DEFAULT
-    groups: Positive = 2  # of group norm
-    branch_scale: float = Field(default=1.0, gt=0, le=1)  # of `won`: the factor of residual branches
-    brn: Renorm = Renorm()
-    classes: Positive | None = None
-    image_size: Annotated[int, Field(ge=1, le=10_000)] | None = (
-        None  # what the network is built for; None: the size of the data
+    name: Annotated[str, AfterValidator(models.check_name)] = Field(
+        default="cnn",
+        description="a network of `fedbn list models`, see below, or `module:callable`, a network of your own",
     )
-    stem: Literal["auto", "small", "large"] = "auto"
+    norm: Annotated[str, AfterValidator(check_kind)] = Field(
+        default="bn",
+        description=(
+            "a normaliser of `fedbn list norms` in place of every batch norm, see below; or `module:callable`, a "
+            "[normaliser of your own](own-parts.md#normaliser)"
+        ),
+    )
+    weights: str | None = Field(
+        default=None,
+        description=(
+            "pretrained weights: a file that ends in `.safetensors`, or a name of torchvision such as "
+            "`DEFAULT`, see [Your own parts](own-parts.md#pretrained-weights)"
+        ),
+    )
+    groups: Positive = Field(
+        default=2, description="number of groups of `gn` and `gn+ws`; it must divide the channels of each layer"
+    )
+    branch_scale: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description=(
+            "with `won`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2 lets"
+            " them train](strategies/fedwon.md#residual-networks)"
+        ),
+    )
+    brn: Renorm = Field(
+        default=Renorm(),
+        description=(
+            "bounds of batch renormalisation: r = 1 and d = 0 for the first `warmup` steps of a client, then "
+            "widened linearly up to `r_steps` and `d_steps`; a run whose `train.steps` end before `warmup` is"
+            " refused"
+        ),
+    )
+    classes: Positive | None = Field(default=None, description="checked against the data")
+    image_size: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        default=None, description="image size in pixels that the network is built for"
+    )
+    stem: Literal["auto", "small", "large"] = Field(
+        default="auto",
+        description=(
+            "first layers of torchvision's networks: `large`, as in torchvision; `small`, without the first "
+            "strides; `auto`, small for images of up to 64 pixels"
+        ),
+    )
 
 
 def _named(value: Any) -> str | Mapping[str, Any]:
@@ -243,13 +358,39 @@ MILESTONES = (0.5, 0.75)
 
 
 class Schedule(Section):
-    kind: str = "constant"  # constant, step, cosine, exponential, or module:function
-    warmup: int = Field(default=0, ge=0)  # rounds in which the rate rises to `lr`
-    # step: multiply by gamma at each milestone, given as a fraction of the rounds or as a round
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = MILESTONES
-    gamma: float | None = Field(default=None, gt=0, le=1)  # step: 0.1; exponential: required
-    # Multiplies the rate in all rounds after the one in which the strategy freezes or switches.
-    switch: float | None = Field(default=None, gt=0, le=1)
+    kind: str = Field(
+        default="constant",
+        description=(
+            "learning rate schedule: `constant`, `step`, `cosine`, `exponential` or `module:function`; "
+            "`schedule: cosine` is short for `schedule: {kind: cosine}` ([Training](training.md#schedules))"
+        ),
+    )
+    warmup: int = Field(
+        default=0,
+        ge=0,
+        description="rounds in which the learning rate rises linearly to `lr` before the schedule begins",
+    )
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = Field(
+        default=MILESTONES,
+        description=(
+            "for `step`: rounds, or fractions of all rounds, after which the learning rate is multiplied by `gamma`"
+        ),
+    )
+    gamma: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="the factor: at each milestone for `step`, in each round for `exponential`",
+    )
+    switch: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description=(
+            "a factor of the learning rate in all rounds after the one in which the strategy freezes "
+            "(`FixBN`, `FedTANII`) or switches (`FedBS`)"
+        ),
+    )
 
     def faults(self) -> dict[str, bool]:
         kinds = ("constant", "step", "cosine", "exponential")
@@ -273,24 +414,87 @@ def _of_kind(value: Any) -> Any:
 
 
 class Train(Section):
-    lr: float = Field(default=0.1, gt=0)
-    optimizer: Named = "sgd"  # of torch.optim, or module:callable
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    keep_momentum: bool = False  # each client keeps the optimiser's state from round to round
-    weight_decay: float | None = Field(default=None, ge=0)  # None: the optimiser's default
-    norm_weight_decay: float | None = Field(default=None, ge=0)  # of the parameters of normalisers
-    bias_weight_decay: float | None = Field(default=None, ge=0)  # of the biases of other layers
-    clip: float | None = Field(default=None, gt=0)  # largest norm of the gradients of a step
-    loss: Named = "cross_entropy"  # or module:callable
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    class_weights: Weights | None = None
-    batch_size: Positive = 32
-    epochs: Positive | None = None  # passes over the client's data per round; excludes steps
-    steps: Positive | None = None
+    lr: float = Field(default=0.1, gt=0, description="learning rate")
+    optimizer: Named = Field(
+        default="sgd",
+        description=(
+            "`sgd`, `adam`, `adamw`, the name of another class of `torch.optim`, or `module:callable`; with "
+            "options `{name: adamw, betas: [0.9, 0.95]}` ([Training](training.md#optimisers))"
+        ),
+    )
+    momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="momentum of SGD, or of another optimiser that has one"
+    )
+    keep_momentum: bool = Field(
+        default=False,
+        description=(
+            "each client keeps the state of its optimiser (momentum, Adam's moments) for the next round it "
+            "takes part in; otherwise each round begins without one (with `GlobalMomentum`, with the mean of "
+            "all clients' momentum)"
+        ),
+    )
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0,
+        description="weight decay; by default that of `torch.optim`, 0.01 for AdamW and 0 for most others",
+    )
+    norm_weight_decay: float | None = Field(
+        default=None, ge=0, description="weight decay of the parameters of normalisers"
+    )
+    bias_weight_decay: float | None = Field(
+        default=None, ge=0, description="weight decay of the biases of other layers"
+    )
+    clip: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "the largest norm of the gradients of a step, over all parameters; larger gradients are scaled "
+            "down ([Training](training.md#clipping))"
+        ),
+    )
+    loss: Named = Field(
+        default="cross_entropy", description="`cross_entropy` or `module:callable` ([Training](training.md#loss))"
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of the cross entropy")
+    class_weights: Weights | None = Field(
+        default=None,
+        description=(
+            "weights of the classes in the cross entropy: a list, or `balanced`, inversely proportional to "
+            "the numbers of the client's own training images"
+        ),
+    )
+    batch_size: Positive = Field(
+        default=32,
+        description=(
+            "images in a step; a last batch of one image is dropped, because batch norm cannot compute its variance"
+        ),
+    )
+    epochs: Positive | None = Field(default=None, description="passes over a client's images per round")
+    steps: Positive | None = Field(default=None, description="optimiser steps per round, instead of epochs")
     schedule: Annotated[Schedule, BeforeValidator(_of_kind)] = Schedule()
-    channels_last: bool = False  # memory format [N, H, W, C]: faster convolutions, different last bits
-    precision: Literal["float32", "bfloat16"] = "float32"  # of training passes, by autocast
-    compile: bool | Literal["auto"] = False  # training passes by PyTorch's compiler; auto: on the local engine, if long
+    channels_last: bool = Field(
+        default=False,
+        description=(
+            "train with the channels-last memory format: convolutions are faster "
+            "([Performance](performance.md)), but the last bits of a result differ; recorded in the summary"
+        ),
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description=(
+            "`bfloat16` trains under PyTorch's autocast: convolutions and matrix products in bfloat16; "
+            "weights, statistics, SGD's updates, evaluation and FedTAN's first step stay in float32; recorded"
+            " in the summary"
+        ),
+    )
+    compile: bool | Literal["auto"] = Field(
+        default=False,
+        description=(
+            "`true` compiles training passes by PyTorch's compiler, `auto` does so in long runs on the local "
+            "engine ([Performance](performance.md#compiled-passes)); last bits differ; recorded in the "
+            "summary"
+        ),
+    )
 
     def faults(self) -> dict[str, bool]:
         loss, own = name_in(self.loss), name_in(self.loss) != "cross_entropy"
@@ -319,20 +523,46 @@ DERIVED = ("label", "cell", "size")  # keys of a run that no file gives
 class Settings(Section):
     """One training run."""
 
-    name: Line = "experiment"
+    name: Line = Field(default="experiment", description="prefix of the output folder")
     label: Line = ""
-    rounds: Positive = 10
-    clients: Positive = 5
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    rounds: Positive = Field(default=10, description="rounds of training")
+    clients: Positive = Field(default=5, description="number of clients, partitions and nodes")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description=(
+            "seed of the initial weights, the partition, the order of images, augmentation, dropout and client sampling"
+        ),
+    )
     data: Data = Data()
     model: Model = Model()
     train: Train = Train()
-    strategy: Strategy = Field(default_factory=lambda: {"name": "FedAvg"})
+    strategy: Strategy = Field(
+        default_factory=lambda: {"name": "FedAvg"}, description="the strategy and its arguments, see [below](#strategy)"
+    )
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Track = ()  # records the run in other programs too
-    published: Published | None = None  # for this run; an experiment gives it by label
-    mods: Mods = Field(default_factory=dict)  # Flower's mods around the messages that clients handle
+    track: Track = Field(
+        default=(),
+        description=(
+            "trackers that record the run too: `tensorboard`, `wandb`, `module:callable`, a mapping with "
+            "`name` and settings, or a list; see [Watching](watching.md#trackers)"
+        ),
+    )
+    published: Published | None = Field(
+        default=None,
+        description=(
+            "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
+        ),
+    )
+    mods: Mods = Field(
+        default_factory=dict,
+        description=(
+            "[Flower's mods](plugin.md#flowers-mods) around the messages that clients handle: a list of "
+            "names, or lists by kind of message, `{train: [...], evaluate: [...], query: [...]}`"
+        ),
+    )
     cell: Cell = Cell()
     size: Size = Size()
 
