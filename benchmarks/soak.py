@@ -33,7 +33,7 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.listeners.base import RunState
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one
@@ -120,11 +120,11 @@ class Arithmetic(ClientApp):
         return Message(RecordDict({"arrays": pack(changed), "metrics": metrics, "client": about}), reply_to=message)
 
 
-class Watch(Progress):
+class Watch(Reporter):
     """Measures this process after some of the rounds."""
 
     def __init__(self, rounds: int, temporary: Path) -> None:
-        super().__init__([rounds], quiet=True)
+        super().__init__()
         self.every = max(rounds // 20, 1)
         self.temporary = temporary
         self.rows: list[tuple[int, ...]] = []

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.data import resolve
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.published import FREE, FREE_KEYS, condition
 from fedbn_flwr.experiment.settings import Settings
@@ -88,7 +87,7 @@ def measured(entry: Mapping[str, Any]) -> list[Measured]:
             raise ValueError(f"{entry['settings']} extends an experiment, which may change after the run")
         (run,) = load_experiment(str(RESULTS / entry["settings"]), [f"only={label}", f"seed={seed}"]).runs
         (history,) = read(entry["file"])
-        settings = resolve(run).model_dump(mode="json")
+        settings = run.model_dump(mode="json")
         found = [Measured(label, seed, settings, history.summary["round"] == run.rounds)]
     else:
         found = [Measured(run.label, run.settings["seed"], run.settings, run.finished) for run in read(entry["file"])]
@@ -139,7 +138,7 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
     rows: dict[str, Settings] = {}
     seeds: dict[str, set[int]] = {}
     for paper in load_experiment(name).runs:
-        rows.setdefault(condition(paper.cell), resolve(paper))
+        rows.setdefault(condition(paper.cell), paper)
         seeds.setdefault(condition(paper.cell), set()).add(paper.seed)
     done: dict[str, set[int]] = {}
     failed, other, shares = set(), set(), set()

@@ -1,8 +1,8 @@
 """Writes the generated tables of the documentation; `--check` only reports the pages that are not current.
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
-registries and docstrings, measured figures from the raw files of docs/results. Columns that neither contains, such as
-the meaning of a key, are kept from the page; a row without this text is an error.
+registries and docstrings, measured figures from the raw files of docs/results. Cells that neither contains, such as the
+default of a key that depends on the data, are kept from the page; a row without a text in its last column is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.check import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.content import read_content, shipped_experiments
-from fedbn_flwr.experiment.trackers import TRACKERS
+from fedbn_flwr.experiment.trackers import TRACKERS, options_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
@@ -70,17 +70,19 @@ def section(prefix: str, model: type[BaseModel], whole: tuple[type[BaseModel], .
         if isinstance(inner, type) and issubclass(inner, BaseModel) and inner.model_fields and inner not in whole:
             yield from section(f"{prefix}{name}.", inner)
         elif name != "partition":
-            yield f"`{prefix}{name}`", default_of(field), None
+            yield f"`{prefix}{name}`", default_of(field), field.description
 
 
 def run_keys() -> Table:
     own = {name: field for name, field in settings.Settings.model_fields.items() if _plain(field)}
     rows: list[Row] = [
-        (f"`{name}`", default_of(field), None) for name, field in own.items() if name not in settings.DERIVED
+        (f"`{name}`", default_of(field), field.description)
+        for name, field in own.items()
+        if name not in settings.DERIVED
     ]
     return ("key", "default", "meaning"), [
         *rows,
-        *((f"`{name}`", None, None) for name in KEYS_OF_A_FILE),
+        *((f"`{name}`", None, meaning) for name, meaning in KEYS_OF_A_FILE.items()),
     ]
 
 
@@ -175,7 +177,7 @@ def _first_line(thing: Any) -> str:
 def trackers() -> Table:
     rows: list[Row] = []
     for name, tracker in TRACKERS.items():
-        keys = ", ".join(f"`{key}`" for key in tracker.model_fields if key != "name")
+        keys = ", ".join(f"`{key}`" for key in options_of(name))
         rows.append((f"`{name}`", f"`pip install 'fedbn-flwr[{name}]'`", keys, " ".join(str(tracker.__doc__).split())))
     return ("tracker", "installation", "settings", "writes to"), rows
 

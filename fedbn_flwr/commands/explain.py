@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedbn_flwr.experiment.explain import ExplainedRun, Explanation
-    from fedbn_flwr.experiment.origins import Setting
-    from fedbn_flwr.experiment.trial import RoundTraffic
+    from fedbn_flwr.experiment.find import Setting
 
 
 def add(commands: Commands) -> None:
@@ -26,14 +25,14 @@ def add(commands: Commands) -> None:
         summary="what an experiment sends, who has which images, how long it takes",
         description=(
             "Explain an experiment without running it: its settings and where each was given, the images of each "
-            "client, the arrays that travel and their bytes, and the time and memory it needs. For the last three, two "
-            "clients train a few steps of a few rounds on this machine."
+            "client, the arrays that travel and their bytes, and the time it takes. For the last two, two clients "
+            "train a few steps of a few rounds on this machine."
         ),
         epilog="Example: fedbn explain demo clients=10 strategy=FedTAN only=FixBN",
     )
     add_experiment(parser, "rounds=10")
     parser.add_argument("--all", action="store_true", help="settings with default values too")
-    parser.add_argument("--no-trial", action="store_true", help="train nothing: no bytes, time and memory")
+    parser.add_argument("--no-trial", action="store_true", help="train nothing: no bytes and no time")
     parser.add_argument("--json", action="store_true", help="as JSON, with all settings")
 
 
@@ -62,9 +61,7 @@ def _as_json(explanation: Explanation) -> dict[str, Any]:
         if run.measured is not None:
             down, up = run.measured.total()
             entry["measured"]["traffic"] = [
-                dataclasses.asdict(each)
-                | {"first_round": first, "bytes_down": each.bytes_down, "bytes_up": each.bytes_up}
-                for first, each in run.measured.traffic
+                {"first_round": first, **dataclasses.asdict(each)} for first, each in run.measured.traffic
             ]
             entry["measured"] |= {"total_bytes_down": down, "total_bytes_up": up}
         runs.append(entry)
@@ -92,7 +89,7 @@ def _pages(explanation: Explanation, *, every: bool) -> list[str]:
     pages += list(dict.fromkeys(_model(run) for run in runs))
     pages += [_costs(run) for run in runs if run.measured is not None]
     if not explanation.partitions:
-        pages.append("The data are at the sites (evaluate.server: false); bytes, time and memory are not measured.")
+        pages.append("The data are at the sites (evaluate.server: false); bytes and time are not measured.")
     return pages
 
 
@@ -130,7 +127,7 @@ def _costs(run: ExplainedRun) -> str:
     for (first, traffic), last in zip(measured.traffic, ends, strict=True):
         when = "a round" if len(ends) == 1 else f"round {first}" if first == last else f"a round from {first} to {last}"
         down, up, clients = traffic.bytes_down, traffic.bytes_up, measured.clients
-        rows.append((f"{when}: each client", size_text(down), size_text(up), _what(traffic)))
+        rows.append((f"{when}: each client", size_text(down), size_text(up), _what(run, traffic.exchanges)))
         rows.append(
             (f"{' ' * len(when)}  all {clients} clients", size_text(clients * down), size_text(clients * up), "")
         )
@@ -143,16 +140,12 @@ def _costs(run: ExplainedRun) -> str:
         f"time:   about {about(estimate.run)} on this machine, {at_once}{seeds}",
         f"        a round {about(estimate.train)}: {estimate.steps} steps at {about(measured.step)}; "
         f"an evaluation {about(estimate.evaluate)}",
-        f"memory: {size_text(measured.memory)}, the peak of this process with its libraries (of a GPU: its own memory)",
     ]
     return "\n".join(lines)
 
 
-def _what(traffic: RoundTraffic) -> str:
+def _what(run: ExplainedRun, exchanges: int) -> str:
     """What travels in a round, by role of the arrays."""
-    down, up = list(traffic.down), list(traffic.up)
-    if down == up:
-        text = ", ".join(down) or "no arrays"
-    else:
-        text = f"down: {', '.join(down) or 'no arrays'}; up: {', '.join(up) or 'no arrays'}"
-    return text + (f"; {traffic.exchanges} exchanges of statistics" if traffic.exchanges else "")
+    down, up = (", ".join(sent) or "no arrays" for sent in (run.down, run.up))
+    text = down if down == up else f"down: {down}; up: {up}"
+    return text + (f"; {exchanges} exchanges of statistics" if exchanges else "")

@@ -11,10 +11,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
-from .common import Commands, add_command, duration
+from .common import Commands, add_command
 
 if TYPE_CHECKING:
     from fedbn_flwr.strategies import Description
@@ -42,25 +41,22 @@ def add(commands: Commands) -> None:
         description="List what an experiment can name, each with a line that says what it is.",
         epilog=(
             "Examples: fedbn list strategies FedTAN shows its paper, its arguments and its cost; fedbn list "
-            "experiments fixbn --time the experiments of one paper."
+            "experiments fixbn the experiments of one paper."
         ),
     )
     parser.add_argument("what", choices=KINDS, metavar="WHAT", help=f"one of {', '.join(KINDS)}")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only these; strategies with all details; experiments also by paper"
     )
-    parser.add_argument(
-        "--time", action="store_true", help="experiments with the minutes of their training steps, from timed steps"
-    )
     parser.add_argument("--size", metavar="NAME", help="experiments with the cost of this size (paper)")
     parser.add_argument("--json", action="store_true", help="as JSON; strategies with all details")
 
 
 def list_names(arguments: argparse.Namespace) -> None:
-    if arguments.what != "experiments" and (option := "--time" * arguments.time or "--size" * bool(arguments.size)):
-        raise SettingsError(f"{option} is for experiments, but WHAT is {arguments.what}; leave it out")
+    if arguments.what != "experiments" and arguments.size:
+        raise SettingsError(f"--size is for experiments, but WHAT is {arguments.what}; leave it out")
     if arguments.what == "experiments":
-        list_experiments(arguments.names, arguments.size, timed=arguments.time, as_json=arguments.json)
+        list_experiments(arguments.names, arguments.size, as_json=arguments.json)
         return
     lines = _lines(arguments.what)
     for name in arguments.names:
@@ -108,7 +104,7 @@ def _lines(what: str) -> Mapping[str, str]:
             return describe_partitions()
 
 
-def list_experiments(names: Sequence[str], size: str | None, *, timed: bool, as_json: bool) -> None:
+def list_experiments(names: Sequence[str], size: str | None, *, as_json: bool) -> None:
     """The shipped experiments by paper, each with its cost."""
     from fedbn_flwr.experiment.content import read_content, shipped_experiments
     from fedbn_flwr.experiment.cost import cost_of
@@ -125,7 +121,7 @@ def list_experiments(names: Sequence[str], size: str | None, *, timed: bool, as_
         content, title = read_content(name)  # those to start with have one size, which is small
         sized = [f"size={size}"] if size and papers[name] else []
         chosen[name] = read_experiment(content, sized, name=title)
-    costs = {name: cost_of(experiment, timed=timed) for name, experiment in chosen.items()}
+    costs = {name: cost_of(experiment) for name, experiment in chosen.items()}
     if as_json:
         found = {
             name: {"description": each.description, "paper": papers[name], **dataclasses.asdict(costs[name])}
@@ -135,17 +131,12 @@ def list_experiments(names: Sequence[str], size: str | None, *, timed: bool, as_
         return
     width = max(map(len, chosen))
     for paper in dict.fromkeys(papers[name] for name in chosen):
-        head = f"{'runs':>6} {'images':>8}" + (f" {'time':>8}" if timed else "")
-        print(f"{PAPERS.get(paper, paper)}\n{' ' * width}  {head}")
+        print(f"{PAPERS.get(paper, paper)}\n{' ' * width}  {'runs':>6} {'images':>8}")
         for name in (name for name in chosen if papers[name] == paper):
             cost = costs[name]
-            columns = f"{cost.runs:>6} {_count(cost.images):>8}" + (f" {_duration(cost.minutes):>8}" if timed else "")
-            print(f"{name.ljust(width)}  {columns}  {chosen[name].description}")
+            print(f"{name.ljust(width)}  {cost.runs:>6} {_count(cost.images):>8}  {chosen[name].description}")
         print()
-    print(
-        "images: to train on in all runs; fedbn explain NAME has the time, bytes and memory of each run"
-        + (f"\ntime: of the training steps only, on {cores()} cores, from steps on random images" if timed else "")
-    )
+    print("images: to train on in all runs; fedbn explain NAME has the time and bytes of each run")
 
 
 def _count(images: int | None) -> str:
@@ -155,10 +146,6 @@ def _count(images: int | None) -> str:
         if images >= factor:
             return f"{images / factor:.3g} {unit}"
     return str(images)
-
-
-def _duration(minutes: float | None) -> str:
-    return "?" if minutes is None else duration(60 * minutes)
 
 
 def _as_json(about: Description) -> dict[str, Any]:

@@ -20,7 +20,24 @@ from fedbn_flwr.results.text import shorten
 from .settings import DERIVED, OWN, Settings
 
 _TYPE = re.compile(r"(int|float|str|bool|none)$|(literal|tuple|list|function-[a-z]+)\[")
-KEYS_OF_A_FILE = ("description", "extends", "seeds", "runs", "sweep", "tune", "sizes")  # beside those of a run
+KEYS_OF_A_FILE = {  # beside those of a run
+    "description": "one line",
+    "extends": (
+        "a shipped experiment (`fixbn/table4`) or a file, relative to this one, whose settings this file "
+        "changes. All keys are merged with those of the other file, except its `name`, `description`, "
+        "`runs`, `sweep` and `published`, which are not taken over"
+    ),
+    "seeds": (
+        "a list of seeds; every run is repeated with each of them, and the report gives mean and standard deviation"
+    ),
+    "runs": (
+        "a mapping from labels to overrides. They are merged with the settings above; a `strategy` with "
+        "another name, or a `partition` of another kind, replaces the one above"
+    ),
+    "sweep": ("conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)"),
+    "tune": "hyperparameters: lists of values by key, of which the best is chosen by held-out training images",
+    "sizes": "smaller sizes of the experiment: a mapping from names to changes, for `--size NAME`",
+}
 _FAULTS = 10  # explained; each may list the known keys
 
 

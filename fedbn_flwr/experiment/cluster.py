@@ -32,7 +32,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.cluster import connected
 from fedbn_flwr.engines.ray import Actors, Place, RayGrid, machines
 
-from .data import loaded_data, receive, resolve
+from .data import loaded_data, receive
 from .model import choose_device
 from .mods import client_mods
 from .node import client_of, run_of
@@ -116,7 +116,7 @@ class Parts:
     def send_data(self, run: Settings) -> None:
         if not run.evaluate.server:  # there is no data here
             return
-        loaded = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
+        loaded = loaded_data(run.data, str(choose_device(run.engine.device)))
         if loaded is not None and all(loaded.data != other for other, _ in self.sent):
             self.sent.append((loaded.data, ray.put(_flat(loaded.dataset.to(torch.device("cpu"))))))
 

@@ -51,8 +51,7 @@ def extended(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
             f"itself, or leave some out: {', '.join(file.name for file in through)}"
         )
     parent = extended(_content(path), path.parent, (*through, path))
-    inherited = {key: value for key, value in parent.items() if key not in _OWN}
-    return merge(written_out(inherited), written_out({k: value for k, value in content.items() if k != "extends"}))
+    return merge(written_out(without(parent, *_OWN)), written_out(without(content, "extends")))
 
 
 def _file(source: str, folder: Path) -> tuple[Path, str]:
@@ -135,6 +134,10 @@ def written_out(settings: Mapping[str, Any], section: str = "") -> dict[str, Any
                 label: written_out(each) if isinstance(each, Mapping) else each for label, each in parts.items()
             }
     return found
+
+
+def without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in keys}
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

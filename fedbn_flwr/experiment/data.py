@@ -30,28 +30,6 @@ from fedbn_flwr.results.summary import SPREAD
 from . import settings
 from .settings import AUGMENTATIONS, Part, Settings
 
-
-def resolve(run: Settings) -> Settings:
-    """Fill in the catalogue's defaults for the data settings that the experiment leaves out."""
-    data, entry = run.data, CATALOGUE.get(run.data.name)
-    moments = entry is not None and entry.moments is not None
-    if data.normalise == "official" and not moments:
-        known = ", ".join(name for name, entry in CATALOGUE.items() if entry.moments is not None)
-        raise SettingsError(
-            f"data.normalise is 'official', but {data.name!r} has no official mean and standard deviation; use moments "
-            f"or unit (official values are known for {known})"
-        )
-    changes = {
-        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
-        "size": data.size or (entry.size if entry and not entry.embedded else None),
-        "normalise": data.normalise or ("official" if moments else "moments"),
-        "augment": data.augment if data.augment is not None else (entry.augment if entry else ()),
-        "fit": data.fit or (entry.fit if entry else None if named.is_name(data.name) else "stretch"),
-        "crop": data.crop or (entry.crop if entry else None),
-    }
-    return run.model_copy(update={"data": data.model_copy(update=changes)})
-
-
 # Settings that affect neither the images loaded nor their partition.
 PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
 

@@ -19,7 +19,7 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 
 from .content import SHORT, WHOLE, written_out
-from .evaluation import Section
+from .sections import Section
 
 PAPER, SMOKE = "paper", "smoke"
 LISTS = ("sweep", "tune")

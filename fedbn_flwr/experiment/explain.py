@@ -1,29 +1,53 @@
-"""What an experiment will do, for `fedbn explain`: settings, data, model, what it sends and how long it takes."""
+"""What an experiment will do, for `fedbn explain`: settings, data, model, what it sends and how long it takes.
+
+For the last two, the run's own strategy, clients and messages are tried on the local engine: rounds of a few steps, in
+which only a few of the clients take part. All clients send and receive messages of the same size.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from flwr.app import ConfigRecord, Context
+
+from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.models.tensors import sent_dtype
-from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.partition import PartitionCounts
+from fedbn_flwr.strategies import CannotSave, Rule
 
 from .check import Faults
-from .data import partition_of
-from .origins import Setting, settings_of
+from .cost import trained_in_a_round
+from .data import normalisation_of, partition_of
+from .find import Setting, settings_of
+from .node import client_of
+from .nodes import TrainedNodes
 from .partition import count_partitions
 from .prepare import Prepared, prepare
 from .run import gpus_of, open_folders, workers_of
 from .settings import Experiment, Settings
 from .side_by_side import jobs_of
-from .trial import Measured, try_out
 
 _LINE, _LINE_OF_CLIENT, _OTHER_FILES = 700, 70, 10_000  # bytes: a round in the history, a client in it, the settings
+_LR = 1e-12  # of the trial: in rounds that follow another schedule, the model could diverge
+_SECONDS = 2.0  # that the timed steps may take, if one step does not take longer
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,33 @@ class Part:
     arrays: int
     values: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class RoundTraffic:
+    """Bytes of arrays that one client receives and sends in a round of training."""
+
+    bytes_down: int
+    bytes_up: int
+    exchanges: int  # of FedTAN, and queries of extensions, besides the messages with the model
+
+
+@dataclass(frozen=True)
+class Measured:
+    clients: int  # that train in a round
+    traffic: tuple[tuple[int, RoundTraffic], ...]  # each with the first of the rounds that have it
+    rounds: int
+    step: float  # seconds of a step of one client
+    message: float  # seconds of a client's round besides its steps
+    test_image: float  # seconds to evaluate one test image; 0: the server does not evaluate
+    states: int  # bytes of the states of the strategy and of all clients in a checkpoint
+
+    def total(self) -> tuple[int, int]:
+        """Bytes down and up of all clients in all rounds."""
+        ends = [*(first for first, _ in self.traffic[1:]), self.rounds + 1]
+        parts = [(end - first, each) for (first, each), end in zip(self.traffic, ends, strict=True)]
+        down = sum(count * each.bytes_down for count, each in parts)
+        return self.clients * down, self.clients * sum(count * each.bytes_up for count, each in parts)
 
 
 @dataclass(frozen=True)
@@ -53,6 +104,8 @@ class ExplainedRun:
     seeds: tuple[int, ...]
     settings: tuple[Setting, ...]
     model: dict[str, Part]  # by role
+    down: tuple[str, ...]  # the roles of the arrays that a client receives, and what else
+    up: tuple[str, ...]
     measured: Measured | None  # None: not measured
     estimate: Estimate | None
 
@@ -75,26 +128,28 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
             first.setdefault(prepared.run.label, prepared)
     if not first and faults is not None:
         faults.refuse()
-    sound = experiment.model_copy(update={"runs": tuple(run for run in experiment.runs if run.label in first)})
-    seeds = {label: tuple(run.seed for run in experiment.runs if run.label == label) for label in first}
-    by_label = {run.label: run for run in reversed(experiment.runs)}
-    explained = []
+    sound = replace(experiment, runs=tuple(run for run in experiment.runs if run.label in first))
     has_data = all(prepared.dataset is not None for prepared in first.values())
+    explained = []
     for label in list(first):
-        prepared = first.pop(label)  # with its model, so that it is not in the memory that the next run needs
-        measured = try_out(prepared) if trial and prepared.dataset is not None else None
+        prepared = first.pop(label)  # with its model, so that it is not in memory with those of the next runs
+        dataset, traits = prepared.dataset, prepared.rule.traits
+        model = _parts_of(prepared)
+        more = (traits.traffic,) if traits.traffic else ()
+        measured = try_out(prepared, dataset) if trial and dataset is not None else None
         explained.append(
             ExplainedRun(
                 label,
-                seeds[label],
-                tuple(settings_of(experiment, by_label[label])),
-                _parts_of(prepared),
+                tuple(run.seed for run in experiment.runs if run.label == label),
+                tuple(settings_of(experiment, next(run for run in experiment.runs if run.label == label))),
+                model,
+                (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *more),
+                (*(role for role in model if role not in {Role.COUNTER, *(traits.kept - traits.returned)}), *more),
                 measured,
-                None if measured is None else _estimate(prepared, measured),
+                None if measured is None or dataset is None else _estimate(prepared, dataset, measured),
             )
         )
-    counts = count_partitions(sound) if has_data else []
-    return Explanation(experiment, tuple(counts), tuple(explained))
+    return Explanation(experiment, tuple(count_partitions(sound) if has_data else ()), tuple(explained))
 
 
 @dataclass(frozen=True)
@@ -132,38 +187,129 @@ def _parts_of(prepared: Prepared) -> dict[str, Part]:
     return parts
 
 
-def _estimate(prepared: Prepared, measured: Measured) -> Estimate:
-    run, dataset = prepared.run, prepared.dataset
-    assert dataset is not None
+def _estimate(prepared: Prepared, dataset: DataSet, measured: Measured) -> Estimate:
+    run = prepared.run
     # Workers that share a GPU take its time from each other; how much they gain is not known.
     workers = min(gpus_of(run) or workers_of(run) or 1, measured.clients)
-    parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
-    held_out = run.evaluate.validation
-    sizes = [len(part) - round(held_out * len(part)) for part in parts[: run.clients - run.evaluate.unseen]]
-    steps = round(_steps(run, sizes) * measured.clients / len(sizes))
+    parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))[: run.trained]
+    held = run.evaluate.validation
+    of_each = run.train.steps
+    steps = sum(_steps(run, len(part) - round(held * len(part))) if of_each is None else of_each for part in parts)
+    steps = round(steps * measured.clients / len(parts))
     train = (steps * measured.step + measured.clients * measured.message) / workers
-    evaluate = _evaluation(prepared, dataset, measured, workers)
-    evaluations = math.ceil(run.rounds / run.evaluate.every)
+    # On the server, and by clients, each of which tests on all images and on its own.
+    images, by_clients = len(dataset.test.labels), run.evaluate.clients
+    if by_clients is None:
+        by_clients = prepared.rule.traits.personal
+    domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
+    tested = domains * images + (run.clients + 1) * images / workers * by_clients
+    evaluate = tested * measured.test_image
+    whole = run.rounds * train + math.ceil(run.rounds / run.evaluate.every) * evaluate
     model = sum(part.bytes for part in _parts_of(prepared).values())
-    files = (3 if held_out else 2) * model + measured.states  # model, the best one, and the checkpoint
+    files = (3 if held else 2) * model + measured.states  # model, the best one, and the checkpoint
     lines = run.rounds * (_LINE + _LINE_OF_CLIENT * measured.clients)
-    whole = run.rounds * train + evaluations * evaluate
     return Estimate(workers, steps, train, evaluate, whole, files + lines + _OTHER_FILES)
 
 
-def _steps(run: Settings, sizes: Sequence[int]) -> int:
-    """The steps of all clients in a round."""
-    if run.train.steps is not None:
-        return run.train.steps * len(sizes)
-    return (run.train.epochs or 1) * sum(math.ceil(size / run.train.batch_size) for size in sizes)
+def _steps(run: Settings, images: int) -> int:
+    return (run.train.epochs or 1) * math.ceil(images / run.train.batch_size)
 
 
-def _evaluation(prepared: Prepared, dataset: DataSet, measured: Measured, workers: int) -> float:
-    """The seconds of an evaluation on the server and by clients, each of which tests on all images and on its own."""
-    run, images = prepared.run, len(dataset.test.labels)
-    personal = prepared.rule.traits.personal
-    by_clients = personal if run.evaluate.clients is None else run.evaluate.clients
-    per_image = measured.test_image or 0.0
-    domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
-    server = domains * images * per_image
-    return server + (run.clients * images + images) * per_image / workers * by_clients
+# --- the trial ----------------------------------------------------------------
+
+
+def try_out(prepared: Prepared, dataset: DataSet) -> Measured:
+    """Train some rounds of one to twenty steps on the clients with most images: others may have smaller batches."""
+    run, rule = prepared.run, prepared.rule
+    parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
+    largest = sorted(range(run.trained), key=lambda client: -len(parts[client]))
+    leaf = getattr(rule.leaf, "strategy", rule.leaf)  # Flower's own, if it is one
+    needed = max(2, *(int(getattr(leaf, key, 1)) for key in ("min_train_nodes", "min_available_nodes")))
+    chosen = [client + 1 for client in largest[:needed]]
+    trial = _Trial(prepared)
+    with LocalGrid(client_app(trial.client), run.clients, threads=run.engine.threads) as grid:
+        trial.begin(MeteredGrid(TrainedNodes(grid, {*grid.get_node_ids()} - {*chosen})))
+        traffic = trial.traffic_by_round()
+        second = min(2, run.rounds)
+        _, one = trial.round(second)
+        steps = max(1, min(20, int(_SECONDS / max(one, 1e-3))))
+        _, several = trial.round(second, steps=1 + steps)
+        of_chosen = sum(len(dump(grid.node_states().read_state(node))) for node in chosen)
+    step = max(several - one, 0.05 * several) / steps / len(chosen)
+    return Measured(
+        clients=trained_in_a_round(run) or run.trained,
+        traffic=traffic,
+        rounds=run.rounds,
+        step=step,
+        message=max(one / len(chosen) - step, 0.0),
+        test_image=_time_of_test_image(prepared, dataset) if rule.traits.has_global_model else 0.0,
+        states=of_chosen * run.trained // len(chosen) + _state_of(rule),
+    )
+
+
+def _state_of(rule: Rule) -> int:
+    try:
+        return len(dump(rule.state()))
+    except CannotSave:
+        return 0
+
+
+class _Trial:
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.steps = 1
+        self.identity = {protocol.RUN: prepared.name, protocol.TOKEN: "trial"}
+
+    def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+        run = self.prepared.run
+        train = run.train.model_copy(update={"steps": self.steps, "epochs": None, "lr": _LR})
+        short = Experiment(name=run.name, runs=(run.model_copy(update={"train": train}),), run_config={})
+        return client_of(short, context, {})  # without the name of the run: there is one
+
+    def begin(self, ledger: MeteredGrid) -> None:
+        self.ledger = ledger
+        self.arrays = pack(initial_arrays(self.prepared.model))
+        self.prepared.rule.begin(self.prepared.run.rounds, self.arrays)
+
+    def traffic_by_round(self) -> tuple[tuple[int, RoundTraffic], ...]:
+        """The traffic of the first two rounds, and that of the last ones if it is different (FedTANII)."""
+        last = self.prepared.run.rounds
+        found = [(1, self.round(1)[0])]
+        if last > 1 and (second := self.round(2)[0]) != found[-1][1]:
+            found.append((2, second))
+        if last > 2 and (final := self.round(last)[0]) != found[-1][1]:
+            low, high = found[-1][0], last
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.round(middle)[0] == final else (middle, high)
+            found.append((high, final))
+        return tuple(found)
+
+    def round(self, number: int, *, steps: int = 1) -> tuple[RoundTraffic, float]:
+        """A round of training: what one client receives and sends, and the seconds that it takes."""
+        self.steps = steps
+        rule, began = self.prepared.rule, time.perf_counter()
+        config = ConfigRecord({**self.identity, protocol.KEPT_ROUND: 0})
+        messages = list(rule.configure_train(number, self.arrays, config, self.ledger))
+        replies = list(self.ledger.send_and_receive(messages, timeout=self.prepared.run.engine.timeout))
+        arrays, _ = rule.aggregate_train(number, replies)
+        seconds = time.perf_counter() - began
+        counted = self.ledger.take()
+        failed = [reply.error.reason for reply in replies if reply.has_error()]
+        if failed:
+            raise RunFailed(f"a trial of run {self.prepared.run.label!r} failed: {failed[0]}")
+        self.arrays = self.arrays if arrays is None else arrays
+        clients = len(messages) or 1  # a strategy that trains nothing sends none
+        exchanges = max(0, counted.communication_rounds - 1)
+        return RoundTraffic(counted.bytes_down // clients, counted.bytes_up // clients, exchanges), seconds
+
+
+def _time_of_test_image(prepared: Prepared, dataset: DataSet) -> float:
+    run, model = prepared.run, prepared.model
+    rows = torch.arange(min(run.evaluate.batch_size, len(dataset.test.labels)))
+    began = time.perf_counter()
+    model.eval()
+    with torch.no_grad():
+        for images, _ in TestBatches(dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size, rows):
+            model(images.to(prepared.device)).cpu()
+    return (time.perf_counter() - began) / len(rows)

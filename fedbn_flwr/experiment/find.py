@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.text import file_name, shorten
+from fedbn_flwr.results.text import shorten
 from fedbn_flwr.yaml_text import DEPTH, parse_yaml
 
 from .check import KEYS_OF_A_FILE, Faults, check_settings
-from .content import SHORT, WHOLE, checked_mapping, merge, read_content, written_out
+from .content import SHORT, WHOLE, checked_mapping, merge, read_content, without, written_out
 from .expansion import (
     LISTS,
     PAPER,
@@ -34,8 +34,10 @@ from .expansion import (
     values_in_words,
 )
 from .published import condition, figures_by_label, with_set_up
-from .settings import Experiment, Settings
+from .settings import DERIVED, Experiment, Layer, Settings, of_catalogue, resolve
 from .smoke import smoke
+
+COMMAND_LINE = "command line"
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -55,13 +57,17 @@ def _from_run_config(source: str, changes: str) -> Experiment:
     return load_experiment(source, split_changes(changes))
 
 
+def merged(layers: Iterable[Layer]) -> dict[str, Any]:
+    return functools.reduce(merge, (layer.settings for layer in layers), {})
+
+
 @dataclass(frozen=True)
 class _Row:
-    """One of the `runs` of an experiment: its settings as written, what its size changes, and its lists of values."""
+    """One of the `runs` of an experiment: what it gives, in the file and for the size, and its lists of values."""
 
     label: str
     variant: Mapping[str, Any]  # what differs from the other rows
-    written: Mapping[str, Any]
+    layers: Sequence[Layer]  # in the file
     of_size: Mapping[str, Any]
     lists: Lists
     whole: Lists  # before overrides selected from them
@@ -83,59 +89,71 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
             )
     size = check_size(changes.pop("size", PAPER), [content, *variants.values()], name)
     of_size = changes_of_size(content, size, name)
-    whole = {key: of_size.pop(key) for key in ("seeds", "only") if key in of_size}  # of the experiment, not of a run
-    # `seed` on the command line replaces `seeds` of the file.
-    seeds = changes.pop("seeds", None if "seed" in changes else whole.get("seeds", content.get("seeds")))
+    given = {COMMAND_LINE: changes, f"size {size}": of_size, "file": content}
+    seeded_by = next((origin for origin, layer in given.items() if "seeds" in layer), None)
+    seeds = None if seeded_by is None else given[seeded_by]["seeds"]
+    if "seed" in changes and seeded_by != COMMAND_LINE:  # which replaces `seeds` of the file
+        seeded_by = seeds = None
     if seeds is not None and (not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds)):
         raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-    only = changes.pop("only", whole.get("only"))
+    only = changes.get("only", of_size.get("only"))
     as_written = [word.partition("=")[2] for word in overrides if word.startswith("only=")]
     if as_written and as_written[-1] in variants:  # not as YAML, in which "A #2" is A
         only = as_written[-1]
-    lists = {kind: changes.pop(kind) for kind in LISTS if kind in changes}
     if size == SMOKE:
         seeds = seeds and seeds[:1]
-    base = {"name": name, **{key: value for key, value in content.items() if key not in KEYS_OF_A_FILE}}
-    published = base.pop("published", None)
+    own_changes = without(changes, "seeds", "only", *LISTS)
     rows, lists_in_file = {}, {}
     for label, variant in variants.items():
         where = f"{name}, run {label!r}" if label else name
         resized = merge(of_size, changes_of_size(variant, size, where))
-        own = {key: value for key, value in variant.items() if key not in (*LISTS, "sizes")}
-        in_file = _without(content, own)
+        own = without(variant, *LISTS, "sizes")
+        in_file = _without_given(content, own)
         lists_in_file[label] = lists_of(where, in_file, variant)
-        listed = lists_of(where, in_file, variant, resized, lists)
-        given = listed.with_given(resized).with_given(changes)
-        resized = {key: value for key, value in resized.items() if key not in LISTS}
-        rows[label] = _Row(label, own, merge(base, own), resized, given.first() if size == SMOKE else given, listed)
+        whole = lists_of(where, in_file, variant, resized, changes)
+        resized = without(resized, "seeds", "only", *LISTS)
+        left = whole.with_given(resized).with_given(own_changes)
+        file = Layer("file", {"name": name, **without(content, "published", *KEYS_OF_A_FILE)})
+        rows[label] = _Row(
+            label, own, (file, Layer(f"run {label}", own)), resized, left.first() if size == SMOKE else left, whole
+        )
+    published = content.get("published")
     if published is not None:  # whose labels are compared with those of all cells
         check_count(name, {label: len(lists) for label, lists in lists_in_file.items()}, 1)
-    figures = figures_by_label(published, lists_in_file, name)
     chosen = rows if only is None else _select(rows, only, name)
     check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
-    tuned = any(row.lists.tune for row in rows.values())
-    compared = {key for row in rows.values() for key in flat_settings(row.variant)}
-    defaults = _defaults()
-    runs, faults = [], Faults()
+    plan = _Plan(
+        size,
+        own_changes,
+        compared={key for row in rows.values() for key in flat_settings(row.variant)},
+        tuned=any(row.lists.tune for row in rows.values()),
+        figures=figures_by_label(published, lists_in_file, name),
+    )
+    chosen = rows if only is None else _select(rows, only, name)
+    check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
+    runs, layers, faults = [], {}, Faults()
     for row in chosen.values():
         for found in row.lists.cells(row.label):
             cell = found.model_copy(update={"place": [list(rows).index(row.label), *row.whole.place(found)]})
             with faults.of(", ".join([*filter(None, [row.label]), *values_in_words(cell)])):
-                settings = _settings_of(row, cell, size, changes, compared, tuned=tuned)
-                if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
-                    in_file = merge(merge(defaults, row.written), nested({**cell.sweep, **cell.tune}))
-                    settings["published"] = with_set_up(known, size, in_file, merge(defaults, settings))
+                given_by, settings = _settings_of(row, cell, plan)
                 for seed in seeds or [settings.get("seed", 0)]:
-                    runs.append(check_settings({**settings, "seed": seed}))
+                    run = check_settings({**settings, "seed": seed})
+                    runs.append(resolve(run))
+                data_set = Layer("data set", {"data": of_catalogue(run.data)})
+                by_seeds = [Layer(seeded_by, {"seed": seeds[0]})] if seeded_by and seeds else []
+                layers[run.label] = [data_set, *given_by, *by_seeds]
     faults.refuse(name)
     if size != SMOKE and (changes or size != PAPER):  # two rounds are too few for some differences
         _check_different(runs, name)
-    # Nodes on other machines cannot read the file: they receive its content.
-    run_config = {"experiment": json.dumps({"name": name, **content}), "set": shlex.join(overrides)}
-    description = str(content.get("description", ""))
-    seeded = seeds is not None or "seeds" in content
     return Experiment(
-        name=runs[0].name, description=description, runs=tuple(runs), seeded=seeded, run_config=run_config
+        name=runs[0].name,
+        runs=tuple(runs),
+        # Nodes on other machines cannot read the file: they receive its content.
+        run_config={"experiment": json.dumps({"name": name, **content}), "set": shlex.join(overrides)},
+        description=str(content.get("description", "")),
+        seeded=seeds is not None or "seeds" in content,
+        layers=layers,
     )
 
 
@@ -144,42 +162,53 @@ def _defaults() -> dict[str, Any]:
     return Settings().model_dump(mode="json")
 
 
-def _without(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _without_given(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The lists of the whole file without the keys of which a run gives the value or a part of it."""
     keys = flat_settings(own)
-    lists = {kind: content[kind] for kind in LISTS if kind in content}
+    # `optimizer: adam` is the optimiser's name, and leaves its options to the lists.
+    names = {key for key, value in keys.items() if isinstance(value, str) and key.rpartition(".")[2] in SHORT}
 
     def given(listed: str) -> bool:
-        # `optimizer: adam` is the optimiser's name, and leaves its options to the lists.
-        names = {key for key, value in keys.items() if isinstance(value, str) and key.rpartition(".")[2] in SHORT}
         return any(f"{key}.".startswith(f"{listed}.") for key in keys) or any(
             listed.startswith(f"{key}.") for key in keys.keys() - names
         )
 
     return {
         kind: {key: values for key, values in flat_settings(each).items() if not given(key)}
-        if isinstance(each, Mapping)
+        if isinstance(each := content[kind], Mapping)
         else each
-        for kind, each in lists.items()
+        for kind in LISTS
+        if kind in content
     }
 
 
-def _settings_of(
-    row: _Row, cell: Cell, size: str, changes: Mapping[str, Any], compared: Collection[str], *, tuned: bool
-) -> dict[str, Any]:
-    """The settings of a cell: those of its row, its values, the changes of the size, and the overrides."""
+@dataclass(frozen=True)
+class _Plan:
+    """What the cells of an experiment have in common."""
+
+    size: str
+    changes: Mapping[str, Any]  # of the command line
+    compared: Collection[str]  # keys in which the rows differ
+    tuned: bool
+    figures: Mapping[str, Any]
+
+
+def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[str, Any]]:
+    """The layers of a cell: its row, its values, the changes of the size, and the overrides; and what they give."""
     values = {**cell.sweep, **cell.tune}
     for key in values:
-        check_parents(row.written, key)
-    written = merge(row.written, written_out(nested(values)))
-    if tuned:
-        # All rows train on the same images, also those without a choice.
-        written = merge({"evaluate": {"validation": VALIDATION}}, written)
-    of_size: Mapping[str, Any] = row.of_size
-    if size == SMOKE:
-        of_size = merge(smoke(check_settings(merge(written, changes))), of_size)
-    planned = merge(written, of_size)
-    settings = merge(planned, changes)
+        check_parents(merged(row.layers), key)
+    layers = [*row.layers, *(Layer(kind, written_out(nested(getattr(cell, kind)))) for kind in LISTS)]
+    if plan.tuned:  # all rows train on the same images, also those without a choice
+        layers.insert(0, Layer("default", {"evaluate": {"validation": VALIDATION}}))
+    of_size, written, changes = row.of_size, merged(layers), plan.changes
+    if plan.size == SMOKE:
+        of_size = merge(
+            smoke(check_settings(merge(written, changes)), keep_partition="partition" in changes.get("data", {})),
+            of_size,
+        )
+    layers += [Layer(f"size {plan.size}", of_size), Layer(COMMAND_LINE, changes)]
+    planned, settings = merged(layers[:-1]), merged(layers)
     if cell.tune and flat_settings(settings).get("evaluate.validation") == 0:
         raise SettingsError(
             f"evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by held-out "
@@ -188,17 +217,19 @@ def _settings_of(
     if not values and "cell" in settings:
         settings |= left_sweep(check_settings({"cell": settings["cell"]}).cell, settings)
     label = row.label or str(settings.get("label") or _strategy_name(settings))
-    if size != PAPER:
-        defaults = _defaults()
-        found = changed(merge(defaults, written), merge(defaults, planned))
+    in_file, of_all = merge(_defaults(), written), merge(_defaults(), settings)
+    if plan.size != PAPER:
+        found = changed(in_file, merge(_defaults(), planned))
         given = flat_settings(changes)
-        settings["size"] = {"name": size, "changed": {key: found[key] for key in found if key not in given}}
-    if "cell" not in row.written or cell.sweep or cell.tune:  # another run's settings keep their place
+        settings["size"] = {"name": plan.size, "changed": {key: found[key] for key in found if key not in given}}
+    if (known := plan.figures.get(condition(cell), plan.figures.get(row.label))) is not None:
+        settings["published"] = with_set_up(known, plan.size, changed(in_file, of_all))
+    if not any("cell" in layer.settings for layer in row.layers) or values:  # another run's settings keep their place
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
         own = row.label if any(key.partition(".")[0] == "strategy" for key in values) else label
         settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
-    more = _changed_by_overrides(flat_settings(row.variant), flat_settings(planned), flat_settings(settings), compared)
-    return {**settings, "label": ", ".join([label, *values_in_words(cell)]) + more}
+    more = _changed_by_overrides(row, flat_settings(planned), flat_settings(settings), plan.compared)
+    return layers, {**settings, "label": ", ".join([label, *values_in_words(cell)]) + more}
 
 
 def _select(known: Mapping[str, _Row], only: Any, name: str) -> dict[str, _Row]:
@@ -214,16 +245,14 @@ def _select(known: Mapping[str, _Row], only: Any, name: str) -> dict[str, _Row]:
 
 
 def _changed_by_overrides(
-    variant: Mapping[str, Any],
-    planned: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    compared: Collection[str],
+    row: _Row, planned: Mapping[str, Any], settings: Mapping[str, Any], compared: Collection[str]
 ) -> str:
     """An addition to the label of a run: what the overrides change of the keys that the runs compare.
 
     A run that is named after its strategy or partition cannot get another one.
     """
     changed = [key for key in sorted(compared) if settings.get(key) != planned.get(key)]
+    variant = flat_settings(row.variant)
     for key in changed:
         if key in variant and key.rpartition(".")[2] in WHOLE.values():
             raise SettingsError(
@@ -249,17 +278,24 @@ def _strategy_name(settings: Mapping[str, Any]) -> str:
     return str(strategy.get("name", "")) if isinstance(strategy, Mapping) else "FedAvg"
 
 
-def run_names(experiment: Experiment) -> list[str]:
-    """The folder name of each run: its label, with the seed if the experiment has seeds."""
-    labels = [file_name(run.label) for run in experiment.runs]
-    with_seed = experiment.seeded or len(set(labels)) < len(labels)
-    names = [
-        f"{label}-seed{run.seed}" if with_seed else label for label, run in zip(labels, experiment.runs, strict=True)
+# --- origins ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    value: Any
+    origin: str  # of the last layer that has it
+
+
+def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
+    """All settings of a run that have a value, for `fedbn explain`."""
+    origins = {key: each.origin for each in experiment.layers[run.label] for key in flat_settings(each.settings)}
+    return [
+        Setting(key, value, origins.get(key, "default"))
+        for key, value in flat_settings(run.model_dump(mode="json")).items()
+        if key != "name" and key.partition(".")[0] not in (*DERIVED, "published") and value is not None
     ]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise SettingsError(f"two runs are both called {twice!r}; give each run its own label and list each seed once")
-    return names
 
 
 # --- changes to an experiment -------------------------------------------------

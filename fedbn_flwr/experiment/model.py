@@ -15,7 +15,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 
 from .data import Shape
-from .engine import Engine
+from .sections import Engine
 from .settings import Settings, name_in
 
 

@@ -34,10 +34,9 @@ from .data import (
     normalisation_of,
     own_test,
     partition_of,
-    resolve,
     rows_by_domain,
 )
-from .find import from_run_config, run_names
+from .find import from_run_config
 from .model import choose_device, make_model
 from .settings import Experiment, Settings
 from .training import learning_rate, loss_of, metrics_of, own_loss
@@ -63,7 +62,7 @@ class Clients:
 
 def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any]) -> BNClient:
     """The client of a node, for the run that the message's `config` names, else the first one."""
-    run = resolve(run_of(experiment, config))
+    run = run_of(experiment, config)
     _import_rule(run, config)
     torch.set_num_threads(run.engine.threads)
     device = choose_device(run.engine.device)
@@ -115,11 +114,13 @@ def _import_rule(run: Settings, config: Mapping[str, Any]) -> None:
 
 
 def run_of(experiment: Experiment, config: Mapping[str, Any]) -> Settings:
-    names = run_names(experiment)
-    name = str(config.get(protocol.RUN, names[0]))
-    if name not in names:
-        raise SettingsError(f"the server asks for the run {name!r}, but this client's experiment has the runs {names}")
-    return experiment.runs[names.index(name)]
+    runs = experiment.named
+    name = str(config.get(protocol.RUN, next(iter(runs))))
+    if name not in runs:
+        raise SettingsError(
+            f"the server asks for the run {name!r}, but this client's experiment has the runs {list(runs)}"
+        )
+    return runs[name]
 
 
 def check_node_keys(node: Mapping[str, Any]) -> None:

@@ -12,14 +12,14 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.results.partition import PartitionCounts
 
 from . import settings
-from .data import PLAIN, load_data, partition_of, resolve
+from .data import PLAIN, load_data, partition_of
 from .settings import Experiment, Settings
 
 
 def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     """The image counts of each different partition of the runs, with the first seed that uses it."""
     users: dict[tuple[settings.Data, int], list[Settings]] = {}
-    for run in map(resolve, experiment.runs):
+    for run in experiment.runs:
         users.setdefault((run.data.model_copy(update=PLAIN), run.clients), []).append(run)
     counted = []
     for runs in users.values():

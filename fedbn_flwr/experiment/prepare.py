@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,20 +22,20 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
+from . import trackers
 from .check import Faults
 from .data import (
     check_labels,
     load_data,
     normalisation_of,
     partition_of,
-    resolve,
     shape_without_data,
     try_data,
     validation_rows,
 )
-from .find import run_names
 from .model import check_gpus, choose_device, make_model, model_arguments, try_model
 from .mods import check_mods
+from .sections import refuse
 from .settings import Experiment, Settings, strategy_name
 from .training import check_partition, check_training, own_loss
 
@@ -71,12 +72,12 @@ def prepare(
     With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. What is wrong
     is raised, or added to `faults` if they are given.
     """
-    named = list(zip(experiment.runs, run_names(experiment), strict=True))
+    named = [(run, name) for name, run in experiment.named.items()]
     chosen = named if places is None else [named[place] for place in places]
     runs = [run for run, _ in chosen]
     found = Faults() if faults is None else faults
-    for tracker in dict.fromkeys(tracker for run in runs for tracker in run.track):
-        tracker.check()
+    for text in dict.fromkeys(json.dumps(entry) for run in runs for entry in run.track):
+        trackers.check(json.loads(text))
     rules: dict[str, Rule] = {}
     for run, name in chosen:
         with found.of(run.label):
@@ -103,7 +104,6 @@ def prepare(
 
 
 def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
-    run = resolve(run)
     device = choose_device(run.engine.device)
     check_gpus(run.engine, device)
     dataset = None
@@ -165,28 +165,21 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    if run.evaluate.clients is False and not rule.traits.has_global_model:
-        raise SettingsError(
-            f"evaluate.clients is false, but {strategy_name(run.strategy)} trains no global model, and only clients "
-            "can be evaluated; leave evaluate.clients out"
-        )
-    if run.evaluate.unseen and not rule.traits.has_global_model:
-        raise SettingsError(
-            f"evaluate.unseen is {run.evaluate.unseen}, but {strategy_name(run.strategy)} trains no global "
-            "model that a new client could use; leave evaluate.unseen out"
-        )
-    if run.evaluate.matrix and not rule.traits.personal:
-        raise SettingsError(
-            f"evaluate.matrix is true, but with {strategy_name(run.strategy)} all clients have the global model; "
-            "expected a strategy with a model per client: FedBN, SiloBN or Standalone"
-        )
-    for key, reads in (("matrix", "the models of single clients"), ("dynamics", "the statistics of single clients")):
-        if rule.traits.hides and getattr(run.evaluate, key):
-            raise SettingsError(
-                f"evaluate.{key} is true and reads {reads}, which {strategy_name(run.strategy)} "
-                f"{rule.traits.hides}; "
-                f"leave evaluate.{key} out"
-            )
+    name, options, traits = strategy_name(run.strategy), run.evaluate, rule.traits
+    refuse(
+        {
+            f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
+            "evaluate.clients out": options.clients is False and not traits.has_global_model,
+            f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; "
+            "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
+            f"evaluate.matrix is true, but with {name} all clients have the global model; expected a strategy with a "
+            "model per client: FedBN, SiloBN or Standalone": options.matrix and not traits.personal,
+            f"evaluate.matrix is true and reads the models of single clients, which {name} {traits.hides}; leave "
+            "evaluate.matrix out": options.matrix and traits.hides is not None,
+            f"evaluate.dynamics is true and reads the statistics of single clients, which {name} {traits.hides}; leave "
+            "evaluate.dynamics out": options.dynamics and traits.hides is not None,
+        }
+    )
     return rule
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.text import shorten
 
-from .expansion import Cell, Lists, changed, values_in_words
+from .expansion import Cell, Lists, values_in_words
 
 AVERAGE = "average"  # of the domains of a figure that is given by domain
 
@@ -74,9 +74,9 @@ def figures_by_label(figures: Any, rows: Mapping[str, Lists], name: str) -> dict
     return {str(label): content for label, content in figures.items()}
 
 
-def with_set_up(figures: Any, size: str, written: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+def with_set_up(figures: Any, size: str, changes: Iterable[str]) -> Any:
     """The figures of a run, with a note if its settings are not those of the file."""
-    keys = [key for key in changed(written, settings) if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
+    keys = [key for key in changes if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
     if not keys or not isinstance(figures, Mapping) or "differs" in figures:
         return figures
     return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}

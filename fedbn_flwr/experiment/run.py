@@ -41,18 +41,17 @@ from fedbn_flwr.results.write import write_report
 from fedbn_flwr.strategies import restore
 
 from .cost import images_of
-from .data import loaded_data, resolve
-from .find import from_run_config, run_names
+from .data import loaded_data
+from .find import from_run_config
 from .listeners.base import Listener, RunState
 from .listeners.best import Best
-from .listeners.board import Board, Reporter
 from .listeners.checkpoint import Checkpoint
 from .listeners.clients import values_of
 from .listeners.dynamics import Dynamics
 from .listeners.evaluate import Evaluate
 from .listeners.final import Final
 from .listeners.history import History
-from .listeners.progress import Progress
+from .listeners.progress import Progress, Reporter
 from .listeners.track import Track
 from .model import choose_device
 from .mods import client_mods
@@ -66,7 +65,7 @@ from .side_by_side import failed_because, jobs_of, side_by_side
 from .training import check_partition, work_of
 
 
-def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progress | Reporter, done: int) -> None:
+def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
     """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
@@ -97,7 +96,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Progres
         nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
-            progress.message(f"{prepared.name}: {held}")
+            progress.message(held)
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(run, prepared.rule, str(prepared.device), [run.seed])
             folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
@@ -195,8 +194,7 @@ def check_failures(failures: Sequence[str]) -> None:
 
 
 def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
-    named = zip(experiment.runs, run_names(experiment), strict=True)
-    return [RunFolder(_folder(out / name, resolve(run))) for run, name in named]
+    return [RunFolder(_folder(out / name, run)) for name, run in experiment.named.items()]
 
 
 def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[RunFolder]:
@@ -209,7 +207,7 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
             "(out under flwr run), or start them without resuming"
         )
     for run, folder in zip(experiment.runs, folders, strict=True):
-        folder.check(resolve(run).model_dump(mode="json"), resume=resume)
+        folder.check(run.model_dump(mode="json"), resume=resume)
     return folders
 
 
@@ -243,15 +241,13 @@ def run_experiment(
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
     images = [images_of(run) for run in experiment.runs]
-    show: Callable[..., Progress] = functools.partial(Board, titles) if jobs > 1 else Progress
-    progress = show(rounds, images, plain=plain, quiet=quiet)
-    with progress:
+    with Progress(titles, rounds, images, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
         progress.message(f"run folders: {out.resolve()}")
 
-        def run_at(place: int, listener: Progress | Reporter) -> None:
+        def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = item.run.model_dump(mode="json")
@@ -271,25 +267,25 @@ def run_experiment(
                     raise StorageError(f"{error}; correct this, then continue with --resume") from None
 
         failed: dict[int, str] = {}
-        if isinstance(progress, Board):
-            progress.skip([place for place, is_done in enumerate(done) if is_done])
+        progress.skip([place for place, is_done in enumerate(done) if is_done])
+        if jobs > 1:
             failed = side_by_side(todo, run_at, jobs, progress)
             for place in failed:  # its process may have died
                 mark_interrupted(folders[place].path)
         else:
-            for place, is_done in enumerate(done):
-                progress.next_run(titles[place])
-                if is_done:
-                    progress.skip_run()
-                    continue
+            for place in todo:
+                if progress.stop_asked:
+                    raise KeyboardInterrupt
+                problem = ""
                 try:
-                    run_at(place, progress)
+                    run_at(place, progress.begin(place))
                 except (RunFailed, SettingsError) as error:  # another process may be writing the folder
                     if len(folders) == 1:
                         raise
                     # Divergence is a result too: the remaining runs are still carried out.
                     failed[place] = str(error)
-                    progress.message(f"{progress.label}: {failed_because(failed[place])}")
+                    problem = failed_because(failed[place])
+                progress.end(place, problem)
         failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
         progress.status("writing the report")
         try:
@@ -339,7 +335,7 @@ def carry_out(
         leave_if_unguarded()
         if "decided" in declared("passes"):
             decided = part("passes", "decided")
-            experiment = experiment.model_copy(update={"runs": tuple(map(decided, experiment.runs))})
+            experiment = replace(experiment, runs=tuple(map(decided, experiment.runs)))
         local_grid = functools.partial(_local_grid, experiment, node_config)
         own_data = node_config is not None
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
@@ -360,7 +356,7 @@ def _local_grid(
     if run.train.compile is True and workers_of(run) and not gpus and not node_config:
         part("passes", "fill_cache")(experiment, run)
     if gpus and run.evaluate.server and not node_config:
-        images = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
+        images = loaded_data(run.data, str(choose_device(run.engine.device)))
     with LocalGrid(
         client_app(Clients(experiment, images), mods=client_mods(experiment)),
         run.clients,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -23,18 +24,20 @@ from pydantic import (
     model_validator,
 )
 
+from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
-from fedbn_flwr.errors import did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
+from fedbn_flwr.results.text import file_name
 from fedbn_flwr.strategies import check_strategy
 
-from .engine import Engine as Engine
-from .evaluation import Evaluate as Evaluate
-from .evaluation import Few, Names, Positive, Section
 from .expansion import Cell, Size
 from .published import Published
+from .sections import Engine as Engine
+from .sections import Evaluate as Evaluate
+from .sections import Few, Names, Positive, Section
 from .trackers import Track
 
 
@@ -117,36 +120,113 @@ Normalise = Annotated[str, PlainValidator(_normalisation)]
 
 
 class Data(Section):
-    name: str = "digits"  # "digits", a name of the catalogue, a folder, a hub name, or module:callable
-    options: Arguments = Arguments()  # of module:callable
-    root: str | None = None  # folder of local copies, root/name; None: $FEDBN_DATA
-    revision: str | None = None  # of a hub's data set: a commit, tag or branch; None: main
-    image: str | None = None  # column; None: the one of image type
-    label: str | None = None
-    domain: str | None = None  # column; None: "domain" if there is one
-    domains: Names = ()  # domains to use; empty: all
-    train: str | None = None  # split names
-    test: str | None = None
-    classes: Positive | None = None  # checked against the data if given
-    class_names: Names = ()  # in the order of the model's outputs; empty: those of the data, sorted
-    channels: Positive | None = None  # likewise
-    size: Pixels | None = None  # resize to size x size, or to a height and a width
-    # How images of another aspect ratio are resized: stretch, or crop (keep the centre). None: the catalogue's
-    fit: Literal["stretch", "crop"] | None = None
-    crop: Positive | None = None  # segmentation: side of the random crops to train on
-    # moments: mean zero and standard deviation one per channel over the training set; unit: pixels from 0 to 1;
-    # official: by the catalogue's mean and standard deviation. None: official if the catalogue has them, else moments
-    normalise: Normalise | None = None
-    # None: the catalogue's
-    augment: Augment | None = None
-    pad: int = Field(default=2, ge=1, le=1_000)  # pixels of padding before a random crop
-    stream: Literal[True, False, "auto"] = "auto"  # decode images when needed; auto: if they exceed `memory`
-    memory: float = Field(default=8.0, gt=0)  # GiB that decoded images may take
-    readers: Few = 2  # decoding threads per client
-    partition: Partition = KINDS["iid"].options()
-    images: Positive | None = None  # training images: a fixed draw of this many; None: all
-    test_images: Positive | None = None
-    random: bool = False  # random images in the form of the data set
+    name: str = Field(
+        default="digits",
+        description=(
+            "`digits` (1,797 images of 8x8 pixels, part of a dependency), a name that `fedbn list datasets` "
+            "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
+            "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
+        ),
+    )
+    options: Arguments = Field(
+        default=Arguments(), description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)"
+    )
+    root: str | None = Field(
+        default=None, description="a folder of local copies: `root/cifar10` is read instead of the hub"
+    )
+    revision: str | None = Field(
+        default=None,
+        description=(
+            "the commit, tag or branch of a data set of the hub; `environment.json` has the commit that a run"
+            " used (`data_commit`)"
+        ),
+    )
+    image: str | None = Field(default=None, description="image column; required if the data set has several")
+    label: str | None = Field(default=None, description="label column; for segmentation the column with the masks")
+    domain: str | None = Field(
+        default=None, description="the column with each image's domain; accuracy is reported per domain"
+    )
+    domains: Names = Field(default=(), description="the domains to use")
+    train: str | None = Field(
+        default=None, description="name of the training split; in a folder, the prefix of its files"
+    )
+    test: str | None = Field(
+        default=None,
+        description=(
+            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`)"
+        ),
+    )
+    classes: Positive | None = Field(
+        default=None,
+        description=(
+            "checked against the data; required for segmentation data sets that are not listed in [Data](data.md)"
+        ),
+    )
+    class_names: Names = Field(
+        default=(),
+        description=(
+            "the classes in the order of the model's outputs; then the data, for instance those of one site, "
+            "may lack some of them"
+        ),
+    )
+    channels: Positive | None = Field(default=None, description="checked against the data")
+    size: Pixels | None = Field(
+        default=None,
+        description=(
+            "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
+        ),
+    )
+    fit: Literal["stretch", "crop"] | None = Field(
+        default=None,
+        description=(
+            "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre"
+        ),
+    )
+    crop: Positive | None = Field(
+        default=None, description="segmentation: train on random crops with this many pixels per side"
+    )
+    normalise: Normalise | None = Field(
+        default=None,
+        description=(
+            "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
+            " and standard deviation one per channel over the training set; `unit`: pixel values from 0 to 1;"
+            " or `module:callable`, a [normalisation of your own](own-parts.md#normalisation)"
+        ),
+    )
+    augment: Augment | None = Field(
+        default=None,
+        description=(
+            "any of `resized_crop` (a crop of 8 to 100 % of the area, resized to the full size), `crop` (zero"
+            " padding by `data.pad` pixels, then a random crop), `flip` (horizontal) and `rotate` (up to 30 "
+            "degrees in either direction, as in FedBN), drawn per image, and [augmentations of your own or of"
+            " torchvision](own-parts.md#augmentation) by `module:callable`; `[]` for none"
+        ),
+    )
+    pad: int = Field(default=2, ge=1, le=1_000, description="padding in pixels for `crop`")
+    stream: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description=(
+            "`true`: images stay on disk and are decoded when needed; `false`: all images are decoded into "
+            "memory; `auto`: according to `data.memory`"
+        ),
+    )
+    memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
+    readers: Few = Field(default=2, description="decoding threads per client for images on disk")
+    partition: Partition = Field(
+        default=KINDS["iid"].options(), description="who has which images: see `fedbn list partitions`"
+    )
+    images: Positive | None = Field(
+        default=None,
+        description=(
+            "use this many training images, drawn in the proportions of classes and domains, see [Sweeps and "
+            "sizes](sweeps.md#fewer-images)"
+        ),
+    )
+    test_images: Positive | None = Field(default=None, description="likewise for test images")
+    random: bool = Field(
+        default=False,
+        description="random images in the form of the data set, which is not read; figures then mean nothing",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -160,12 +240,12 @@ class Data(Section):
             raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
         return {**content, "classes": len(names)}
 
-    @model_validator(mode="after")
-    def _options_have_a_callable(self) -> Data:
-        if self.options.model_extra and not is_name(self.name):
-            first = next(iter(self.options.model_extra))
-            raise ValueError(f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}")
-        return self
+    def faults(self) -> dict[str, bool]:
+        first = next(iter(self.options.model_extra or ()), "")
+        return {
+            f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
+            and not is_name(self.name)
+        }
 
 
 class Renorm(Section):
@@ -177,26 +257,63 @@ class Renorm(Section):
     r_steps: int = Field(default=40_000, ge=0)
     d_steps: int = Field(default=25_000, ge=0)
 
-    @model_validator(mode="after")
-    def _open_after_the_warm_up(self) -> Renorm:
-        for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps)):
-            if steps < self.warmup:
-                raise ValueError(f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen")
-        return self
+    def faults(self) -> dict[str, bool]:
+        return {
+            f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen": steps < self.warmup
+            for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps))
+        }
 
 
 class Model(Section):
-    name: Annotated[str, AfterValidator(models.check_name)] = "cnn"  # or module:callable
-    norm: Annotated[str, AfterValidator(check_kind)] = "bn"  # or module:callable
-    weights: str | None = None  # a safetensors file, or torchvision's name such as DEFAULT
-    groups: Positive = 2  # of group norm
-    branch_scale: float = Field(default=1.0, gt=0, le=1)  # of `won`: the factor of residual branches
-    brn: Renorm = Renorm()
-    classes: Positive | None = None
-    image_size: Annotated[int, Field(ge=1, le=10_000)] | None = (
-        None  # what the network is built for; None: the size of the data
+    name: Annotated[str, AfterValidator(models.check_name)] = Field(
+        default="cnn",
+        description="a network of `fedbn list models`, see below, or `module:callable`, a network of your own",
     )
-    stem: Literal["auto", "small", "large"] = "auto"
+    norm: Annotated[str, AfterValidator(check_kind)] = Field(
+        default="bn",
+        description=(
+            "a normaliser of `fedbn list norms` in place of every batch norm, see below; or `module:callable`, a "
+            "[normaliser of your own](own-parts.md#normaliser)"
+        ),
+    )
+    weights: str | None = Field(
+        default=None,
+        description=(
+            "pretrained weights: a file that ends in `.safetensors`, or a name of torchvision such as "
+            "`DEFAULT`, see [Your own parts](own-parts.md#pretrained-weights)"
+        ),
+    )
+    groups: Positive = Field(
+        default=2, description="number of groups of `gn` and `gn+ws`; it must divide the channels of each layer"
+    )
+    branch_scale: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description=(
+            "with `won`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2 lets"
+            " them train](strategies/fedwon.md#residual-networks)"
+        ),
+    )
+    brn: Renorm = Field(
+        default=Renorm(),
+        description=(
+            "bounds of batch renormalisation: r = 1 and d = 0 for the first `warmup` steps of a client, then "
+            "widened linearly up to `r_steps` and `d_steps`; a run whose `train.steps` end before `warmup` is"
+            " refused"
+        ),
+    )
+    classes: Positive | None = Field(default=None, description="checked against the data")
+    image_size: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        default=None, description="image size in pixels that the network is built for"
+    )
+    stem: Literal["auto", "small", "large"] = Field(
+        default="auto",
+        description=(
+            "first layers of torchvision's networks: `large`, as in torchvision; `small`, without the first "
+            "strides; `auto`, small for images of up to 64 pixels"
+        ),
+    )
 
 
 def _named(value: Any) -> str | Mapping[str, Any]:
@@ -241,36 +358,55 @@ MILESTONES = (0.5, 0.75)
 
 
 class Schedule(Section):
-    kind: str = "constant"  # constant, step, cosine, exponential, or module:function
-    warmup: int = Field(default=0, ge=0)  # rounds in which the rate rises to `lr`
-    # step: multiply by gamma at each milestone, given as a fraction of the rounds or as a round
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = MILESTONES
-    gamma: float | None = Field(default=None, gt=0, le=1)  # step: 0.1; exponential: required
-    # Multiplies the rate in all rounds after the one in which the strategy freezes or switches.
-    switch: float | None = Field(default=None, gt=0, le=1)
+    kind: str = Field(
+        default="constant",
+        description=(
+            "learning rate schedule: `constant`, `step`, `cosine`, `exponential` or `module:function`; "
+            "`schedule: cosine` is short for `schedule: {kind: cosine}` ([Training](training.md#schedules))"
+        ),
+    )
+    warmup: int = Field(
+        default=0,
+        ge=0,
+        description="rounds in which the learning rate rises linearly to `lr` before the schedule begins",
+    )
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = Field(
+        default=MILESTONES,
+        description=(
+            "for `step`: rounds, or fractions of all rounds, after which the learning rate is multiplied by `gamma`"
+        ),
+    )
+    gamma: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="the factor: at each milestone for `step`, in each round for `exponential`",
+    )
+    switch: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description=(
+            "a factor of the learning rate in all rounds after the one in which the strategy freezes "
+            "(`FixBN`, `FedTANII`) or switches (`FedBS`)"
+        ),
+    )
 
-    @model_validator(mode="after")
-    def _kind_is_known(self) -> Schedule:
+    def faults(self) -> dict[str, bool]:
         kinds = ("constant", "step", "cosine", "exponential")
-        if self.kind not in kinds and ":" not in self.kind:
-            raise ValueError(f"kind is {self.kind!r}; {did_you_mean(self.kind, kinds)}, or module:function")
-        if self.kind == "exponential" and self.gamma is None:
-            raise ValueError("kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99")
-        return self
-
-    @model_validator(mode="after")
-    def _options_have_an_effect(self) -> Schedule:
-        if self.kind in ("constant", "cosine") and self.gamma is not None:
-            raise ValueError(f"gamma ({self.gamma:g}) is for kind step or exponential, but kind is {self.kind!r}")
-        if self.kind in ("constant", "cosine", "exponential") and self.milestones != MILESTONES:
-            raise ValueError(f"milestones ({list(self.milestones)}) are for kind step, but kind is {self.kind!r}")
-        for milestone in self.milestones:
-            if milestone <= 0 or (milestone > 1 and milestone % 1):
-                raise ValueError(
-                    f"milestones has {milestone:g}; expected a fraction of the rounds, above 0 and at most 1, or a "
-                    "round (2, 3, ...)"
-                )
-        return self
+        kind, odd = self.kind, next((each for each in self.milestones if each <= 0 or (each > 1 and each % 1)), 1)
+        return {
+            f"kind is {kind!r}; {did_you_mean(kind, kinds)}, or module:function": kind not in kinds and ":" not in kind,
+            "kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99": self.gamma is None
+            and kind == "exponential",
+            f"gamma ({self.gamma}) is for kind step or exponential, but kind is {kind!r}": self.gamma is not None
+            and kind in ("constant", "cosine"),
+            f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}": self.milestones
+            != MILESTONES
+            and kind in ("constant", "cosine", "exponential"),
+            f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and at most 1, or a round "
+            "(2, 3, ...)": odd != 1,
+        }
 
 
 def _of_kind(value: Any) -> Any:
@@ -278,53 +414,103 @@ def _of_kind(value: Any) -> Any:
 
 
 class Train(Section):
-    lr: float = Field(default=0.1, gt=0)
-    optimizer: Named = "sgd"  # of torch.optim, or module:callable
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    keep_momentum: bool = False  # each client keeps the optimiser's state from round to round
-    weight_decay: float | None = Field(default=None, ge=0)  # None: the optimiser's default
-    norm_weight_decay: float | None = Field(default=None, ge=0)  # of the parameters of normalisers
-    bias_weight_decay: float | None = Field(default=None, ge=0)  # of the biases of other layers
-    clip: float | None = Field(default=None, gt=0)  # largest norm of the gradients of a step
-    loss: Named = "cross_entropy"  # or module:callable
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    class_weights: Weights | None = None
-    batch_size: Positive = 32
-    epochs: Positive | None = None  # passes over the client's data per round; excludes steps
-    steps: Positive | None = None
+    lr: float = Field(default=0.1, gt=0, description="learning rate")
+    optimizer: Named = Field(
+        default="sgd",
+        description=(
+            "`sgd`, `adam`, `adamw`, the name of another class of `torch.optim`, or `module:callable`; with "
+            "options `{name: adamw, betas: [0.9, 0.95]}` ([Training](training.md#optimisers))"
+        ),
+    )
+    momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="momentum of SGD, or of another optimiser that has one"
+    )
+    keep_momentum: bool = Field(
+        default=False,
+        description=(
+            "each client keeps the state of its optimiser (momentum, Adam's moments) for the next round it "
+            "takes part in; otherwise each round begins without one (with `GlobalMomentum`, with the mean of "
+            "all clients' momentum)"
+        ),
+    )
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0,
+        description="weight decay; by default that of `torch.optim`, 0.01 for AdamW and 0 for most others",
+    )
+    norm_weight_decay: float | None = Field(
+        default=None, ge=0, description="weight decay of the parameters of normalisers"
+    )
+    bias_weight_decay: float | None = Field(
+        default=None, ge=0, description="weight decay of the biases of other layers"
+    )
+    clip: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "the largest norm of the gradients of a step, over all parameters; larger gradients are scaled "
+            "down ([Training](training.md#clipping))"
+        ),
+    )
+    loss: Named = Field(
+        default="cross_entropy", description="`cross_entropy` or `module:callable` ([Training](training.md#loss))"
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of the cross entropy")
+    class_weights: Weights | None = Field(
+        default=None,
+        description=(
+            "weights of the classes in the cross entropy: a list, or `balanced`, inversely proportional to "
+            "the numbers of the client's own training images"
+        ),
+    )
+    batch_size: Positive = Field(
+        default=32,
+        description=(
+            "images in a step; a last batch of one image is dropped, because batch norm cannot compute its variance"
+        ),
+    )
+    epochs: Positive | None = Field(default=None, description="passes over a client's images per round")
+    steps: Positive | None = Field(default=None, description="optimiser steps per round, instead of epochs")
     schedule: Annotated[Schedule, BeforeValidator(_of_kind)] = Schedule()
-    channels_last: bool = False  # memory format [N, H, W, C]: faster convolutions, different last bits
-    precision: Literal["float32", "bfloat16"] = "float32"  # of training passes, by autocast
-    compile: bool | Literal["auto"] = False  # training passes by PyTorch's compiler; auto: on the local engine, if long
+    channels_last: bool = Field(
+        default=False,
+        description=(
+            "train with the channels-last memory format: convolutions are faster "
+            "([Performance](performance.md)), but the last bits of a result differ; recorded in the summary"
+        ),
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description=(
+            "`bfloat16` trains under PyTorch's autocast: convolutions and matrix products in bfloat16; "
+            "weights, statistics, SGD's updates, evaluation and FedTAN's first step stay in float32; recorded"
+            " in the summary"
+        ),
+    )
+    compile: bool | Literal["auto"] = Field(
+        default=False,
+        description=(
+            "`true` compiles training passes by PyTorch's compiler, `auto` does so in long runs on the local "
+            "engine ([Performance](performance.md#compiled-passes)); last bits differ; recorded in the "
+            "summary"
+        ),
+    )
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Train:
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one")
-        return self
-
-    @model_validator(mode="after")
-    def _there_is_momentum_to_keep(self) -> Train:
-        if self.keep_momentum and not self.momentum and name_in(self.optimizer).lower() == "sgd":
-            raise ValueError("keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9")
-        return self
-
-    @model_validator(mode="after")
-    def _options_of_cross_entropy(self) -> Train:
-        loss = name_in(self.loss)
-        if loss == "cross_entropy":
-            if isinstance(self.loss, Mapping) and len(self.loss) > 1:
-                raise ValueError(
-                    f"loss is {self.loss!r}; the options of cross_entropy are keys of their own, label_smoothing and "
-                    "class_weights"
-                )
-            return self
-        if ":" not in loss:
-            raise ValueError(f"loss is {loss!r}; expected cross_entropy, or module:function for your own")
-        for key in ("label_smoothing", "class_weights"):
-            if getattr(self, key):
-                raise ValueError(f"{key} ({getattr(self, key)}) is an option of cross_entropy, but loss is {loss!r}")
-        return self
+    def faults(self) -> dict[str, bool]:
+        loss, own = name_in(self.loss), name_in(self.loss) != "cross_entropy"
+        option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
+        return {
+            f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
+            and self.steps is not None,
+            "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9": self.keep_momentum
+            and not self.momentum
+            and name_in(self.optimizer).lower() == "sgd",
+            f"loss is {self.loss!r}; the options of cross_entropy are keys of their own, label_smoothing and "
+            "class_weights": not own and isinstance(self.loss, Mapping) and len(self.loss) > 1,
+            f"loss is {loss!r}; expected cross_entropy, or module:function for your own": own and ":" not in loss,
+            f"{option} ({getattr(self, option, None)}) is an option of cross_entropy, but loss is {loss!r}": own
+            and bool(option),
+        }
 
 
 Strategy = Annotated[Mapping[str, Any], AfterValidator(check_strategy)]
@@ -337,20 +523,46 @@ DERIVED = ("label", "cell", "size")  # keys of a run that no file gives
 class Settings(Section):
     """One training run."""
 
-    name: Line = "experiment"
+    name: Line = Field(default="experiment", description="prefix of the output folder")
     label: Line = ""
-    rounds: Positive = 10
-    clients: Positive = 5
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    rounds: Positive = Field(default=10, description="rounds of training")
+    clients: Positive = Field(default=5, description="number of clients, partitions and nodes")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description=(
+            "seed of the initial weights, the partition, the order of images, augmentation, dropout and client sampling"
+        ),
+    )
     data: Data = Data()
     model: Model = Model()
     train: Train = Train()
-    strategy: Strategy = Field(default_factory=lambda: {"name": "FedAvg"})
+    strategy: Strategy = Field(
+        default_factory=lambda: {"name": "FedAvg"}, description="the strategy and its arguments, see [below](#strategy)"
+    )
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Track = ()  # records the run in other programs too
-    published: Published | None = None  # for this run; an experiment gives it by label
-    mods: Mods = Field(default_factory=dict)  # Flower's mods around the messages that clients handle
+    track: Track = Field(
+        default=(),
+        description=(
+            "trackers that record the run too: `tensorboard`, `wandb`, `module:callable`, a mapping with "
+            "`name` and settings, or a list; see [Watching](watching.md#trackers)"
+        ),
+    )
+    published: Published | None = Field(
+        default=None,
+        description=(
+            "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
+        ),
+    )
+    mods: Mods = Field(
+        default_factory=dict,
+        description=(
+            "[Flower's mods](plugin.md#flowers-mods) around the messages that clients handle: a list of "
+            "names, or lists by kind of message, `{train: [...], evaluate: [...], query: [...]}`"
+        ),
+    )
     cell: Cell = Cell()
     size: Size = Size()
 
@@ -359,41 +571,79 @@ class Settings(Section):
         """The number of clients that train, those of the first partitions."""
         return self.clients - self.evaluate.unseen
 
-    @model_validator(mode="after")
-    def _some_client_trains(self) -> Settings:
-        if self.trained < 1:
-            raise ValueError(
-                f"evaluate.unseen is {self.evaluate.unseen}, but there are {self.clients} clients; expected at most "
-                f"{self.clients - 1}, so that one trains"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _warm_up_ends(self) -> Settings:
-        if (warmup := self.train.schedule.warmup) >= self.rounds:
-            raise ValueError(f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer")
-        return self
-
-    @model_validator(mode="after")
-    def _renormalisation_begins(self) -> Settings:
-        if self.model.norm != "brn" or self.train.steps is None:
-            return self
-        if (warmup := self.model.brn.warmup) >= (steps := self.rounds * self.train.steps):
-            raise ValueError(
-                f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
-                f"takes at most {steps} steps in this run; set a smaller warmup"
-            )
-        return self
+    def faults(self) -> dict[str, bool]:
+        warmup, of_brn, steps = self.train.schedule.warmup, self.model.brn.warmup, self.rounds * (self.train.steps or 0)
+        return {
+            f"evaluate.unseen is {self.evaluate.unseen}, but there are {self.clients} clients; expected at most "
+            f"{self.clients - 1}, so that one trains": self.trained < 1,
+            f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer": warmup
+            >= self.rounds,
+            f"model.norm: brn is batch norm in a client's first {of_brn} steps (model.brn.warmup), and a client takes "
+            f"at most {steps} steps in this run; set a smaller warmup": self.model.norm == "brn"
+            and self.train.steps is not None
+            and of_brn >= steps,
+        }
 
 
-class Experiment(Section):
+def resolve(run: Settings) -> Settings:
+    """The run with the catalogue's values for the data settings that the experiment leaves out."""
+    return run.model_copy(update={"data": run.data.model_copy(update=of_catalogue(run.data))})
+
+
+def of_catalogue(data: Data) -> dict[str, Any]:
+    """What the catalogue gives for settings that are left out."""
+    entry = CATALOGUE.get(data.name)
+    moments = entry is not None and entry.moments is not None
+    if data.normalise == "official" and not moments:
+        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
+        raise SettingsError(
+            f"data.normalise is 'official', but {data.name!r} has no official mean and standard deviation; use moments "
+            f"or unit (official values are known for {known})"
+        )
+    found = {
+        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
+        "size": entry.size if entry and not entry.embedded else None,
+        "normalise": "official" if moments else "moments",
+        "augment": entry.augment if entry else (),
+        "fit": entry.fit if entry else None if is_name(data.name) else "stretch",
+        "crop": entry.crop if entry else None,
+    }
+    return {key: value for key, value in found.items() if value is not None and getattr(data, key) is None}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Settings that one place gives; an experiment merges them in order."""
+
+    origin: str  # "command line", "sweep", "tune", "size NAME", "run LABEL", "file", "data set" or "default"
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
     """One run, or several that differ in their settings under `runs` and in their seeds."""
 
     name: str
-    description: str = ""
     runs: tuple[Settings, ...]
-    seeded: bool = False  # whether it has `seeds`, also if only one of them is run
     run_config: Mapping[str, str]  # `experiment` and `set` of a Flower run that carries it out
+    description: str = ""
+    seeded: bool = False  # whether it has `seeds`, also if only one of them is run
+    layers: Mapping[str, Sequence[Layer]] = field(default_factory=dict)  # by the label of a run
+
+    @functools.cached_property
+    def named(self) -> dict[str, Settings]:
+        """The runs by the names of their folders: the label, with the seed if the experiment has seeds."""
+        labels = [file_name(run.label) for run in self.runs]
+        with_seed = self.seeded or len(set(labels)) < len(labels)
+        found: dict[str, Settings] = {}
+        for label, run in zip(labels, self.runs, strict=True):
+            name = f"{label}-seed{run.seed}" if with_seed else label
+            if name in found:
+                raise SettingsError(
+                    f"two runs are both called {name!r}; give each run its own label and list each seed once"
+                )
+            found[name] = run
+        return found
 
 
 def strategy_name(spec: Mapping[str, Any]) -> str:

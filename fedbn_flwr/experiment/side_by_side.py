@@ -24,7 +24,7 @@ from fedbn_flwr.engines.worker import fork_problem, keep_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.results.text import shorten
 
-from .listeners.board import Board, News, Reporter
+from .listeners.progress import News, Progress, Reporter
 from .model import choose_device
 from .settings import Settings
 
@@ -68,7 +68,7 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
     return cores() if unfinished >= cores() else 1
 
 
-def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: Board) -> dict[int, str]:
+def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:
     """Carry out the runs at these places of the experiment; returns the reason of each that failed.
 
     `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C no run begins, and those that have
@@ -79,12 +79,12 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: B
     fatal: str | None = None
     asked = False
     try:
-        while running or (todo and not (fatal or board.stop_asked)):
-            while todo and len(running) < jobs and not (fatal or board.stop_asked):
+        while running or (todo and not (fatal or progress.stop_asked)):
+            while todo and len(running) < jobs and not (fatal or progress.stop_asked):
                 process = _Process.start(todo.pop(0), carry_out)
                 running[process.connection] = process
-                board.begin(process.place)
-            if (fatal or board.stop_asked) and not asked:
+                progress.begin(process.place)
+            if (fatal or progress.stop_asked) and not asked:
                 asked = True
                 for process in running.values():
                     process.ask_to_stop()
@@ -92,11 +92,11 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: B
                 process = running[connection]  # type: ignore[index]
                 found = process.receive()
                 if isinstance(found, News):
-                    board.news(process.place, found)
+                    progress.news(process.place, found)
                     continue
                 del running[process.connection]
                 process.close()
-                board.end(
+                progress.end(
                     process.place, "stopped" if found.interrupted else found.problem and failed_because(found.problem)
                 )
                 if found.stops_all:
@@ -110,7 +110,7 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, board: B
             process.close()
     if fatal:
         raise StorageError(fatal)
-    if board.stop_asked:
+    if progress.stop_asked:
         raise KeyboardInterrupt
     return problems
 
@@ -137,6 +137,7 @@ class _Process:
             other.close()
             started = cls(place, process, connection)
             if connection.poll(_START_TIMEOUT):  # where this process has other threads, one may have held a lock
+                connection.recv()
                 return started
             process.kill()
             started.close()
@@ -195,11 +196,25 @@ def _serve(place: int, carry_out: CarryOut, connection: Connection, parents: Con
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):  # the parent has ended
-        connection.send(News())
+        connection.send(None)
         if (problem := fork_problem()) is not None:
             connection.send(Ended(problem))
             return
-        connection.send(_carried_out(place, carry_out, Reporter(connection, parent)))
+        connection.send(_carried_out(place, carry_out, reporter_to(connection, parent)))
+
+
+def reporter_to(connection: Connection, parent: int) -> Reporter:
+    """In the process of a run: sends its news, and stops it when the other end asks for it or has ended."""
+    alone = False
+
+    def send(news: News) -> None:
+        nonlocal alone
+        try:
+            connection.send(news)
+        except OSError:  # the run stops after this round, with a checkpoint
+            alone = True
+
+    return Reporter(send, lambda: alone or connection.poll() or os.getppid() != parent)
 
 
 def _interrupt(number: int, frame: object) -> None:

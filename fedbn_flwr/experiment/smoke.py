@@ -1,12 +1,12 @@
 """The size `smoke`: changes that make any experiment run in seconds, on random images in the form of its data set.
 
-It shows that an experiment works from end to end; its figures mean nothing.
+Each client has a few of them, by chance (partition iid). It shows that an experiment works from end to end; its figures
+mean nothing.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +17,7 @@ from fedbn_flwr.named import is_name
 from .settings import Data, Settings
 
 ROUNDS, STEPS, BATCH = 2, 2, 4
-CLIENTS = 10  # at most, unless the partition needs more
+CLIENTS = 10  # at most
 IMAGES = 8  # of a client
 _SIDE = 32  # pixels
 _LARGER = {"alexnet": 64, "alexnet_bn": 64}  # networks that need larger images
@@ -25,13 +25,13 @@ _ROUND_ARGUMENTS = ("freeze_round", "fedtan_rounds")
 _NODE_ARGUMENTS = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 
 
-def smoke(run: Settings) -> dict[str, Any]:
+def smoke(run: Settings, *, keep_partition: bool) -> dict[str, Any]:
     """The changes to a run."""
-    clients, partition = _clients_and_partition(run)
-    images, partition_changes = _images(run, clients, partition)
-    data: dict[str, Any] = {"images": images, "test_images": max(_classes(run.data), 2 * clients)}
-    if partition_changes:
-        data["partition"] = partition_changes
+    own = is_name(run.data.partition.kind)  # which may need all clients
+    clients = run.clients if own else min(run.clients, CLIENTS)
+    data: dict[str, Any] = {"images": IMAGES * clients, "test_images": max(_classes(run.data), 2 * clients)}
+    if not own and not keep_partition:  # others need some number of images of each class, domain or shard
+        data["partition"] = {"kind": "iid"}
     changes: dict[str, Any] = {
         "rounds": ROUNDS,
         "clients": clients,
@@ -55,51 +55,6 @@ def smoke(run: Settings) -> dict[str, Any]:
 def _classes(data: Data) -> int:
     entry = CATALOGUE.get(data.name)
     return data.classes or (entry.classes if entry is not None else 10)
-
-
-def _clients_and_partition(run: Settings) -> tuple[int, dict[str, Any]]:
-    """The number of clients for which the partition is still valid, and the options of the partition."""
-    options = run.data.partition.model_dump()
-    few = min(run.clients, CLIENTS)
-    match options["kind"]:
-        case "classes":  # together the clients need all classes
-            classes, of_client = _classes(run.data), options["classes_per_client"]
-            needed = math.ceil(classes / of_client) if options["assignment"] == "consecutive" else classes
-            few = min(run.clients, max(few, needed))
-        case "domain" if run.clients > few:
-            entry = CATALOGUE.get(run.data.name)
-            domains = len(run.data.domains) or (len(entry.domains) if entry is not None else run.clients)
-            each = max(1, CLIENTS // domains)
-            few, options["clients_per_domain"] = domains * each, each
-        case "natural":  # random images have no such column
-            options = {"kind": "iid"}
-        case kind if is_name(kind):
-            few = run.clients
-    return few, options
-
-
-def _images(run: Settings, clients: int, partition: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The number of training images, and what differs from the partition of the run."""
-    count = IMAGES * clients
-    match partition["kind"]:
-        case "classes":
-            classes = _classes(run.data)
-            of_class = math.ceil(clients * partition["classes_per_client"] / classes)  # clients that have a class
-            count = max(count, 2 * of_class * classes)
-        case "shards":
-            shards = partition["shards_per_client"]
-            count = clients * shards * max(1, IMAGES // shards)
-        case "unbalanced_shards":
-            partition["shard_size"] = 2
-            count = clients * (partition["min_shards"] + partition["max_shards"])
-        case "domain":
-            partition["images"] = None
-        case "dirichlet":  # few images in very unequal shares would leave clients without any
-            partition["alpha"] = max(partition["alpha"], 0.5)
-            partition["min_size"] = min(partition["min_size"], 2)
-            count *= 4
-    before = run.data.partition.model_dump()
-    return count, partition if partition != before else {}
 
 
 def _training(run: Settings) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Writes a commented experiment file, for `fedbn new`.
 
-Keys, defaults and the values that an enumeration allows come from the settings; only the meanings are written here.
+Keys, meanings, defaults and the values that an enumeration allows come from the settings.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,32 +20,34 @@ from fedbn_flwr.yaml_text import Dumper as YamlDumper
 
 from .settings import DERIVED, Settings
 
-# The keys that one changes most, in the order of the file.
-MEANINGS: Mapping[str, str] = {
-    "rounds": "rounds of training",
-    "clients": "number of clients, each with one part of the training images",
-    "seed": "all random draws are derived from it",
-    "strategy": "see `fedbn list strategies`; `fedbn list strategies NAME` shows the arguments",
-    "data.name": "a name of `fedbn list datasets`, a folder of images, or a name on the Hugging Face hub",
-    "data.partition": "who has which images: see `fedbn list partitions`",
-    "data.size": "resize the images to this many pixels per side",
-    "data.normalise": "moments, unit or official; default: official where published, else moments",
-    "data.augment": "flip, crop, resized_crop, rotate, drawn per image; default: of the data set",
-    "model.name": "see `fedbn list models`, or module:callable for a network of your own",
-    "model.norm": "replaces every batch norm: see `fedbn list norms`",
-    "train.lr": "learning rate",
-    "train.optimizer": "of torch.optim, or module:callable",
-    "train.momentum": "of SGD",
-    "train.weight_decay": "default: that of the optimiser",
-    "train.batch_size": "images in a step",
-    "train.epochs": "passes over a client's images in a round (1 if steps is not given either)",
-    "train.steps": "or: steps in a round",
-    "train.schedule": "learning rate by round: constant, step (milestones, gamma) or cosine",
-    "evaluate.every": "rounds between evaluations",
-    "evaluate.clients": "clients evaluate their models too; default: where the strategy trains a model per client",
-    "engine.workers": "processes; auto: one per core, 0: none",
-    "engine.device": "auto: a GPU if there is one",
-}
+# The keys that one changes most.
+KEYS = frozenset(
+    {
+        "rounds",
+        "clients",
+        "seed",
+        "strategy",
+        "data.name",
+        "data.partition",
+        "data.size",
+        "data.normalise",
+        "data.augment",
+        "model.name",
+        "model.norm",
+        "train.lr",
+        "train.optimizer",
+        "train.momentum",
+        "train.weight_decay",
+        "train.batch_size",
+        "train.epochs",
+        "train.steps",
+        "train.schedule",
+        "evaluate.every",
+        "evaluate.clients",
+        "engine.workers",
+        "engine.device",
+    }
+)
 _HEAD = """\
 # An experiment of fedbn-flwr, written by `fedbn new`.
 #   fedbn explain {file}      what it sends, who has which images, how long it takes
@@ -61,7 +64,7 @@ _RUNS = """
 
 
 def template(content: Mapping[str, Any], file: str) -> str:
-    """The text of an experiment with this content, and with the other keys of MEANINGS as comments."""
+    """The text of an experiment with this content, and with the other keys of KEYS as comments."""
     chosen = dict(content)
     parts = [_HEAD.format(file=file)]
     if "description" in chosen:
@@ -79,7 +82,7 @@ def template(content: Mapping[str, Any], file: str) -> str:
             else:
                 lines = [f"{key}:", *lines]
             parts.append("\n" + "\n".join(lines) + "\n")
-        elif key in MEANINGS or key in chosen:
+        elif key in KEYS or key in chosen:
             parts.append(("\n" if key == "strategy" else "") + _line("", key, field, chosen) + "\n")
     parts += [f"\n{key}: {_flow(value)}\n" for key, value in chosen.items()]
     if seeds is not None:
@@ -94,7 +97,7 @@ def template(content: Mapping[str, Any], file: str) -> str:
 
 def _section(prefix: str, model: type[BaseModel], given: dict[str, Any]) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if prefix + name in MEANINGS or name in given:
+        if prefix + name in KEYS or name in given:
             yield _line(prefix, name, field, given)
     yield from (f"  {name}: {_flow(value)}" for name, value in given.items())
 
@@ -104,10 +107,17 @@ def _line(prefix: str, name: str, field: FieldInfo, given: dict[str, Any]) -> st
     indent, mark = "  " if prefix else "", "" if name in given else "# "
     value = given.pop(name) if name in given else _default(field)
     text = f"{indent}{mark}{name}: {_flow(value)}".rstrip()
-    meaning = MEANINGS.get(prefix + name, "")
+    meaning = meaning_of(field)
     if (allowed := choices(field.annotation)) and not all(choice in meaning for choice in allowed):
         meaning = f"{meaning} ({', '.join(allowed)})".lstrip()
     return f"{text}  # {meaning}" if meaning else text
+
+
+def meaning_of(field: FieldInfo) -> str:
+    """The first part of a description, without what is in brackets and without the marks and links of Markdown."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", field.description or "").replace("`", "")
+    text = re.sub(r" \([^)]*\)", "", text)
+    return re.split(r"; |, see ", text)[0]
 
 
 def _default(field: FieldInfo) -> Any:

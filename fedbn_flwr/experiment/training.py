@@ -24,6 +24,7 @@ from fedbn_flwr.strategies import Rule
 
 from .data import Shape, partition_of
 from .model import choose_device
+from .sections import refuse
 from .settings import Settings, name_in, strategy_name
 
 
@@ -150,29 +151,24 @@ def check_training(run: Settings, rule: Rule, model: nn.Module, shape: DataSet |
 def _check_strategy(run: Settings, rule: Rule) -> None:
     train, name = run.train, strategy_name(run.strategy)
     optimizer = name_in(train.optimizer)
-    by_sgd = optimizer.lower() == "sgd"
-    if "linear" in rule.traits.steps and not by_sgd:
-        raise SettingsError(
+    by_sgd, traits = optimizer.lower() == "sgd", rule.traits
+    found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
+    refuse(
+        {
             f"train.optimizer is {optimizer!r}, but strategy {name} needs sgd: the mean of its clients' first steps is "
-            "the step on the union of their batches, which holds only for a step that is linear in the gradient"
-        )
-    if "linear" in rule.traits.steps and train.clip is not None:
-        raise SettingsError(
+            "the step on the union of their batches, which holds only for a step that is linear in the "
+            "gradient": "linear" in traits.steps and not by_sgd,
             f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
-            "gradient of all, and clipping the parts changes their mean; leave train.clip out"
-        )
-    if train.batch_size < rule.traits.min_batch:
-        raise SettingsError(
+            "gradient of all, and clipping the parts changes their mean; leave train.clip out": "linear" in traits.steps
+            and train.clip is not None,
             f"train.batch_size is {train.batch_size}, but with strategy {name} clients refuse to exchange the "
-            f"statistics of batches of fewer than {rule.traits.min_batch} images, because these reveal the images; use "
-            f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}"
-        )
-    if "momentum" in rule.traits.steps and not (by_sgd and train.momentum):
-        found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
-        raise SettingsError(
+            f"statistics of batches of fewer than {traits.min_batch} images, because these reveal the images; use a "
+            f"larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}": train.batch_size
+            < traits.min_batch,
             f"{found}, but strategy {name} averages the momentum of SGD; expected train.optimizer sgd and a "
-            "train.momentum above zero"
-        )
+            "train.momentum above zero": "momentum" in traits.steps and not (by_sgd and train.momentum > 0),
+        }
+    )
 
 
 def _check_loss(run: Settings, logits: Tensor, labels: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -18,7 +19,7 @@ LARGE = ("alexnet_bn", "resnet18", "deeplabv3plus_resnet50")
 
 
 def check(experiment: Experiment, run: Settings, out: Path) -> None:
-    carry_out(experiment.model_copy(update={"runs": (run,)}), out, resume=False, quiet=True)
+    carry_out(dataclasses.replace(experiment, runs=(run,)), out, resume=False, quiet=True)
     (file,) = out.rglob("summary.json")
     summary = json.loads(file.read_text())
     assert (summary["status"], summary["rounds"]) == ("finished", run.rounds), run.label

@@ -102,7 +102,7 @@ def test_the_matrix_takes_a_query_and_an_evaluation_per_pair(page: dict[str, Pat
 def test_a_client_refuses_to_send_its_personal_model_unless_it_was_made_to(tmp_path: Path) -> None:
     """The server's experiment has the option and the clients' has not."""
     from fedbn_flwr import LocalGrid, client_app
-    from fedbn_flwr.experiment.listeners.progress import Progress
+    from fedbn_flwr.experiment.listeners.progress import Reporter
     from fedbn_flwr.experiment.node import make_client
     from fedbn_flwr.experiment.run import run_one
 
@@ -111,7 +111,7 @@ def test_a_client_refuses_to_send_its_personal_model_unless_it_was_made_to(tmp_p
     folder = RunFolder(tmp_path)
     folder.begin(prepared.run.model_dump(mode="json"))
     with LocalGrid(client_app(make_client), 2, run_config={"experiment": text, "set": ""}) as grid:
-        run_one(prepared, grid, folder, Progress([1], plain=True), 0)
+        run_one(prepared, grid, folder, Reporter(), 0)
     assert folder.matrix() == {"clients": ["0", "1"], "accuracy": [[None, None], [None, None]]}
 
 

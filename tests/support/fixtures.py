@@ -25,7 +25,6 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="fedbn-tests-")
 os.environ["HF_HOME"] = os.environ["FLWR_HOME"] + "/huggingface"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRACKIO_DIR"] = os.environ["FLWR_HOME"] + "/trackio"
 os.environ["RAY_worker_register_timeout_seconds"] = str(PATIENCE)  # noqa: SIM112  # after 60 s Ray starts another process
 os.environ["FEDBN_CACHE"] = os.environ["FLWR_HOME"] + "/cache"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):

@@ -29,7 +29,7 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import Prepared, make_rule, prepare
 from fedbn_flwr.experiment.run import run_one
@@ -181,7 +181,7 @@ def _run(prepared: Prepared, grid: LocalGrid, folder: Path, found: Outcome) -> N
     of_run = RunFolder(folder / "run")
     of_run.begin(prepared.run.model_dump(mode="json"))
     try:
-        run_one(prepared, grid, of_run, Progress([prepared.run.rounds], quiet=True), 0)
+        run_one(prepared, grid, of_run, Reporter(), 0)
     finally:
         for name in ("history.jsonl", "clients.jsonl"):
             file = of_run.path / name

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.listeners.base import RunState
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one
@@ -85,11 +85,11 @@ def overrides(case: str) -> list[str]:
     return [line.replace(": ", "=", 1) for line in (CASES | CHOICES | SHORT)[case].splitlines()]
 
 
-class Stopping(Progress):
+class Stopping(Reporter):
     """Stops the run after round `last`, as Ctrl-C in that round does."""
 
     def __init__(self, last: int) -> None:
-        super().__init__([5], plain=True)
+        super().__init__()
         self.last = last
 
     def on_round(self, state: RunState) -> None:

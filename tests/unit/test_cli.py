@@ -246,16 +246,8 @@ def test_experiments_are_listed_by_paper_with_their_cost(capsys: pytest.CaptureF
     assert "demo" not in printed
     assert cli.main(["list", "experiments", "fixbn/tabel4"]) == 2
     assert "did you mean 'fixbn/table4'" in capsys.readouterr().err
-    assert cli.main(["list", "models", "--time"]) == 2
-    assert "--time is for experiments" in capsys.readouterr().err
-
-
-def test_the_time_of_an_experiment_is_that_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", "experiments", "demo", "quick", "--time", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert 0 < listed["quick"]["minutes"] < listed["demo"]["minutes"] < 60
-    assert cli.main(["list", "experiments", "quick", "--time"]) == 0
-    assert "time: of the training steps only" in capsys.readouterr().out
+    assert cli.main(["list", "models", "--size", "small"]) == 2
+    assert "--size is for experiments" in capsys.readouterr().err
 
 
 def test_a_strategy_is_listed_with_its_arguments_and_cost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,11 @@
 """Shows the progress of runs and stops them on Ctrl-C.
 
 On a terminal and in a notebook: a bar of the current run's rounds, with the time passed and left, and below it how far
-the current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round every ten.
+the current round is; of runs side by side, a line for each. Elsewhere: a line after rounds, at most every two seconds,
+and within a long round every ten.
 
-The first Ctrl-C stops the run after the current round, so that no work is lost. The second one, SIGTERM and
-SIGHUP stop it immediately; a resumed run then repeats the rounds after the last checkpoint.
+The first Ctrl-C stops the runs after their current round, so that no work is lost. The second one, SIGTERM and
+SIGHUP stop them immediately; a resumed run then repeats the rounds after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -31,45 +33,98 @@ from fedbn_flwr.engines.logs import is_json, working_at, write_json
 from .base import Listener, RunState
 
 _BETWEEN_LINES = 2.0  # seconds, after rounds
+_BETWEEN_LINES_OF_ALL = 10.0  # of runs side by side
 _WITHIN_ROUND = 10.0  # seconds, between lines of one round
 _BAR = 30  # characters
 
 
-class Progress(Listener):
-    """The progress of an experiment's runs, which follow one another; `rounds` has the number of rounds of each.
+@dataclass(frozen=True)
+class News:
+    """What a run reports: the rounds that are finished, or an event."""
+
+    round: int = 0
+    figures: str = ""  # of that round
+    within: str = ""  # how far the next round is
+    message: str = ""  # an event, to be shown as a line
+    is_last: bool = False
+
+
+class Reporter(Listener):
+    """Sends the news of a run, which may be in another process, and stops it if `stop_asked`."""
+
+    def __init__(
+        self, send: Callable[[News], None] = lambda news: None, stop_asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._send_news = send
+        self._stop_asked = stop_asked
+        self._latest = News()
+        self._sent = 0.0
+
+    def on_start(self, state: RunState) -> None:
+        self._send(News(state.round, within="starting"))
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """How far the current round is."""
+        if time.monotonic() - self._sent > 0.2:
+            self._send(replace(self._latest, within=f"{what}: {done} of {total}"))
+
+    def on_round(self, state: RunState) -> None:
+        state.stop = self._stop_asked()
+        self._send(News(state.round, figures_of(state.line), is_last=state.is_last))
+        for note in state.prepared.rule.notes().values() if state.is_last else ():
+            if isinstance(note, Mapping) and "in_words" in note:
+                self.message(note["in_words"])
+
+    def message(self, text: str) -> None:
+        self._send_news(replace(self._latest, message=text))
+
+    def _send(self, news: News) -> None:
+        self._latest, self._sent = news, time.monotonic()
+        self._send_news(news)
+
+
+@dataclass
+class _Running:
+    began: float
+    news: News = field(default_factory=News)
+    is_known: bool = False  # it has reported the round that it begins with
+    last_round: float = 0.0  # when it ended
+
+
+class Progress:
+    """The progress of an experiment's runs; `rounds` has the number of rounds of each.
 
     `images` has the number of images that each run trains on: the time that is left is estimated from it.
     """
 
     def __init__(
         self,
+        labels: Sequence[str],
         rounds: Sequence[int],
         images: Sequence[int | None] = (),
         *,
+        several: bool = False,  # at the same time
         plain: bool | None = None,
         quiet: bool = False,
     ) -> None:
         self.console = Console(highlight=False)
-        self._name = ""  # the run's label
-        self.label = ""  # the same with its number
         draws = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
         self._draws = not quiet and (draws if plain is None else not plain)
         self._quiet = quiet
-        self._rounds = rounds
+        self._several = several
+        self._labels, self._rounds = labels, rounds
         # The work of a round of each run, in images or, if those of a run are not known, in rounds.
         work = [count / of for count, of in zip(images, rounds, strict=False) if count]
         self._work = work if len(work) == len(rounds) else [1.0] * len(rounds)
-        self._number = 0  # of the run, from 1
-        self._round = self._total = 0  # of the run: the last finished round, and all
-        self._figures = ""  # of that round
-        self._within = ""  # how far the current round is, or the current activity between runs
+        self._running: dict[int, _Running] = {}  # by place
+        self._ended = 0
+        self._within = ""  # the activity between runs
         self._done = self._counted = 0.0  # the work of all runs, and without that of earlier sessions
-        self._began = self._run_began = self._printed = time.monotonic()
+        self._began = self._printed = self._last_round = time.monotonic()
         self._training_began: float | None = None
-        self._last_round = 0.0  # when it ended
         self._live: Live | None = None  # on a terminal
         self._cell: Any = None  # in a notebook: the display
-        self._stop_asked = False
+        self.stop_asked = False
         self._handlers: dict[signal.Signals, Any] = {}  # the previous ones
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []  # log handlers with their previous streams
 
@@ -103,15 +158,15 @@ class Progress(Listener):
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._total, self._within = 0, "finished" if error is None else "stopped"
+        self._running, self._within = {}, "finished" if error is None else "stopped"
         self._show()
         for number, previous in self._handlers.items():
             signal.signal(number, previous)
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        if self._stop_asked or not self._number:
+        if self.stop_asked or self._training_began is None:
             raise KeyboardInterrupt
-        self._stop_asked = True
+        self.stop_asked = True
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def _terminate(self, number: int, frame: Any) -> None:
@@ -122,65 +177,49 @@ class Progress(Listener):
 
     def status(self, text: str) -> None:
         """What happens before the first run or after the last one; shown only where it can be drawn over."""
-        self._total, self._within = 0, f"{text} ..."
+        self._within = f"{text} ..."
         self._show()
 
-    def next_run(self, label: str) -> None:
-        """Called before each run; raises KeyboardInterrupt if the user asked to stop."""
-        if self._stop_asked:
-            raise KeyboardInterrupt
-        self._number += 1
-        self._name = label
-        self.label = f"[{self._number}/{len(self._rounds)}] {label}"
+    def skip(self, places: Sequence[int]) -> None:
+        """These runs are finished already."""
+        self._ended += len(places)
+        self._done += sum(self._rounds[place] * self._work[place] for place in places)
+        if places:
+            self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
-    def skip_run(self) -> None:
-        self._done += self._rounds[self._number - 1] * self._work[self._number - 1]
-        self.message(f"{self.label}: finished already")
-
-    def on_start(self, state: RunState) -> None:
-        rounds, done = state.run.rounds, state.round
-        self._done += done * self._work[self._number - 1]
-        self._round, self._total, self._figures, self._within = done, rounds, "", "starting"
-        self._run_began = self._printed = self._last_round = time.monotonic()
-        if self._training_began is None:
-            self._training_began = self._run_began
-        if not self._draws:
-            self._say(f"{self.label}: {rounds} rounds" + (f", continuing after round {done}" if done else ""))
-        self._show()
-
-    def report(self, what: str, done: int, total: int) -> None:
-        """How far the current round is."""
-        self._within = f"{what}: {done} of {total}"
+    def begin(self, place: int) -> Reporter:
+        """A run begins in this process, unless its news come from another one."""
         now = time.monotonic()
-        if now - self._printed < (0.2 if self._draws else _WITHIN_ROUND):
-            return
-        self._printed = now
-        self._show()
-        if not self._draws and self._total:
-            passed = duration(now - self._last_round)
-            self._say(f"{self.label}: round {self._round + 1}/{self._total}  {self._within} after {passed}")
+        self._training_began = self._training_began or now  # from now on, Ctrl-C lets rounds finish
+        self._running[place] = _Running(now, last_round=now)
+        return Reporter(lambda news: self.news(place, news), lambda: self.stop_asked)
 
-    def on_round(self, state: RunState) -> None:
-        state.stop = self._stop_asked
-        work = self._work[self._number - 1]
-        self._done += work * (1 if state.ended is None else 1 + state.run.rounds - state.round)
-        self._counted += work
-        self._round, self._within = state.round, ""
-        self._last_round = now = time.monotonic()
-        self._figures = figures_of(state.line)
-        last = state.is_last
-        if self._draws and last:
-            self.message(f"{self.label}: {state.round} rounds in {duration(now - self._run_began)}  {self._figures}")
-        for note in state.prepared.rule.notes().values() if last else ():
-            if isinstance(note, Mapping) and "in_words" in note:
-                self.message(f"{self.label}: {note['in_words']}")
-        if not last and now - self._printed < (0.2 if self._draws else _BETWEEN_LINES):
+    def news(self, place: int, news: News) -> None:
+        run, now = self._running[place], time.monotonic()
+        if news.message:
+            self._say_of(place, news.message)
             return
-        self._printed = now
+        more = news.round - run.news.round
+        if more > 0:
+            self._done += more * self._work[place]
+        if more > 0 and run.is_known:
+            self._counted += more * self._work[place]
+            self._last_round = run.last_round = now
+        elif not run.is_known and not self._draws and not self._several:
+            continued = f", continuing after round {news.round}" if news.round else ""
+            self._say_of(place, f"{self._rounds[place]} rounds{continued}")
+        run.news, run.is_known = news, True
+        self._tell(place, now)
+
+    def end(self, place: int, problem: str = "") -> None:
+        """A run is finished, or has ended for this reason."""
+        run = self._running.pop(place)
+        self._ended += 1
+        self._done += (self._rounds[place] - run.news.round) * self._work[place]
+        if problem or self._draws or self._several:  # else its last round has a line
+            took = f"{run.news.round} rounds in {duration(time.monotonic() - run.began)}  {run.news.figures}".rstrip()
+            self._say_of(place, problem or took, run.news.round)
         self._show()
-        if not self._draws:
-            ending = "" if last else f"  about {duration(self._left(now))} left"
-            self._say(f"{self.label}: round {state.round}/{state.run.rounds}  {self._figures}{ending}")
 
     def message(self, text: str) -> None:
         if self._live is not None:
@@ -190,6 +229,39 @@ class Progress(Listener):
 
     # --- output ---
 
+    def _title(self, place: int) -> str:
+        return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
+
+    def _say_of(self, place: int, text: str, number: int | None = None) -> None:
+        """A line about one run; other lines are about all of them."""
+        working_at(run=self._labels[place], round=self._running[place].news.round if number is None else number)
+        self.message(f"{self._title(place)}: {text}")
+        if self._several:
+            working_at(run="", round=0)
+
+    def _tell(self, place: int, now: float) -> None:
+        """Show what is new, at most a few times a second or, in lines, every few seconds."""
+        run, rounds = self._running[place], self._rounds[place]
+        between = _BETWEEN_LINES_OF_ALL if self._several else _WITHIN_ROUND if run.news.within else _BETWEEN_LINES
+        ends = run.news.is_last and not self._several
+        if not ends and now - self._printed < (0.2 if self._draws else between):
+            return
+        self._printed = now
+        self._show()
+        if self._draws or run.news.within == "starting":
+            return
+        if self._several:
+            counts = (
+                f"{self._labels[each]} {self._running[each].news.round}/{self._rounds[each]}" for each in self._now()
+            )
+            self._say(f"{self._counts()}; rounds: {', '.join(counts)}")
+        elif run.news.within:
+            passed = duration(now - run.last_round)
+            self._say_of(place, f"round {run.news.round + 1}/{rounds}  {run.news.within} after {passed}")
+        else:
+            ending = "" if ends else f"  about {duration(self._left(now))} left"
+            self._say_of(place, f"round {run.news.round}/{rounds}  {run.news.figures}{ending}")
+
     def _left(self, now: float) -> float:
         """Seconds to the end of all runs, if all images take as long as those of this session did on average."""
         assert self._training_began is not None
@@ -197,24 +269,38 @@ class Progress(Listener):
         total = sum(rounds * work for rounds, work in zip(self._rounds, self._work, strict=True))
         return max(0.0, each * (total - self._done) - (now - self._last_round))
 
+    def _now(self) -> list[int]:
+        return sorted(self._running)
+
+    def _counts(self) -> str:
+        left = f", about {duration(self._left(time.monotonic()))} left" if self._counted else ""
+        return f"{self._ended} of {len(self._labels)} runs ended, {len(self._running)} running{left}"
+
     def render(self, width: int) -> Group:
-        """The bar of the current run, and how far the current round is."""
+        """A bar of each run, and how far its current round is."""
         now = time.monotonic()
         passed = clock(now - self._began)
-        if not self._total:
+        if not self._running:
             return Group(Text(f"{self._within}  {passed}"))
+        grid = Table.grid(padding=(0, 1, 0, 0))
         left = f"  about {duration(self._left(now))} left" if self._counted else ""
-        counts = f" {self._round}/{self._total}  {passed}{left}"
-        bar = min(_BAR, max(4, width - len(self.label) - len(counts) - 2))
-        first = Table.grid(padding=(0, 1, 0, 0))
-        first.add_row(
-            Text(self.label, overflow="ellipsis", no_wrap=True),
-            ProgressBar(total=self._total, completed=self._round, width=bar),
-            Text(counts, no_wrap=True),
-        )
-        parts = [f"round {self._round + 1}, {self._within}"] if self._within else []
-        parts += [f"after round {self._round}: {self._figures}"] if self._figures else []
-        return Group(first, Text("  " + "  |  ".join(parts), no_wrap=True, overflow="ellipsis"))
+        for place, run in sorted(self._running.items()):
+            news, total = run.news, self._rounds[place]
+            counts = f"{news.round}/{total}  {news.within or news.figures}"
+            bar = 12
+            if not self._several:
+                counts = f" {news.round}/{total}  {passed}{left}"
+                bar = min(_BAR, max(4, width - len(self._title(place)) - len(counts) - 2))
+            grid.add_row(
+                Text(self._title(place), overflow="ellipsis", no_wrap=True),
+                ProgressBar(total=total, completed=news.round, width=bar),
+                Text(counts, overflow="ellipsis", no_wrap=True),
+            )
+        if self._several:
+            return Group(Text(f"{self._counts()}  {passed}", no_wrap=True, overflow="ellipsis"), grid)
+        parts = [f"round {news.round + 1}, {news.within}"] if news.within else []
+        parts += [f"after round {news.round}: {news.figures}"] if news.figures else []
+        return Group(grid, Text("  " + "  |  ".join(parts), no_wrap=True, overflow="ellipsis"))
 
     def _show(self) -> None:
         """Draw now; on a terminal rich also does that four times a second, in a notebook nothing else does."""
@@ -228,7 +314,6 @@ class Progress(Listener):
             return
         try:
             if is_json():
-                working_at(run=self._name, round=self._round)
                 write_json("INFO", text)
             else:  # not with rich, which wraps lines at 80 columns if there is no terminal
                 print(text, file=sys.stdout, flush=True)

@@ -17,24 +17,26 @@ from flwr.common import log
 
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, flat_settings
+from fedbn_flwr.results.text import file_name
 from fedbn_flwr.storage import replacing
 
 from ..dynamics import NormLayers
-from ..trackers import Session, TrackedRun, Tracker
+from ..trackers import Session, TrackedRun, begin
 from .base import Listener, RunState
 
 LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end
 
 
 class Track(Listener):
-    def __init__(self, tracker: Tracker, folder: RunFolder) -> None:
-        self.tracker = tracker
+    def __init__(self, entry: Mapping[str, Any], folder: RunFolder) -> None:
+        self.entry, self.tracker = entry, str(entry["name"])
         self.folder = folder
+        self._id_file = f"{file_name(self.tracker)}.id"
         self._warned = False
         self._calls: queue.SimpleQueue[Callable[[Session], None] | None] = queue.SimpleQueue()
 
     def on_start(self, state: RunState) -> None:
-        id_file = self.folder.path / f"{self.tracker.name}.id"
+        id_file = self.folder.path / self._id_file
         run = TrackedRun(
             folder=self.folder.path,
             experiment=state.run.name,
@@ -44,7 +46,7 @@ class Track(Listener):
             id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
         )
         state.grid.start()  # a process must not be forked while the thread imports modules
-        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name=f"track-{self.tracker.name}")
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name=f"track-{self.tracker}")
         self._thread.start()
 
     def on_round(self, state: RunState) -> None:
@@ -71,9 +73,9 @@ class Track(Listener):
     def _work(self, run: TrackedRun) -> None:
         """The thread: pass calls to the tracker until the run or the tracker ends."""
         try:
-            session = self.tracker.open(run)
+            session = begin(self.entry, run)
             if session.id is not None and session.id != run.id:
-                with replacing(run.folder / f"{self.tracker.name}.id", durable=False) as file:
+                with replacing(run.folder / self._id_file, durable=False) as file:
                     file.write_text(f"{session.id}\n", encoding="utf-8")
             if session.address is not None:
                 print(f"{run.name}: {session.address}", flush=True)
@@ -90,7 +92,7 @@ class Track(Listener):
             WARNING,
             "%s: tracking by %s ended: %s; the run folder has all figures",
             self.folder.path.name,
-            self.tracker.name,
+            self.tracker,
             reason,
         )
 

@@ -14,8 +14,7 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.experiment.data import load_data, partition_of, resolve
-from fedbn_flwr.experiment.find import run_names
+from fedbn_flwr.experiment.data import load_data, partition_of
 from fedbn_flwr.experiment.model import choose_device, make_model
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import make_rule
@@ -36,8 +35,7 @@ def decided(run: Settings) -> Settings:
     """
     if run.train.compile != "auto":
         return run
-    known = resolve(run)
-    worth = run.evaluate.server and _operations(known) > _LONG  # without data in this process: unknown
+    worth = run.evaluate.server and _operations(run) > _LONG  # without data in this process: unknown
     return run.model_copy(update={"train": run.train.model_copy(update={"compile": worth})})
 
 
@@ -62,9 +60,8 @@ def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
     if fork_problem() is not None:  # the workers will report it
         return
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the workers log why a model cannot be compiled
-    labels = [(each.label, each.seed) for each in experiment.runs]
-    name = run_names(experiment)[labels.index((run.label, run.seed))]
-    parts = partition_of(resolve(run).data, run.clients, run.seed, str(choose_device(run.engine.device)))
+    name = next(name for name, each in experiment.named.items() if each == run)
+    parts = partition_of(run.data, run.clients, run.seed, str(choose_device(run.engine.device)))
     largest = max(range(run.clients), key=lambda client: len(parts[client]))  # others may have no batch of full size
     node: dict[str, Any] = {"partition-id": largest, "num-partitions": run.clients}
     context = Context(run_id=0, node_id=1, node_config=node, state=RecordDict(), run_config={})

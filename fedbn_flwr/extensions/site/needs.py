@@ -21,11 +21,11 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.exchange.step import check_batch
-from fedbn_flwr.experiment.data import resolve, shape_without_data
+from fedbn_flwr.experiment.data import shape_without_data
 from fedbn_flwr.experiment.model import choose_device, make_model, try_model
 from fedbn_flwr.experiment.node import check_node_keys, data_of, min_batch_of, number_of
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.experiment.settings import Experiment, Settings
+from fedbn_flwr.experiment.settings import Experiment, Settings, resolve
 from fedbn_flwr.experiment.training import own_loss
 
 from .connection import Check, Failed, asked
@@ -70,9 +70,9 @@ def check_state(folder: Path) -> Iterator[Check]:
 
 def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
     """Whether the data of the site's client can be read, what they are, and whether they suit the experiment."""
-    runs = experiment.runs if experiment is not None else (Settings(),)
+    runs = experiment.runs if experiment is not None else (resolve(Settings()),)
     checks: list[Check] = []
-    for run in map(resolve, runs):
+    for run in runs:
         for check in _data_of_run(run, node, expected=experiment is not None):
             if check not in checks:  # most runs have the same data
                 checks.append(check)

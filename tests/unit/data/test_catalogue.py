@@ -17,7 +17,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE, describe_datasets
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import normalisation_of, resolve
+from fedbn_flwr.experiment.data import normalisation_of
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
@@ -208,9 +208,8 @@ def test_bad_input_is_one_message_before_training(text: str, message: str, root:
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
         write_parquet(file, (28, 28), {"label": list(range(10))}, {"label": numbered(10)}, "image")
-    experiment = load_experiment(f"clients: 2\ndata: {text.replace('ROOT', str(root))}")
     with pytest.raises((DataError, SettingsError), match=message) as caught:
-        prepare(experiment)
+        prepare(load_experiment(f"clients: 2\ndata: {text.replace('ROOT', str(root))}"))
     assert "\n" not in str(caught.value)
 
 
@@ -240,22 +239,22 @@ def test_domains_are_those_asked_for_in_that_order(root: Path) -> None:
 
 
 def test_the_catalogue_fills_in_what_the_file_leaves_open() -> None:
-    data = resolve(run_of("data: {name: cifar10}")).data
+    data = run_of("data: {name: cifar10}").data
     assert (data.size, data.normalise, data.augment, data.pad) == (32, "official", ("crop", "flip"), 2)
-    data = resolve(run_of("data: {name: tiny_imagenet}")).data
+    data = run_of("data: {name: tiny_imagenet}").data
     assert (data.size, data.augment) == (64, ("resized_crop", "flip"))
-    data = resolve(run_of("data: {name: office_caltech10}")).data
+    data = run_of("data: {name: office_caltech10}").data
     assert (data.size, data.normalise) == (256, "moments"), "it has no official moments"
 
 
 def test_the_file_overrides_the_catalogue() -> None:
-    data = resolve(run_of("data: {name: cifar10, size: 16, normalise: unit, augment: []}")).data
+    data = run_of("data: {name: cifar10, size: 16, normalise: unit, augment: []}").data
     assert (data.size, data.normalise, data.augment) == (16, "unit", ())
 
 
 def test_without_an_entry_nothing_is_assumed() -> None:
     for name in ("digits", "./cifar10", "uoft-cs/cifar10"):
-        data = resolve(run_of(f"data: {{name: {name}}}")).data
+        data = run_of(f"data: {{name: {name}}}").data
         assert (data.size, data.normalise, data.augment) == (None, "moments", ())
 
 
@@ -264,11 +263,11 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
         write_parquet(
             root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img"
         )
-    run = resolve(run_of(f"data: {{name: cifar10, root: {root}}}"))
+    run = run_of(f"data: {{name: cifar10, root: {root}}}")
     data = load(Source("cifar10", root=str(root)))
     assert normalisation_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
-    assert normalisation_of(resolve(measured), data) == data.moments
+    assert normalisation_of(measured, data) == data.moments
 
 
 def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> None:

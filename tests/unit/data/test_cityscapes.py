@@ -20,7 +20,7 @@ from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import own_test, partition_of, resolve
+from fedbn_flwr.experiment.data import own_test, partition_of
 from fedbn_flwr.experiment.find import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.settings import Experiment, Settings
@@ -175,7 +175,7 @@ def test_the_folder_is_known_by_its_layout(root: Path) -> None:
 
 
 def test_by_city_each_client_is_one(root: Path) -> None:
-    run = resolve(run_of(root, "partition: {kind: natural, column: city}"))
+    run = run_of(root, "partition: {kind: natural, column: city}")
     parts = partition_of(run.data, 2, 0, "cpu")
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7]]
     own = own_test(run.data, 2, 0, "cpu")
@@ -192,7 +192,7 @@ def test_by_city_each_client_is_one(root: Path) -> None:
     ],
 )
 def test_other_partitions_that_need_no_class(root: Path, text: str, clients: int, sizes: list[int]) -> None:
-    run = resolve(run_of(root, text))
+    run = run_of(root, text)
     assert [len(part) for part in partition_of(run.data, clients, 0, "cpu")] == sizes
 
 

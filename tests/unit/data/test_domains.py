@@ -15,10 +15,9 @@ from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.data import own_test, resolve, rows_by_domain
+from fedbn_flwr.experiment.data import own_test, rows_by_domain
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.listeners.clients import own_means
-from fedbn_flwr.experiment.settings import Settings
 from tests.support.images import numbered, write_parquet
 
 SITES = ["farm yard", "sea"]
@@ -74,8 +73,7 @@ def test_personal_models_are_evaluated_by_domain_too(data: Path, tmp_path: Path)
 def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
     text = f"{{clients: 4, data: {{name: {data}, partition: {{kind: domain}}}}}}"
     (run,) = read_experiment(parse_yaml(text)).runs
-    resolved: Settings = resolve(run)
-    own = own_test(resolved.data, 4, 0, "cpu")
+    own = own_test(run.data, 4, 0, "cpu")
     dataset = load(Source(str(data)))
     assert dataset.domains is not None
     assert dataset.domains.names == ("farm yard", "sea")

@@ -13,7 +13,7 @@ from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.data import partition_of, resolve, rows_by_domain
+from fedbn_flwr.experiment.data import partition_of, rows_by_domain
 from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from tests.support.images import png
 
@@ -109,9 +109,7 @@ def write_office(root: Path) -> dict[str, int]:
 
 def test_office_caltech_without_lists_tests_on_every_fifth_image(root: Path) -> None:
     counts = write_office(root)
-    run = resolve(
-        read_experiment(parse_yaml(f"{{clients: 4, data: {{name: office_caltech10, root: {root}}}}}")).runs[0]
-    )
+    (run,) = read_experiment(parse_yaml(f"{{clients: 4, data: {{name: office_caltech10, root: {root}}}}}")).runs
     assert run.data.augment == ("flip", "rotate")
     data = load(Source("office_caltech10", root=str(root), size=4))
     assert data.domains is not None
@@ -127,7 +125,7 @@ def test_office_caltech_without_lists_tests_on_every_fifth_image(root: Path) -> 
 def test_each_domain_is_a_client(root: Path) -> None:
     counts = write_office(root)
     text = f"{{clients: 4, data: {{name: office_caltech10, root: {root}, size: 4, partition: {{kind: domain}}}}}}"
-    run = resolve(read_experiment(parse_yaml(text)).runs[0])
+    run = read_experiment(parse_yaml(text)).runs[0]
     parts = partition_of(run.data, 4, 0, "cpu")
     assert [len(part) for part in parts] == [10 * (count - count // 5) for count in counts.values()]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment, parse_overrides, run_names
+from fedbn_flwr.experiment.find import load_experiment, parse_overrides
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 from tests.support.experiments import fault, read
@@ -99,7 +99,7 @@ def attempt(source: str, changes: list[str]) -> Any:
     """The experiment with its strategies made, or the error with which it is refused."""
     try:
         experiment = load_experiment(source, changes)
-        run_names(experiment)
+        list(experiment.named)
         for run in experiment.runs:
             make_rule(run)
     except UserError as error:

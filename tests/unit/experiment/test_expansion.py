@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedbn_flwr.experiment.content import read_content, shipped_experiments
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault
 
@@ -145,7 +145,7 @@ def test_seeds_repeat_each_cell() -> None:
 
 def test_an_override_of_a_listed_key_selects_cells_with_their_folders() -> None:
     whole, some = (
-        run_names(read_experiment(parse_yaml(SWEPT), overrides)) for overrides in ([], ["train.lr=0.1", "only=FixBN"])
+        list(read_experiment(parse_yaml(SWEPT), overrides).named) for overrides in ([], ["train.lr=0.1", "only=FixBN"])
     )
     assert some == ["FixBN-alpha=0.1-lr=0.1", "FixBN-alpha=1.0-lr=0.1"]
     assert set(some) < set(whole)

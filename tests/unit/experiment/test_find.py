@@ -20,7 +20,6 @@ from fedbn_flwr.experiment.find import (
     parse_overrides,
     parse_yaml,
     read_experiment,
-    run_names,
     split_changes,
 )
 from tests.support.command import ROOT
@@ -229,12 +228,12 @@ def test_a_run_without_a_label_has_the_name_of_its_strategy() -> None:
 
 def test_names_of_runs_are_names_of_folders() -> None:
     runs = read_experiment(parse_yaml("seeds: [0, 1]\nruns: {'a b/c': {}}"))
-    assert run_names(runs) == ["a-b-c-seed0", "a-b-c-seed1"]
+    assert list(runs.named) == ["a-b-c-seed0", "a-b-c-seed1"]
 
 
 def test_the_same_seed_twice_is_refused() -> None:
     with pytest.raises(SettingsError, match="two runs are both called"):
-        run_names(read_experiment(parse_yaml("seeds: [1, 1]")))
+        list(read_experiment(parse_yaml("seeds: [1, 1]")).named)
 
 
 # --- overrides of the compared keys ------------------------------------------

@@ -15,7 +15,7 @@ from fedbn_flwr.data.dataset import DataSet, Groups
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment, run_names
+from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Data, Experiment
 from fedbn_flwr.strategies import FedAvg
@@ -66,7 +66,7 @@ def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypa
     experiment_data.forget_data()
     experiment = load_experiment(str(file))
     assert experiment.description, "fedbn list experiments shows it"
-    run, name = experiment.runs[-1], run_names(experiment)[-1]  # nightly tests train all of them at size smoke
+    run, name = experiment.runs[-1], list(experiment.named)[-1]  # nightly tests train all of them at size smoke
     if run.data.crop is not None:  # networks of pixels take seconds to try
         run = run.model_copy(update={"data": run.data.model_copy(update={"crop": 64})})
     prepared = prepare_run(run, name, make_rule(run))

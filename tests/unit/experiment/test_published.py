@@ -12,7 +12,7 @@ import yaml
 
 from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment, run_names
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment
 from fedbn_flwr.results.folder import deciding
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
@@ -93,9 +93,9 @@ def test_wrong_published_figures_are_refused(published: str, says: list[str]) ->
 def test_a_label_never_leaves_the_folder_of_its_experiment() -> None:
     labels = ["..", ".", "../../x", "a/b", ".hidden", "\u00e9" * 300]
     runs = {"runs": {label: {"rounds": i + 1} for i, label in enumerate(labels)}}
-    names = run_names(read_experiment(runs, ("only=[..]",)))
+    names = list(read_experiment(runs, ("only=[..]",)).named)
     assert names == ["run"]
-    names = run_names(read_experiment(runs, ("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",)))
+    names = list(read_experiment(runs, ("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",)).named)
     assert names[:3] == ["x", "a-b", "hidden"]
     assert len(names[3].encode()) <= 200
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
-from fedbn_flwr.experiment.origins import settings_of
+from fedbn_flwr.experiment.find import parse_yaml, read_experiment, settings_of
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault, read
 
@@ -206,13 +205,12 @@ def test_a_name_keeps_the_keys_that_do_not_depend_on_it() -> None:
 
 def test_a_listed_strategy_is_selected_by_its_name_and_keeps_its_place() -> None:
     text = "sweep: {strategy: [FedAvg, {name: FixBN, freeze_round: 1}]}"
+    whole = read_experiment(parse_yaml(text))
     (run,) = read_experiment(parse_yaml(text), ["strategy=FedAvg"]).runs
     assert run.label == "FedAvg, strategy=FedAvg"
     (again,) = read_experiment(run.model_dump(mode="json")).runs
     assert again.cell == run.cell
-    assert {
-        each.origin for each in settings_of(read_experiment(parse_yaml(text)), run) if each.key == "strategy.name"
-    } == {"sweep"}
+    assert {each.origin for each in settings_of(whole, run) if each.key == "strategy.name"} == {"sweep"}
 
 
 def test_another_optimizer_does_not_inherit_the_options_of_the_first() -> None:

@@ -28,7 +28,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_the_settings_are_read(text: str) -> None:
-    assert {tracker.name for tracker in read(text).track} <= TRACKERS.keys()
+    assert {tracker["name"] for tracker in read(text).track} <= TRACKERS.keys()
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import FedbnError, UserError
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run import run_one
@@ -185,7 +185,7 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
         item = replace(prepared, rule=make_rule(prepared.run))
         with LocalGrid(Adding(client_app(make), kind, who, added, last), 3) as grid, suppress(FedbnError):
             settings = prepared.run.model_dump(mode="json")
-            run_one(item, grid, folder, Progress([2], quiet=True), folder.begin(settings))
+            run_one(item, grid, folder, Reporter(), folder.begin(settings))
         check_folder(folder.path)
 
 

@@ -11,7 +11,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from fedbn_flwr.experiment.data import resolve
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run import run_folders
@@ -39,6 +38,6 @@ for values in state.config_records.values():
 
 shutil.copytree(source, target.path)
 (target.path / "summary.json").unlink(missing_ok=True)
-(target.path / "config.yaml").write_text(dump_yaml(resolve(run).model_dump(mode="json")))
-snapshot = replace(snapshot, strategy=state, settings=deciding(resolve(run).model_dump(mode="json")))
+(target.path / "config.yaml").write_text(dump_yaml(run.model_dump(mode="json")))
+snapshot = replace(snapshot, strategy=state, settings=deciding(run.model_dump(mode="json")))
 target.checkpoint.write(snapshot, None if clients is None else list(clients))

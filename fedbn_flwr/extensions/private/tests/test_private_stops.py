@@ -19,7 +19,7 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.listeners.base import RunState
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one
@@ -71,11 +71,11 @@ class Killed(LocalGrid):
         return replies
 
 
-class KilledAtTheEnd(Progress):
+class KilledAtTheEnd(Reporter):
     """It comes before the listener that writes the checkpoint."""
 
     def __init__(self, stop: Stop | None) -> None:
-        super().__init__([ROUNDS], plain=True, quiet=True)
+        super().__init__()
         self.at = stop
 
     def on_round(self, state: RunState) -> None:
@@ -156,14 +156,14 @@ def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
     prepared, run = settings({}), RunFolder(tmp_path / "run")
     config = prepared.run.model_dump(mode="json")
 
-    class Stopping(Progress):
+    class Stopping(Reporter):
         def on_round(self, state: RunState) -> None:
             state.stop = state.round == 2
 
     for ended in (True, False):
         done = run.begin(config)
         try:
-            run_one(settings({}), Killed(run.path, None), run, Stopping([ROUNDS], plain=True, quiet=True), done)
+            run_one(settings({}), Killed(run.path, None), run, Stopping(), done)
         except KeyboardInterrupt:
             assert ended
     check(run.path, ROUNDS, "central")

@@ -27,7 +27,7 @@ from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run import run_one
@@ -555,7 +555,7 @@ def test_history_and_summary_have_skipped_rounds_and_clients_left_out(tmp_path: 
     folder.begin(prepared.run.model_dump(mode="json"))
     app = Hostile(client_app(Clients(experiment)), (2,), {1: Attack("shares", SHARES, arrays_as(random), SKIPPED)})
     with LocalGrid(app, 5) as grid:
-        run_one(prepared, grid, folder, Progress([2], quiet=True), 0)
+        run_one(prepared, grid, folder, Reporter(), 0)
     first, second = folder.history()
     assert (first["skipped"], first["clients"], second["clients"]) == (1, 0, 4)
     assert "skipped" not in second

@@ -21,7 +21,6 @@ from fedbn_flwr.errors import RunFailed, StorageError
 from fedbn_flwr.experiment.content import merge
 from fedbn_flwr.experiment.find import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.base import RunState
-from fedbn_flwr.experiment.listeners.board import Reporter
 from fedbn_flwr.experiment.listeners.checkpoint import Checkpoint
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
 from fedbn_flwr.experiment.listeners.history import History
@@ -29,6 +28,7 @@ from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import train_round
+from fedbn_flwr.experiment.side_by_side import reporter_to
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.folder import RunFolder
@@ -120,7 +120,7 @@ def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: 
 
 def test_a_run_whose_parent_has_died_stops_with_a_checkpoint(state: RunState) -> None:
     ours, theirs = multiprocessing.Pipe()
-    reporter = Reporter(ours, os.getppid())
+    reporter = reporter_to(ours, os.getppid())
     reporter.on_start(state)
     theirs.close()
     train_round(state)
@@ -197,16 +197,16 @@ def test_where_nodes_keep_their_states_the_last_whole_round_is_saved(state: RunS
 
 
 def test_progress_names_each_run_and_its_last_round(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress([5, 5], plain=True) as progress:
-        progress.next_run("first")
-        progress.skip_run()
-        progress.next_run("second")
+    with Progress(["first", "second"], [5, 5], plain=True) as progress:
+        progress.skip([0])
+        reporter = progress.begin(1)
         state.round = 3
-        progress.on_start(state)
+        reporter.on_start(state)
         state.round, state.line = 5, {"round": 5, "accuracy": 0.5, "loss": 2.0}
-        progress.on_round(state)
+        reporter.on_round(state)
+        progress.end(1)
     assert capsys.readouterr().out.splitlines() == [
-        "[1/2] first: finished already",
+        "1 of 2 runs are finished already",
         "[2/2] second: 5 rounds, continuing after round 3",
         "[2/2] second: round 5/5  accuracy 0.5000  loss 2.0000",
     ]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -79,24 +80,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def state(round: int, rounds: int = 4) -> SimpleNamespace:
+def state(round: int, rounds: int = 4) -> Any:
     line = {"round": round, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
     return SimpleNamespace(
-        run=SimpleNamespace(rounds=rounds), round=round, line=line, stop=False, ended=None, is_last=round == rounds
+        round=round,
+        line=line,
+        stop=False,
+        is_last=round == rounds,
+        prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict)),
     )
 
 
 def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
     clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Progress([4], plain=True) as progress:
-        progress.next_run("FedTAN")
-        progress.on_start(state(0))
+    with Progress(["FedTAN"], [4], plain=True) as progress:
+        run = progress.begin(0)
+        run.on_start(state(0))
         for layer in range(1, 21):
             clock.seconds += 2
-            progress.report("forward pass, layers", layer, 20)
+            run.report("forward pass, layers", layer, 20)
         clock.seconds += 2
-        progress.on_round(state(1))
+        run.on_round(state(1))
     assert capsys.readouterr().out.splitlines() == [
         "[1/1] FedTAN: 4 rounds",
         "[1/1] FedTAN: round 1/4  forward pass, layers: 5 of 20 after 10 s",
@@ -115,16 +120,16 @@ def drawn(progress: Progress, width: int) -> list[str]:
 
 
 def test_the_bar_has_rounds_time_passed_and_time_left(clock: SimpleNamespace) -> None:
-    progress = Progress([4, 4], quiet=True)
+    progress = Progress(["FixBN", "FedBN"], [4, 4], quiet=True)
     clock.seconds = 5
     progress.status("loading data")
     assert drawn(progress, 80) == ["loading data ...  0:05"]
-    progress.next_run("FixBN")
-    progress.on_start(state(0))
+    run = progress.begin(0)
+    run.on_start(state(0))
     clock.seconds = 25
-    progress.on_round(state(1))
+    run.on_round(state(1))
     clock.seconds = 31
-    progress.report("clients trained", 3, 5)
+    run.report("clients trained", 3, 5)
     bar, below = drawn(progress, 110)
     assert re.fullmatch(r"\[1/2\] FixBN ━+ +1/4  0:31  about 2 min left", bar.replace("╸", "━").replace("╺", "━"))
     assert (
@@ -137,15 +142,15 @@ def test_the_bar_has_rounds_time_passed_and_time_left(clock: SimpleNamespace) ->
 @pytest.mark.parametrize(("images", "left"), [([40, 360], "3 min"), ([40, None], "25 s"), ([], "25 s")])
 def test_the_time_left_is_that_of_the_images_left(images: list[int | None], left: str, clock: SimpleNamespace) -> None:
     """A round of the second run takes nine times as long as one of the first, if that is known."""
-    progress = Progress([4, 4], images, quiet=True)
-    progress.next_run("5 clients")
-    progress.on_start(state(0))
+    progress = Progress(["5 clients", "9 clients"], [4, 4], images, quiet=True)
+    run = progress.begin(0)
+    run.on_start(state(0))
     for done in (1, 2, 3):
         clock.seconds += 5
-        progress.on_round(state(done))
+        run.on_round(state(done))
     assert f"about {left} left" in drawn(progress, 110)[0]
 
 
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
-    with pytest.raises(KeyboardInterrupt), Progress([4], quiet=True):
+    with pytest.raises(KeyboardInterrupt), Progress(["FedAvg"], [4], quiet=True):
         os.kill(os.getpid(), 2)

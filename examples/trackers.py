@@ -1,0 +1,88 @@
+"""Trackers of your own: MLflow and Trackio, for `track: {name: 'trackers:MLflow', uri: 'http://localhost:5000'}`.
+
+Copy this file to where you start `fedbn`, and install `mlflow-skinny` or `trackio`. A tracker is a function of the run
+and of its settings in the experiment; it returns a session, whose methods may wait for a network and may fail.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fedbn_flwr.experiment.trackers import Session, Status, TrackedRun
+
+# --- MLflow ------------------------------------------------------------------
+
+
+class MLflow(Session):
+    """The MLflow server or folder `uri` (default: MLFLOW_TRACKING_URI), under the MLflow experiment `experiment`."""
+
+    def __init__(self, run: TrackedRun, uri: str | None = None, experiment: str | None = None) -> None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # refused by default from MLflow 3.7 on
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param, RunTag
+
+        self.metric, self.tag = Metric, RunTag
+        self.client = MlflowClient(tracking_uri=uri)
+        if run.id is not None:
+            self.id = run.id
+            self.client.update_run(self.id, status="RUNNING")
+            return
+        name = experiment or run.experiment
+        found = self.client.get_experiment_by_name(name)
+        number = self.client.create_experiment(name) if found is None else found.experiment_id
+        self.id = self.client.create_run(number, run_name=run.name).info.run_id
+        parameters = [Param(key, str(value)) for key, value in run.settings.items()]
+        for first in range(0, len(parameters), 100):  # a request takes 100 parameters
+            self.client.log_batch(self.id, params=parameters[first : first + 100])
+
+    def log(self, round: int, figures: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [self.metric(_known(name), value, now, round) for name, value in figures.items()]
+        for first in range(0, len(metrics), 1000):  # a request takes 1,000 figures
+            self.client.log_batch(self.id, metrics=metrics[first : first + 1000])
+
+    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
+        tags = [self.tag(_known(f"summary.{key}"), str(value)) for key, value in summary.items()]
+        self.client.log_batch(self.id, tags=tags[:100])
+        self.client.set_terminated(
+            self.id, status={"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[status]
+        )
+
+
+def _known(name: str) -> str:
+    """A name that MLflow takes."""
+    return re.sub(r"[^A-Za-z0-9_./ :-]", "_", name)
+
+
+# --- Trackio -----------------------------------------------------------------
+
+
+class Trackio(Session):
+    """A database on this machine (TRACKIO_DIR), or the Hugging Face Space `space` (OWNER/NAME)."""
+
+    def __init__(self, run: TrackedRun, project: str | None = None, space: str | None = None) -> None:
+        import trackio
+
+        # Trackio continues a run by its name; runs of several folders may have the same one.
+        self.id = run.id or f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.run = trackio.init(
+            project=project or run.experiment,
+            name=self.id,
+            space_id=space,
+            config=dict(run.settings),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def log(self, round: int, figures: Mapping[str, float]) -> None:
+        self.run.log(dict(figures), step=round)
+
+    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self.run.log({"status": status, **{f"summary/{key}": value for key, value in summary.items()}})
+        self.run.finish()
