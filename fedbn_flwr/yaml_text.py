@@ -36,9 +36,7 @@ class Dumper(yaml.SafeDumper):
 
 
 for _class in (_Loader, Dumper):
-    _class.add_implicit_resolver(
-        _FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
+    _class.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
 def dump_yaml(content: Any) -> str:

@@ -31,7 +31,7 @@ from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.partition import PartitionCounts
-from fedbn_flwr.strategies import CannotSave, Rule
+from fedbn_flwr.strategies import CannotSave, Rule, state_of
 
 from .check import Faults
 from .cost import trained_in_a_round
@@ -249,7 +249,7 @@ def try_out(prepared: Prepared, dataset: DataSet) -> Measured:
 
 def _state_of(rule: Rule) -> int:
     try:
-        return len(dump(rule.state()))
+        return len(dump(state_of(rule)))
     except CannotSave:
         return 0
 

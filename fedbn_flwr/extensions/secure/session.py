@@ -140,7 +140,9 @@ class MaskedRound(GridAround):
         means = self._fixed.means(sums, self._fixed.kinds(sums, kind), count)
         tensors = {key: mean for (name, key), mean in means.items() if name == "arrays"}
         images = round(float(means[TOTALS, protocol.BATCH_EXAMPLES]) * count)
-        error = self._fixed.resolution("statistics") / (float(means[TOTALS, self.rule.leaf.weighted_by_key]) * count or 1)
+        error = self._fixed.resolution("statistics") / (
+            float(means[TOTALS, self.rule.leaf.weighted_by_key]) * count or 1
+        )
         # FedTAN refuses tensors of other names and shapes.
         if kind == "moments" and len({mean.shape for mean in tensors.values()}) == 1 and {"mean", "var"} <= {*tensors}:
             square = tensors["mean"] ** 2
@@ -252,7 +254,8 @@ class MaskedRound(GridAround):
         }
         like |= {place: () for place in values if place[0] == TOTALS}
         like |= {
-            (TOTALS, key): () for key in (self.rule.leaf.weighted_by_key, *([protocol.BATCH_EXAMPLES] * (model is None)))
+            (TOTALS, key): ()
+            for key in (self.rule.leaf.weighted_by_key, *([protocol.BATCH_EXAMPLES] * (model is None)))
         }
         for place, shape in like.items():
             if place not in values or (values[place].dtype, values[place].shape) != (np.uint64, shape):
