@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role
@@ -102,18 +103,21 @@ def gaussian(size: int, deviation: float, seed: int | None) -> Array:
 # --- epsilon and delta -------------------------------------------------------
 
 
+def _log_ndtr(value: float) -> float:
+    """The logarithm of the standard normal distribution's function."""
+    return float(torch.special.log_ndtr(torch.tensor(value, dtype=torch.float64)))
+
+
 def delta_of(mu: float, epsilon: float) -> float:
     """The smallest delta of Gaussian mechanisms together, where mu^2 is the sum of 1 / (noise / sensitivity)^2.
 
     Exact: equation 6 of Balle and Wang 2018 (https://arxiv.org/abs/1805.06530); and adaptive Gaussian mechanisms
     compose to one (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383, corollary 3.3).
     """
-    from scipy.special import log_ndtr
-
     if mu == 0:
         return 0.0
-    first = float(log_ndtr(mu / 2 - epsilon / mu))
-    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    first = _log_ndtr(mu / 2 - epsilon / mu)
+    second = epsilon + _log_ndtr(-mu / 2 - epsilon / mu)
     return math.exp(first) * -math.expm1(min(second - first, 0.0))
 
 
