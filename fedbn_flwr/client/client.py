@@ -208,8 +208,7 @@ class BNClient(NumPyClient):
         server_round = int(config.get(protocol.ROUND, 1))
         self._load(arrays, config)
         local = LocalRound(
-            config, arrays, extras, self.model, self.state, self.num_examples, self.identity.get(protocol.PARTITION),
-            exchange, self.clip, self.min_batch,
+            config, arrays, extras, self.model, self.state, self.identity.get(protocol.PARTITION), self, exchange
         )  # fmt: skip
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         lr = self._rate(server_round, config)

@@ -171,9 +171,7 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     """The arrays of a record, which callers must not change."""
     places = [array.place if isinstance(array, Array) else None for array in arrays.values()]
     block = places[0][0] if places and places[0] else {}
-    if list(block) == list(arrays) and all(
-        place and place[0] is block and place[1] == key for place, key in zip(places, block, strict=True)
-    ):
+    if list(block) == list(arrays) == [place[1] for place in places if place and place[0] is block]:
         return block
     return {key: value.value if isinstance(value, Array) else _read(value) for key, value in arrays.items()}
 

@@ -44,7 +44,7 @@ class Private(ClientRule):
         changed = {
             key: value
             for key, value in update.arrays.items()
-            if key in self.local.parameters or of[key] is Role.STATISTICS
+            if key in self.local.optimizer.parameters or of[key] is Role.STATISTICS
         }
         parts = parts_of(changed, of, frozenset(Role) - frozen_roles(config))
         if parts["statistics"] and STATISTICS_CLIP not in config:
