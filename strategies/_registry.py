@@ -46,7 +46,7 @@ class Registry(UserDict[str, Any]):
         return part("strategies", name) if self.data[name] is None else self.data[name]
 
 
-STRATEGIES = Registry(dict.fromkeys(declared("strategies")))
+STRATEGIES = Registry()
 
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
 _NOT_IN_FILES = {
@@ -56,9 +56,10 @@ _NOT_IN_FILES = {
 
 
 def register(names: Mapping[str, Any]) -> Registry:
-    """Fill STRATEGIES with the rules among the names of this package."""
+    """Fill STRATEGIES with the rules among the names of this package, and with the names of those of extensions."""
     classes = {name: value for name, value in names.items() if isinstance(value, type) and value is not Wrapper}
-    STRATEGIES.update({name: value for name, value in classes.items() if issubclass(value, Leaf | Wrapper)})
+    rules = {name: value for name, value in classes.items() if issubclass(value, Leaf | Wrapper)}
+    STRATEGIES.update({**rules, **dict.fromkeys(declared("strategies"))})
     return STRATEGIES
 
 
