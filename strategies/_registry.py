@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -38,21 +39,11 @@ _OF_FLOWER: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Registry(Mapping[str, type[Rule]]):
+class Registry(UserDict[str, Any]):
     """The strategies by name: those of this package, and those of extensions, which are imported when they are used."""
 
-    def __init__(self) -> None:
-        self.own: dict[str, type[Rule]] = {}
-
-    def __getitem__(self, name: str) -> type[Rule]:
-        rule: type[Rule] = self.own[name] if name in self.own else part("strategies", name)
-        return rule
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self.own, **declared("strategies")})
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+    def __getitem__(self, name: str) -> Any:
+        return part("strategies", name) if self.data[name] is None else self.data[name]
 
 
 STRATEGIES = Registry()
@@ -65,9 +56,10 @@ _NOT_IN_FILES = {
 
 
 def register(names: Mapping[str, Any]) -> Registry:
-    """Fill STRATEGIES with the rules among the names of this package."""
+    """Fill STRATEGIES with the rules among the names of this package, and with the names of those of extensions."""
     classes = {name: value for name, value in names.items() if isinstance(value, type) and value is not Wrapper}
-    STRATEGIES.own = {name: value for name, value in classes.items() if issubclass(value, Leaf | Wrapper)}
+    rules = {name: value for name, value in classes.items() if issubclass(value, Leaf | Wrapper)}
+    STRATEGIES.update({**rules, **dict.fromkeys(declared("strategies"))})
     return STRATEGIES
 
 
@@ -110,16 +102,20 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
     check_strategy(spec, section)
     options = dict(spec)
     name = options.pop("name")
-    if named.is_name(name):
-        cls = named.load(f"{section}.name", name)
-        if not isinstance(cls, type):
-            return _own(section, name, cls, options, defaults)
-        if not issubclass(cls, Strategy):
-            raise SettingsError(
-                f"{section}.name={name!r} is the class {cls.__name__}; expected a flwr.serverapp.strategy.Strategy"
-            )
+    made: Any = named.load(f"{section}.name", name) if named.is_name(name) else class_of(name)
+    if isinstance(made, type):
+        made = _built(made, name, options, section, defaults)
     else:
-        cls = class_of(name)
+        given = {key: value for key, value in named.accepted(made, defaults).items() if key not in options}
+        made = named.call(f"{section}.name", name, **given, **options)
+    if not isinstance(made, Strategy):
+        raise SettingsError(
+            f"{section}.name={name!r} returned a {type(made).__name__}; expected a flwr.serverapp.strategy.Strategy"
+        )
+    return made
+
+
+def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, defaults: dict[str, Any]) -> Any:
     of_flower = FLOWER.get(name)
     defaults |= of_flower.defaults if of_flower else {}
     known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if of_flower else {})
@@ -148,29 +144,12 @@ def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **default
     try:
         made = cls(*positional, **options)
     except SettingsError as error:
-        raise SettingsError(_at(section, name, options, error)) from None
+        argument = re.match(r"\w+", str(error))  # most errors of constructors begin with it
+        where = f"{section}." if argument and argument[0] in options else f"{section} {name}: "
+        raise SettingsError(f"{where}{error}") from None
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{section} {name} with {options}: {error}") from None
     if of_flower is None:
         return made
     statistics: Any = "median" if of_flower.robust else "mean"
     return MeanStatistics(Foreign(made, defaults.get("seed", 0)), statistics=statistics)
-
-
-def _at(section: str, name: str, options: Mapping[str, Any], error: SettingsError) -> str:
-    """An error of a strategy's constructor, most of which begin with the argument."""
-    key = re.match(r"\w+", str(error))
-    return f"{section}.{error}" if key and key[0] in options else f"{section} {name}: {error}"
-
-
-def _own(
-    section: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Strategy:
-    """The strategy that a function of the user makes."""
-    given = {key: value for key, value in named.accepted(make, defaults).items() if key not in options}
-    made = named.call(f"{section}.name", name, **given, **options)
-    if not isinstance(made, Strategy):
-        raise SettingsError(
-            f"{section}.name={name!r} returned a {type(made).__name__}; expected a flwr.serverapp.strategy.Strategy"
-        )
-    return made

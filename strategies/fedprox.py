@@ -47,7 +47,7 @@ class FedProxClient(ClientRule):
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
 
     def begin(self) -> None:
-        self.received = copies(self.local.parameters.values())  # w_t
+        self.received = copies(self.local.optimizer.parameters.values())  # w_t
 
     def adjust(self) -> None:
         add_proximal(self.received, float(self.local.config[PROXIMAL_MU]))

@@ -187,19 +187,23 @@ class FedTANClient(ClientRule):
                 "batch norm (instance norm has no statistics of a batch); use FedAvg, or a model with batch norm"
             )
         backward = bool(config.get(protocol.COHORT_BACKWARD, True))
-        if backward and not (isinstance(local.optimizer, SGD) and local.clip is None):
+        if backward and not (isinstance(local.optimizer, SGD) and local.client.clip is None):
             raise MessageError(
                 f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
                 "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
             )
         fused = config[protocol.COHORT] == "fused"
         step = LayerwiseStep(
-            local.exchange, fused=fused, backward=backward, examples=local.num_examples, partition=local.partition
+            local.exchange,
+            fused=fused,
+            backward=backward,
+            examples=local.client.num_examples,
+            partition=local.partition,
         )
 
         def checked(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
             allowed = int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH))
-            check_batch(len(inputs), allowed=allowed, own=local.min_batch)  # before anything is sent
+            check_batch(len(inputs), allowed=allowed, own=local.client.min_batch)  # before anything is sent
             return step(model, inputs, targets, loss_fn)
 
         return checked

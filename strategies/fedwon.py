@@ -62,7 +62,7 @@ class FedWonClient(ClientRule):
     def begin(self) -> None:
         linear = [module for module in self.local.model.modules() if isinstance(module, nn.Linear)]
         exempt = {id(p) for p in linear[-1].parameters()} if linear else set()
-        self.clipped = [p for p in self.local.parameters.values() if id(p) not in exempt]
+        self.clipped = [p for p in self.local.optimizer.parameters.values() if id(p) not in exempt]
 
     def adjust(self) -> None:
         clip_adaptively(self.clipped, float(self.local.config[CLIP]))

@@ -88,7 +88,7 @@ class GlobalMomentumClient(ClientRule):
     def finish(self, update: Update) -> None:
         new = {**self.local.state.load("momentum"), **copied(self.local.optimizer.state())}
         if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
-            sent = {name: p for name, p in self.local.parameters.items() if name in self.local.received}
+            sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in self.local.received}
             # Zero if a parameter has had no gradient yet.
             zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if name not in new})
             update.extras[MOMENTUM_RECORD] = {name: new.pop(name) if name in new else zeros[name] for name in sent}

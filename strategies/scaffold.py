@@ -72,7 +72,7 @@ class ScaffoldClient(ClientRule):
 
     def begin(self) -> None:
         c, own = self.local.records.get(CONTROL_RECORD, {}), self._own()
-        parameters = self.local.parameters.items()
+        parameters = self.local.optimizer.parameters.items()
         self.corrections = {p: tensor_like(c.get(name), p) - tensor_like(own.get(name), p) for name, p in parameters}
         self.sums = {p: torch.zeros_like(p) for _, p in parameters}
         self.steps = 0
@@ -87,7 +87,7 @@ class ScaffoldClient(ClientRule):
 
     def finish(self, update: Update) -> None:
         before = self._own()
-        new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.parameters.items()})
+        new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.optimizer.parameters.items()})
         self.local.state.save("control", {**before, **new})  # parameters that are frozen now keep their c_i
         update.extras[CONTROL_RECORD] = {
             name: value - before[name] if name in before else value for name, value in new.items()

@@ -205,14 +205,13 @@ class BNClient(NumPyClient):
         with self._parts.exclusive():
             self._load(arrays, config)
             local = LocalRound(
-                config, arrays, extras or {}, self.model, self.state, self.num_examples,
-                self.identity.get(protocol.PARTITION), exchange, self.clip, self.min_batch,
+                config, arrays, extras or {}, self.model, self.state, self.identity.get(protocol.PARTITION), self, exchange
             )  # fmt: skip
             rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
             loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
             received, returned = set(arrays), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
             sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
-            metrics: Metrics = {protocol.NUM_EXAMPLES: local.num_examples, protocol.TRAIN_LOSS: loss}
+            metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
             if config.get(protocol.REPORT_BATCH):
                 metrics[protocol.BATCH_EXAMPLES] = first_batch
             update = Update(sent, metrics, {})

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -24,6 +24,9 @@ from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Key as Key
+
+if TYPE_CHECKING:
+    from fedbn_flwr.client.client import BNClient
 
 
 @dataclass(eq=False)
@@ -46,16 +49,10 @@ class LocalRound:
     records: Mapping[str, Arrays]
     model: nn.Module
     state: NodeState
-    num_examples: int  # in the client's training data
     partition: int | None
+    client: BNClient  # whose arguments a rule may check
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
-    clip: float | None = None  # the client's limit for the norm of gradients
-    min_batch: int = 1  # the client's own limit for the images in a batch whose statistics it exchanges
     optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self.optimizer.parameters
 
 
 class ClientRule:

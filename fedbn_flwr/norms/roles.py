@@ -52,7 +52,7 @@ def _of_keys(keys: tuple[str, ...]) -> dict[str, Role]:
 
 
 def _of_layers(keys: Iterable[str], norms: set[str]) -> dict[str, Role]:
-    named = {key: _name(key) for key in keys}
+    named = {key: key.rpartition(".")[2] for key in keys}
     return {
         key: _ROLES.get(name, Role.WEIGHTS) if key.removesuffix(name) in norms else Role.WEIGHTS
         for key, name in named.items()

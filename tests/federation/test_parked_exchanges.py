@@ -18,7 +18,7 @@ from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 from fedbn_flwr.results.ledger import MeteredGrid
-from tests.support.federations import last_model, same
+from tests.support.federations import last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedTAN
 
@@ -87,15 +87,15 @@ def with_fault(fed: Any, fault: Callable[[], None]) -> ClientApp:
 
 def participants(fed: Any, grid: Any, after: Callable[[int], object] = bool, **options: Any) -> list[list[int]]:
     """The nodes in the mean of each of two rounds; `after` is called at the end of each."""
-    strategy, found = FedTAN(fraction_evaluate=0.0, **options), []
+    strategy = FedTAN(fraction_evaluate=0.0, **options)
+    found = nodes_in_means(strategy)
 
     def note(server_round: int, arrays: ArrayRecord) -> None:
         if server_round:
-            found.append(sorted(strategy.used))
             after(server_round)
 
     strategy.start(grid, fed.arrays(), num_rounds=2, evaluate_fn=note)
-    return found
+    return [sorted(nodes) for nodes in found]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -45,3 +45,10 @@ def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
         return latest[context.node_id]
 
     return client_app(make), latest
+
+
+def nodes_in_means(strategy: Any) -> list[list[int]]:
+    """The nodes in the mean of each round of a strategy that has no `after_round`, as soon as the round is over."""
+    found: list[list[int]] = []
+    strategy.after_round = lambda round, replies, weights: found.append([reply.node for reply in replies])
+    return found

@@ -44,7 +44,7 @@ class Private(ClientRule):
         changed = {
             key: value
             for key, value in update.arrays.items()
-            if key in self.local.parameters or of[key] is Role.STATISTICS
+            if key in self.local.optimizer.parameters or of[key] is Role.STATISTICS
         }
         parts = parts_of(changed, of, frozenset(Role) - frozen_roles(config))
         needed = {key for part, some in parts.items() if some for key in KEYS[part][: 2 if NOISE in config else 1]}

@@ -25,6 +25,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
+from tests.support.federations import nodes_in_means
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.network import make_keys, missing_tools
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
@@ -143,8 +144,9 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     results = []
     for direct in (False, HERE):
         strategy = FedTAN(fraction_evaluate=0.0, direct=direct)
+        used = nodes_in_means(strategy)
         results.append(train(fed, strategy, 1, app=spoiled(fed, 1, spoil), workers=3)[0])
-        assert len(strategy.used) == 2
+        assert len(used[0]) == 2
     reasons = re.findall("exchange 2: left out client 1 (.*)", flower_log.text)
     assert len(reasons) == 2
     assert all(re.search(says, reason) for reason in reasons), reasons
@@ -182,8 +184,9 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
     """It later finds that the others have continued, and its model is not used."""
     fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
     strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=2)
+    used = nodes_in_means(strategy)
     train(fed, strategy, 1, app=spoiled(fed, 1, lambda _: time.sleep(4)), workers=3)
-    assert len(strategy.used) == 2
+    assert len(used[0]) == 2
     assert "client 1" in flower_log.text
     assert "sent nothing to the exchange service within 2 s" in flower_log.text
 
@@ -209,8 +212,9 @@ def test_clients_that_train_without_exchanges_are_not_waited_for(
         local.start()
         # A wait for either client would last 3000 s.
         strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=3000)
+        used = nodes_in_means(strategy)
         strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1)
-    assert len(strategy.used) == 2
+    assert len(used[0]) == 2
     assert "node 1: the client's process died (signal 9)" in flower_log.text
     assert "node 2: it trained without the exchanges" in flower_log.text
 
