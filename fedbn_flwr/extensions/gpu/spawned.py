@@ -7,14 +7,15 @@ trains its own.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import io
 import logging
 import math
 import multiprocessing
+import operator
 import os
 import pickle
+import pkgutil
 import socket
 import sys
 import threading
@@ -154,13 +155,9 @@ class _Pickler(ForkingPickler):
             rebuild, arguments = reduce_tensor(self._copies[key][1])
         except RuntimeError as error:
             log(WARNING, "processes cannot share the memory of a GPU here, so each has a copy of the data: %s", error)
-            return _copied, (tensor.cpu(),)
+            return operator.methodcaller("cuda"), (tensor.cpu(),)
         index = list(inspect.signature(rebuild).parameters).index("storage_device")
         return rebuild, (*arguments[:index], 0, *arguments[index + 1 :])
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.cuda()
 
 
 def _loaded(content: bytes) -> Any:
@@ -174,22 +171,15 @@ def _loaded(content: bytes) -> Any:
 
 def _app(app: ClientApp) -> Any:
     """How another process finds an app: by its name in a module, or from the arguments of `client_app`."""
-    module, name = _name_of(app)
-    if type(app) is not ClientApp and module in ("", "__main__"):  # it may be below if __name__ == "__main__"
-        return NotImplemented
-    if not name:
+    names = [
+        f"{module}:{name}"
+        for module, content in list(sys.modules.items())
+        if isinstance(content, ModuleType) and module != "__mp_main__"
+        for name, value in list(vars(content).items())
+        if value is app
+    ]
+    if type(app) is not ClientApp and (not names or names[0].startswith("__main__:")):
+        return NotImplemented  # it may be below if __name__ == "__main__"
+    if not names:
         raise pickle.PicklingError("it is in no module")
-    return _find, (module, name)
-
-
-def _name_of(app: ClientApp) -> tuple[str, str]:
-    for module, content in list(sys.modules.items()):
-        if isinstance(content, ModuleType) and module != "__mp_main__":
-            for name, value in list(vars(content).items()):
-                if value is app:
-                    return module, name
-    return "", ""
-
-
-def _find(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name, (names[0],)
