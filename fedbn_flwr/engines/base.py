@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flwr.app import Message, RecordDict
 from flwr.common import log
@@ -25,11 +25,17 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
     from fedbn_flwr.exchange.round import Answers
     from fedbn_flwr.messages.aggregate import Arrays
 
-    from .local import LocalGrid
-
 
 Replied = Callable[[Message], object]  # gets a reply when it arrives
 GivenUp = Callable[[], Collection[int]]  # the nodes whose replies the grid should stop waiting for
+
+
+class NodeStates(Protocol):
+    """Access to every node's `Context.state`, only while no message is being processed."""
+
+    def read_state(self, node: int) -> RecordDict: ...
+
+    def write_state(self, node: int, records: RecordDict) -> None: ...
 
 
 class Capabilities:
@@ -42,8 +48,8 @@ class Capabilities:
     def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
         """Call `replied` with each reply of the next `send_and_receive` as it arrives, if the engine can."""
 
-    def node_states(self) -> LocalGrid | None:
-        """The grid that reads and writes nodes' states; None if the server cannot access them."""
+    def node_states(self) -> NodeStates | None:
+        """The nodes' states; None if the server cannot access them."""
         return None
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:

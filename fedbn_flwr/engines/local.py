@@ -28,7 +28,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import extensions
 from fedbn_flwr.errors import MissingPackage, RunFailed
 
-from .base import Capabilities, GivenUp, Replied
+from .base import Capabilities, GivenUp, NodeStates, Replied
 from .nodes import Contexts, Nodes
 from .schedule import Schedule
 from .worker import START_TIMEOUT, NodeWorker, Worker, leave_if_unguarded
@@ -318,7 +318,7 @@ class LocalGrid(Capabilities, Grid):
 
     # --- the nodes' states, between rounds ---
 
-    def node_states(self) -> LocalGrid:
+    def node_states(self) -> NodeStates:
         return self
 
     def read_state(self, node: int) -> RecordDict:
