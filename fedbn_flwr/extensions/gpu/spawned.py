@@ -26,7 +26,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from flwr.clientapp import ClientApp
 from flwr.common import log
@@ -36,9 +36,6 @@ from fedbn_flwr.engines.nodes import Nodes
 from fedbn_flwr.engines.worker import UNGUARDED, Channel, Worker, serve
 from fedbn_flwr.errors import RunFailed
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _START_TIMEOUT = 300  # seconds until a process has imported PyTorch and the app
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _AT_THE_TOP = (
@@ -47,7 +44,7 @@ _AT_THE_TOP = (
 )
 
 
-Copies = dict[tuple[int, int], tuple["Tensor", "Tensor"]]  # by tensor and GPU
+Copies = dict[tuple[int, int], tuple[Any, Any]]  # by tensor and GPU
 
 
 class SpawnedWorker(Worker):
@@ -144,7 +141,7 @@ class _Pickler(ForkingPickler):
             return self._shared(value, self._gpu)
         return NotImplemented
 
-    def _shared(self, tensor: Tensor, gpu: int) -> Any:
+    def _shared(self, tensor: Any, gpu: int) -> Any:
         """A tensor in the memory of a GPU that is this process's cuda:`gpu` and the only GPU of the other process."""
         from torch.multiprocessing.reductions import reduce_tensor
 
