@@ -94,9 +94,11 @@ class NodeWorker(ABC):
 
 
 class Channel:
-    """Objects between two processes. A `Connection` would copy each array three times, and one end sees its end late:
+    """Objects between two processes.
 
-    it is open as long as any process that was forked in between."""
+    multiprocessing's `Connection` would copy each array three times, and not notice that the other end was closed while
+    a process that was forked before has a copy of it.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
