@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
@@ -33,6 +34,12 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
+def temporary_folder(kind: str) -> TemporaryDirectory[str]:
+    """A folder in the system's temporary folder, until it is cleaned up or this process ends."""
+    with writing(Path("the folder for temporary files, TMPDIR,")):
+        return TemporaryDirectory(prefix=f"fedbn-tmp-{kind}-", ignore_cleanup_errors=True)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -25,15 +26,18 @@ def map_batches(
     shared. If the modules cannot be copied, this thread does all. Each thread uses one of PyTorch's threads, so the
     results do not depend on their number. They end with the iteration, so that no forked process inherits them.
     """
-    if threads < 2 or not _can_copy(model):
+    own, copies = threading.local(), list[nn.Module]()
+    tensors = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    with suppress(Exception):  # of modules of the user
+        copies = [copy.deepcopy(model, dict(tensors)) for _ in range(threads) if threads > 1]
+    if not copies:
         for batch in batches:
             yield function(model, batch)
         return
-    own = threading.local()
 
     def begin() -> None:
         torch.set_num_threads(1)
-        own.model = _copied(model)
+        own.model = copies.pop()
 
     def call(batch: Any) -> Result:
         return function(own.model, batch)
@@ -49,16 +53,3 @@ def map_batches(
             yield waiting.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy of the modules with the same tensors."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())})
-
-
-def _can_copy(model: nn.Module) -> bool:
-    try:
-        _copied(model)
-    except Exception:  # of modules of the user
-        return False
-    return True

@@ -25,9 +25,9 @@ import ray
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import RunFailed, UserError
+from fedbn_flwr.storage import temporary_folder
 
 from .ray_settings import START, set_ray_defaults
-from .temporary import temporary_folder
 
 _PACKAGE = __name__.partition(".")[0]
 _NOT_CODE = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from flwr.app import Message
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import Gated, gate, partition_of, refused
 
 from .base import GridAround
+
+Report = Callable[[str, int, int], object]  # what is counted, how many are done, of how many
+
+_COUNTED = {
+    MessageType.TRAIN: "clients trained",
+    MessageType.EVALUATE: "clients evaluated",
+    protocol.PARTITION_QUERY: "clients ready",
+    protocol.STATISTICS_QUERY: "clients' statistics",
+    protocol.PERSONAL_QUERY: "personal models",
+}
 
 
 class GatedGrid(GridAround):
@@ -23,19 +35,30 @@ class GatedGrid(GridAround):
     ----------
     clients
         The number of partitions; None: unknown.
+    watcher
+        Gets the progress within a round: each reply when it arrives, and what strategies report.
     """
 
-    def __init__(self, inner: Grid, clients: int | None = None) -> None:
+    def __init__(self, inner: Grid, clients: int | None = None, watcher: Report | None = None) -> None:
         super().__init__(inner)
-        self._clients = clients
+        self._clients, self._watcher = clients, watcher
         self._partitions: dict[int, int] = {}  # by node
         self._holders: dict[int, int] = {}  # the inverse
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self._passed(super().send_and_receive(messages, timeout=timeout))
+        messages = list(messages)
+        if self._watcher and messages and (what := _COUNTED.get(messages[0].metadata.message_type)):
+            done = itertools.count(1)
+            self.report(what, 0, len(messages))
+            self.observe(lambda _: self.report(what, next(done), len(messages)))
+        return self._passed(self.inner.send_and_receive(messages, timeout=timeout))
+
+    def report(self, what: str, done: int, total: int) -> None:
+        if self._watcher:
+            self._watcher(what, done, total)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._passed(super().pull_messages(message_ids))
+        return self._passed(self.inner.pull_messages(message_ids))
 
     def _passed(self, replies: Iterable[Message]) -> Gated:
         found = list(replies)

@@ -160,10 +160,8 @@ class LocalGrid(Capabilities, Grid):
         busy = {worker.channel: number for number, worker in enumerate(self._workers) if worker.then}
         return [busy[channel] for channel in wait(list(busy), timeout)] if busy else []
 
-    def _start_problem(self, waited: float) -> str:
-        """Why the run must end after so many seconds without a worker that is ready, or nothing."""
-        if waited <= self._start_timeout:
-            return ""
+    def _cannot_start(self) -> str:
+        """Why no worker was ready in time."""
         return (
             f"worker processes cannot start: they did nothing for {self._start_timeout:g} s, because other threads of "
             "this process use PyTorch's random numbers or its output, or they import for too long; use workers=0"
@@ -260,9 +258,10 @@ class LocalGrid(Capabilities, Grid):
             self._served_at = now
         for worker in self._workers:
             worker.begin()  # all at once, because a process can take seconds until it is ready
-        problem = self._start_problem(now - self._served_at)
-        if problem or all(worker.problem for worker in self._workers):
-            raise RunFailed(problem or self._workers[0].problem)
+        if all(worker.problem for worker in self._workers):
+            raise RunFailed(self._workers[0].problem)
+        if now - self._served_at > self._start_timeout:
+            raise RunFailed(self._cannot_start())
         for number in self._wait(min(timeout, _LOOK)):
             self._workers[number].proceed()
 

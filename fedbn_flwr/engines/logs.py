@@ -36,9 +36,9 @@ def is_json() -> bool:
 
 
 def write_json(level: str, message: str, **more: Any) -> None:
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level, **_fields.get(), **more}
     # The stream of this moment, which Flower replaces to copy the log of a ServerApp.
-    print(json.dumps({"time": now, "level": level, **_fields.get(), **more, "message": message}), flush=True)
+    print(json.dumps({**line, "message": message}), flush=True)
 
 
 class _JsonHandler(logging.Handler):
@@ -81,9 +81,7 @@ class OneLine(logging.Filter):
     Flower's next record, which calls the error an unhandled exception and refers to a web page, is left out.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_failed = False
+    has_failed = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

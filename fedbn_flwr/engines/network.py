@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from logging import WARNING
 
 from flwr.app import Error, Message
@@ -71,9 +71,10 @@ class PollingGrid(GridAround):
         ]
         replies: list[Message] = []
         while True:
-            restarted: frozenset[int] = frozenset()
+            restarted = set[int]()
             if time.monotonic() - checked >= _RESTART_CHECK:
-                restarted = _changed(before, self._activations())
+                now = self._activations()
+                restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
                 checked = time.monotonic()
             # Only after that check: a reply that a node sent before its restart counts.
             for reply in list(self.inner.pull_messages(list(asked))) if asked else []:
@@ -103,10 +104,6 @@ class PollingGrid(GridAround):
     def _activations(self) -> dict[int, str]:
         """When each connected node was last started, by the SuperLink's clock; empty if unknown."""
         return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}
-
-
-def _changed(before: Mapping[int, str], now: Mapping[int, str]) -> frozenset[int]:
-    return frozenset(node for node in before.keys() & now.keys() if before[node] != now[node])
 
 
 def _from_node(reply: Message, message: Message) -> Message:

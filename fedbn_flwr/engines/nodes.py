@@ -18,10 +18,9 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import array_bytes
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import Store, write_store
+from fedbn_flwr.storage import Store, temporary_folder, write_store
 
 from .schedule import keeps_node
-from .temporary import temporary_folder
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution

@@ -23,7 +23,7 @@ from fedbn_flwr.messages.arrays import arrays_in, size_of
 
 from .local import LocalGrid, identify
 from .nodes import Nodes
-from .worker import Gone, NodeWorker, Then, keep_freed_memory
+from .worker import NodeWorker, Then, keep_freed_memory
 
 _SHARED = 100_000  # bytes from which a record goes through the object store; Ray sends smaller values directly
 _KEPT = 4  # records whose place in the object store is remembered
@@ -148,11 +148,7 @@ class RayGrid(LocalGrid):
             self._workers[number].waited = None
         return lost
 
-    def _start_problem(self, waited: float) -> str:
-        if all(actor.problem for actor in self._workers):
-            return f"no actor can start on the Ray cluster: {self._workers[0].problem}"
-        if waited <= self._start_timeout:
-            return ""
+    def _cannot_start(self) -> str:
         return (
             f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs {self._place}, and "
             f"the machines are {cluster_text()}, which other programs may use; if their processes start slowly, "
@@ -232,21 +228,23 @@ class ActorWorker(NodeWorker):
             pickle.dumps((call, arguments), protocol=5), list(large), *large.values()
         )
 
-    def receive(self) -> Any:
+    def receive(self) -> tuple[Any, str]:
         how = "was lost"
         try:
             if self.waited is not None:
                 result = pickle.loads(ray.get(self.waited, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
                 if self.is_ready:
-                    return result
+                    return result, ""
                 self.machine, self.node = result
-                return None
+                return None, ""
         except RayError as error:
-            if not self.is_ready or isinstance(error, RayTaskError):
+            if not self.is_ready:
+                return None, f"no actor can start on the Ray cluster: {_in_a_line(error)}"
+            if isinstance(error, RayTaskError):
                 how = f"failed: {_in_a_line(error)}"
             elif not isinstance(error, ActorDiedError | ActorUnavailableError):
                 how = f"was lost with its reply ({type(error).__name__})"
-        raise Gone(f"the client's actor{' on ' * bool(self.machine)}{self.machine} {how}")
+        return None, f"the client's actor on {self.machine} {how}"
 
     def release(self) -> None:
         """Leave the actor, which is free, to the next grid."""

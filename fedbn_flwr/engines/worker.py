@@ -40,10 +40,6 @@ UNGUARDED = 97  # exit code of a process that found its main script unguarded
 Then = Callable[[Any, str], object]  # gets a job's result, or the reason why there is none
 
 
-class Gone(Exception):
-    """A worker is lost, for the reason in the text."""
-
-
 class NodeWorker(ABC):
     """Serves nodes, one job at a time. It is started before its first job, and again when it was lost."""
 
@@ -74,14 +70,11 @@ class NodeWorker(ABC):
 
     def proceed(self) -> None:
         """Pass on the result of the current job, as soon as there is one."""
-        then, result, lost = self.then, None, ""
-        self.then = None
-        assert then is not None
-        try:
-            result = self.receive()
-        except Gone as error:
-            lost = str(error)
+        then, self.then = self.then, None
+        result, lost = self.receive()
+        if lost:
             self.close()
+        assert then is not None
         then(result, lost)
 
     @abstractmethod
@@ -92,8 +85,8 @@ class NodeWorker(ABC):
         """Call a method of `Nodes` there."""
 
     @abstractmethod
-    def receive(self) -> Any:
-        """The result of the current job; of the start, why it cannot serve, or nothing. Gone if it is lost."""
+    def receive(self) -> tuple[Any, str]:
+        """The result of the current job (of the start: why it cannot serve, or nothing), or why it is lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -101,9 +94,11 @@ class NodeWorker(ABC):
 
 
 class Channel:
-    """Objects between two processes. A `Connection` would copy each array three times, and one end sees its end late:
+    """Objects between two processes.
 
-    it is open as long as any process that was forked in between."""
+    multiprocessing's `Connection` would copy each array three times, and not notice that the other end was closed while
+    a process that was forked before has a copy of it.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -172,13 +167,13 @@ class Worker(NodeWorker):
         with contextlib.suppress(OSError):  # it died while idle: receive() reports it
             self.channel.send((call, arguments))
 
-    def receive(self) -> Any:
+    def receive(self) -> tuple[Any, str]:
         try:
-            return self.channel.receive()
+            return self.channel.receive(), ""
         except EOFError:
             assert self.process is not None
             self.process.join(5)
-            raise Gone(self.why_it_ended(self.process.exitcode)) from None
+            return None, self.why_it_ended(self.process.exitcode)
 
     def why_it_ended(self, code: int | None) -> str:
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

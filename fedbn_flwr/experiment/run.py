@@ -26,7 +26,6 @@ from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.ray_settings import set_ray_defaults
-from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.engines.worker import leave_if_unguarded
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.extensions import declared, part
@@ -71,7 +70,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Reporte
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
-    ledger = MeteredGrid(GatedGrid(WatchedGrid(grid, progress.report), run.clients))
+    ledger = MeteredGrid(GatedGrid(grid, run.clients, progress.report))
     identity = {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()}
     if snapshot is None:
         state = RunState(prepared, ledger, identity, pack(initial_arrays(prepared.model)))

@@ -7,14 +7,15 @@ trains its own.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import io
 import logging
 import math
 import multiprocessing
+import operator
 import os
 import pickle
+import pkgutil
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from flwr.clientapp import ClientApp
 from flwr.common import log
@@ -35,9 +36,6 @@ from fedbn_flwr.engines.nodes import Nodes
 from fedbn_flwr.engines.worker import UNGUARDED, Channel, Worker, serve
 from fedbn_flwr.errors import RunFailed
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _START_TIMEOUT = 300  # seconds until a process has imported PyTorch and the app
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _AT_THE_TOP = (
@@ -46,7 +44,7 @@ _AT_THE_TOP = (
 )
 
 
-Copies = dict[tuple[int, int], tuple["Tensor", "Tensor"]]  # by tensor and GPU
+Copies = dict[tuple[int, int], tuple[Any, Any]]  # by tensor and GPU
 
 
 class SpawnedWorker(Worker):
@@ -143,7 +141,7 @@ class _Pickler(ForkingPickler):
             return self._shared(value, self._gpu)
         return NotImplemented
 
-    def _shared(self, tensor: Tensor, gpu: int) -> Any:
+    def _shared(self, tensor: Any, gpu: int) -> Any:
         """A tensor in the memory of a GPU that is this process's cuda:`gpu` and the only GPU of the other process."""
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -154,13 +152,9 @@ class _Pickler(ForkingPickler):
             rebuild, arguments = reduce_tensor(self._copies[key][1])
         except RuntimeError as error:
             log(WARNING, "processes cannot share the memory of a GPU here, so each has a copy of the data: %s", error)
-            return _copied, (tensor.cpu(),)
+            return operator.methodcaller("cuda"), (tensor.cpu(),)
         index = list(inspect.signature(rebuild).parameters).index("storage_device")
         return rebuild, (*arguments[:index], 0, *arguments[index + 1 :])
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.cuda()
 
 
 def _loaded(content: bytes) -> Any:
@@ -174,22 +168,15 @@ def _loaded(content: bytes) -> Any:
 
 def _app(app: ClientApp) -> Any:
     """How another process finds an app: by its name in a module, or from the arguments of `client_app`."""
-    module, name = _name_of(app)
-    if type(app) is not ClientApp and module in ("", "__main__"):  # it may be below if __name__ == "__main__"
-        return NotImplemented
-    if not name:
+    names = [
+        f"{module}:{name}"
+        for module, content in list(sys.modules.items())
+        if isinstance(content, ModuleType) and module != "__mp_main__"
+        for name, value in list(vars(content).items())
+        if value is app
+    ]
+    if type(app) is not ClientApp and (not names or names[0].startswith("__main__:")):
+        return NotImplemented  # it may be below if __name__ == "__main__"
+    if not names:
         raise pickle.PicklingError("it is in no module")
-    return _find, (module, name)
-
-
-def _name_of(app: ClientApp) -> tuple[str, str]:
-    for module, content in list(sys.modules.items()):
-        if isinstance(content, ModuleType) and module != "__mp_main__":
-            for name, value in list(vars(content).items()):
-                if value is app:
-                    return module, name
-    return "", ""
-
-
-def _find(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name, (names[0],)
