@@ -154,18 +154,16 @@ def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
 
 def pack(arrays: Values) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
-    if objects := [key for key, value in arrays.items() if value.dtype.hasobject]:
-        raise TypeError(f"{objects[0]!r} holds Python objects; expected an array of numbers")
-    owners = {key: block for block in _blocks(arrays) for key in block}
-    return ArrayRecord({key: Array(owners[key], key) for key in arrays})
+    made = {key: Array(block, key) for block in _blocks(arrays) for key in block.layout.places}
+    return ArrayRecord({key: made[key] for key in arrays})
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     """The arrays of a record as they were declared, which callers must not change; MessageError names another key."""
     places = [getattr(array, "place", (None, "")) for array in arrays.values()]
     block = places[0][0] if places else None
-    if block is not None and list(block) == list(arrays):
-        if all(owner is block and key == own for (owner, key), own in zip(places, block, strict=True)):
+    if block is not None and list(block.layout.places) == list(arrays):
+        if all(owner is block and key == own for (owner, key), own in zip(places, arrays, strict=True)):
             return block  # type: ignore[no-any-return]
     return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
@@ -197,6 +195,8 @@ def _blocks(values: Values) -> list[FlatArrays]:
     blocks = []
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
         own = {key: value for key, value in values.items() if value.dtype == dtype}
+        if dtype.hasobject:
+            raise TypeError(f"{next(iter(own))!r} holds Python objects; expected an array of numbers")
         where = layout_of(dtype.str, tuple(own), tuple(value.shape for value in own.values()))
         parts = [value.reshape(-1) for value in own.values()]
         blocks.append(FlatArrays(where, np.concatenate(parts, dtype=where.dtype)))
