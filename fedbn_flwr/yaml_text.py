@@ -36,9 +36,7 @@ class Dumper(yaml.SafeDumper):
 
 
 for _class in (_Loader, Dumper):
-    _class.add_implicit_resolver(
-        _FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
+    _class.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
 def dump_yaml(content: Any) -> str:
@@ -70,9 +68,9 @@ def parse_yaml(text: str, source: str = "") -> Any:
 
 
 def _check(loader: _Loader, node: yaml.Node, key: str, depth: int, counted: Iterator[int]) -> None:
-    """Refuse keys that are given twice, more than a file may have with its aliases expanded, and what JSON would change.
+    """Refuse keys that are given twice, more values than a file may have with its aliases expanded, and other types.
 
-    Nodes receive experiments as JSON, which has no dates, binaries and infinities.
+    Nodes receive experiments as JSON, which would change dates, binaries and infinities.
     """
     line = f"line {node.start_mark.line + 1}"
     if (count := next(counted)) > VALUES:

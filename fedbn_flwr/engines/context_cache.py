@@ -13,7 +13,7 @@ from pathlib import Path
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import array_bytes
+from fedbn_flwr.messages.arrays import size_in
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, write_store
 
@@ -77,7 +77,7 @@ class Contexts:
     def _limit(self, node: int, state: RecordDict) -> None:
         if self._folder is None:
             return
-        size = array_bytes(state)
+        _, size = size_in(state)
         self._total += size - self._sizes.pop(node, 0)
         self._sizes[node] = size
         while self._total > self._budget and len(self._sizes) > 1:

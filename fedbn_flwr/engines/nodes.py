@@ -13,7 +13,6 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-
 from .context_cache import Contexts
 from .schedule import keeps_node
 from .worker import Done, Exchange, Job, Result, Task

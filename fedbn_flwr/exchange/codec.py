@@ -68,9 +68,7 @@ def contribution_from_records(content: RecordDict) -> Contribution:
         _number(numbers, key) for key in (protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT, protocol.NUM_EXAMPLES)
     )
     kind = str(configs["config"].get(KIND))[:TEXT_LIMIT]
-    return Contribution(
-        kind, unpack(arrays["arrays"]), int(images), int(remaining), examples, partition_of(content)
-    )
+    return Contribution(kind, unpack(arrays["arrays"]), int(images), int(remaining), examples, partition_of(content))
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:

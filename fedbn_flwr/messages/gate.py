@@ -148,8 +148,8 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 def partition_of(content: RecordDict) -> int | None:
     """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
-    found = (record.get(protocol.PARTITION) for record in content.values() if not isinstance(record, ArrayRecord))
-    return next(filter(_is_partition, found), None)  # type: ignore[arg-type]
+    others: list[Any] = [record for record in content.values() if not isinstance(record, ArrayRecord)]
+    return next(filter(_is_partition, (record.get(protocol.PARTITION) for record in others)), None)
 
 
 def number_of(reply: Message) -> int:

@@ -115,7 +115,9 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
         """Send `message` to these nodes; all others are lost."""
-        self.lose(self._connections.keys() - set(nodes), "excluded from this round's exchanges; the server's log says why")
+        self.lose(
+            self._connections.keys() - set(nodes), "excluded from this round's exchanges; the server's log says why"
+        )
         for connection in (self._connections[node] for node in nodes):
             connection.over = last
             connection.answers.put(message)
@@ -142,7 +144,9 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Accepts a call with a valid token; for others the method is unknown, so that they occupy no thread."""
         given = str(dict(handler_call_details.invocation_metadata).get(TOKEN, "")).encode()
         for connection in self._connections.values():
-            is_right = secrets.compare_digest(connection.token.encode(), given) and handler_call_details.method == METHOD
+            is_right = (
+                secrets.compare_digest(connection.token.encode(), given) and handler_call_details.method == METHOD
+            )
             if is_right and not connection.claimed and connection.lost is None:
                 connection.claimed = True
                 return grpc.stream_stream_rpc_method_handler(functools.partial(self._serve, connection))
@@ -158,7 +162,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
         for message in requests:
             connection.waiting = None
             connection.received.put(message)
-            answer = None
+            answer: Any = None
             with suppress(Empty):
                 answer = connection.answers.get(timeout=max(0.0, self._end - time.monotonic()))
             if answer is None:

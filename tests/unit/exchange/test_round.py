@@ -104,8 +104,16 @@ MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 5
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), None, "expected floats"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros((2, 2))}), None, "one per channel"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(0)}), None, "one per channel"),
-        (replace(MOMENTS, tensors={"mean": np.array([np.inf]), "var": np.ones(1)}), None, "'mean' has values from inf to inf"),
-        (replace(MOMENTS, tensors={"mean": np.zeros(1), "var": -np.ones(1)}), None, "'var' has values from -1 to -1, expected 0 to"),
+        (
+            replace(MOMENTS, tensors={"mean": np.array([np.inf]), "var": np.ones(1)}),
+            None,
+            "'mean' has values from inf to inf",
+        ),
+        (
+            replace(MOMENTS, tensors={"mean": np.zeros(1), "var": -np.ones(1)}),
+            None,
+            "'var' has values from -1 to -1, expected 0 to",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(contribution: Contribution, remaining: int | None, says: str) -> None:

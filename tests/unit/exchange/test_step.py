@@ -114,9 +114,7 @@ def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [2, 5, 3]], ids=["equal", "unequal"])
-def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(
-    name: str, sizes: list[int], fused: bool
-) -> None:
+def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(name: str, sizes: list[int], fused: bool) -> None:
     model, batches, _ = clients_of(name, sizes)
     copies, mean, exchanges = cohort_gradients(model, batches, [float(n) for n in sizes], fused=fused)
     assert exchanges == count_calls(model, batches[0][0]) * (2 if fused else 3)
