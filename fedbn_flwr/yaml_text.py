@@ -68,9 +68,9 @@ def parse_yaml(text: str, source: str = "") -> Any:
 
 
 def _check(loader: _Loader, node: yaml.Node, key: str, depth: int, counted: Iterator[int]) -> None:
-    """Refuse keys that are given twice, more than a file may have with its aliases expanded, and what JSON would change.
+    """Refuse keys that are given twice, more values than a file may have with its aliases expanded, and other types.
 
-    Nodes receive experiments as JSON, which has no dates, binaries and infinities.
+    Nodes receive experiments as JSON, which would change dates, binaries and infinities.
     """
     line = f"line {node.start_mark.line + 1}"
     if (count := next(counted)) > VALUES:

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import array_bytes
+from fedbn_flwr.messages.arrays import size_in
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, temporary_folder, write_store
 
@@ -54,7 +54,7 @@ class Contexts(dict[int, Context]):
         if self._folder is None:
             return
         self._total -= self._sizes.pop(node, 0)
-        self._sizes[node] = array_bytes(self[node].state)
+        _, self._sizes[node] = size_in(self[node].state)
         self._total += self._sizes[node]
         while self._total > self._limit and len(self._sizes) > 1:
             other = next(iter(self._sizes))

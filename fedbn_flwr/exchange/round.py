@@ -116,17 +116,13 @@ def problems(found: Found, remaining: int | None) -> dict[int, str]:
     forms = {node: _form(each) for node, each in found.items() if node not in refused}
     times = Counter(forms.values())
     # Of equally frequent ones, that of the first partition.
-    most = min(forms, key=lambda node: (-times[forms[node]], _partition(found[node])), default=0)
+    most = min(forms, key=lambda node: (-times[forms[node]], found[node].partition or 0), default=0)
     others = {
         node: f"it sent {form}, others {forms[most]}; do all clients have the same model?"
         for node, form in forms.items()
         if form != forms[most]
     }
     return refused | others
-
-
-def _partition(contribution: Contribution) -> float:
-    return math.inf if contribution.partition is None else contribution.partition
 
 
 def problem(contribution: Contribution, remaining: int | None) -> str | None:

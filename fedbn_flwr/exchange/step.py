@@ -23,6 +23,7 @@ but not over one, breaks the equality.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,15 +89,11 @@ class LayerwiseStep:
         self._left = 0
         self._images = 0
 
-    def exchanges(self, calls: int) -> int:
-        """The number of exchanges in a step with so many batch norm calls."""
-        return calls * ((1 if self.fused else 2) + self.backward)
-
     def __call__(
         self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         self._images = len(inputs)
-        self._left = self.exchanges(count_calls(model, inputs))
+        self._left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)
         # Otherwise one thread of autograd for each GPU would run the backward passes of all clients there.
@@ -104,7 +101,6 @@ class LayerwiseStep:
             loss.backward()
         for moments in reversed(self._open):  # layers on which the loss does not depend, the same on all clients
             self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
-        self._open = []
         return loss.detach()
 
     def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
@@ -224,15 +220,11 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
     try:
         for layer in layers:
             # On the instance, so that the class, the state dict and other models do not change.
-            layer.forward = _bind(forward, layer)  # type: ignore[method-assign,assignment]
+            layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign,assignment]
         yield
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
-
-
-def _bind(forward: Callable[[_BatchNorm, Tensor], Tensor], layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
-    return lambda y: forward(layer, y)
 
 
 def count_calls(model: nn.Module, inputs: Tensor) -> int:

@@ -154,19 +154,20 @@ def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
 
 def pack(arrays: Values) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
-    if objects := [key for key, value in arrays.items() if value.dtype.hasobject]:
-        raise TypeError(f"{objects[0]!r} holds Python objects; expected an array of numbers")
-    owners = {key: block for block in blocks(arrays) for key in block}
-    return ArrayRecord({key: Array(owners[key], key) for key in arrays})
+    made = {key: Array(block, key) for block in blocks(arrays) for key in block.layout.places}
+    return ArrayRecord({key: made[key] for key in arrays})
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     """The arrays of a record as they were declared, which callers must not change; MessageError names another key."""
     places = [getattr(array, "place", (None, "")) for array in arrays.values()]
     block = places[0][0] if places else None
-    if block is not None and list(block) == list(arrays):
-        if all(owner is block and key == own for (owner, key), own in zip(places, block, strict=True)):
-            return block  # type: ignore[no-any-return]
+    if (
+        block is not None
+        and list(block.layout.places) == list(arrays)
+        and all(owner is block and key == own for (owner, key), own in zip(places, arrays, strict=True))
+    ):
+        return block  # type: ignore[no-any-return]
     return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
 
@@ -177,12 +178,10 @@ def size_of(record: FlowerRecord) -> tuple[int, int]:
     return sum(value.size for value in values), sum(value.nbytes for value in values)
 
 
-def array_bytes(content: RecordDict) -> int:
-    return sum(size_of(record)[1] for record in arrays_in(content).values())
-
-
-def elements(content: RecordDict) -> int:
-    return sum(size_of(record)[0] for record in arrays_in(content).values())
+def size_in(content: RecordDict) -> tuple[int, int]:
+    """The number of elements of all arrays of a message, and of their bytes."""
+    sizes = [size_of(record) for record in arrays_in(content).values()]
+    return sum(count for count, _ in sizes), sum(size for _, size in sizes)
 
 
 def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
@@ -197,6 +196,8 @@ def blocks(values: Values) -> list[FlatArrays]:
     found = []
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
         own = {key: value for key, value in values.items() if value.dtype == dtype}
+        if dtype.hasobject:
+            raise TypeError(f"{next(iter(own))!r} holds Python objects; expected an array of numbers")
         where = layout_of(dtype.str, tuple(own), tuple(value.shape for value in own.values()))
         parts = [value.reshape(-1) for value in own.values()]
         found.append(FlatArrays(where, np.concatenate(parts, dtype=where.dtype)))

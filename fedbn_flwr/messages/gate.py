@@ -50,15 +50,17 @@ def checked(content: RecordDict) -> RecordDict:
     """The content with its arrays in memory; MessageError names the first record or key that may not pass."""
     read: dict[str, ArrayRecord] = {}
     for name, record in content.items():
-        if isinstance(record, ArrayRecord):
-            if (arrays := held(record)) is not record:
-                read[name] = arrays
-        elif isinstance(record, MetricRecord):
-            _check_metrics(record)
-        elif not isinstance(record, ConfigRecord):
-            raise MessageError(f"its record {shown(name)} is a {type(record).__name__}")
-        elif protocol.PARTITION in record:
-            _check_whole(protocol.PARTITION, record[protocol.PARTITION])
+        match record:
+            case ArrayRecord():
+                if (arrays := held(record)) is not record:
+                    read[name] = arrays
+            case MetricRecord():
+                _check_metrics(record)
+            case ConfigRecord():
+                if protocol.PARTITION in record:
+                    _check_whole(protocol.PARTITION, record[protocol.PARTITION])
+            case _:
+                raise MessageError(f"its record {shown(name)} is a {type(record).__name__}")
     return RecordDict({**content, **read}) if read else content
 
 
@@ -146,8 +148,8 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 def partition_of(content: RecordDict) -> int | None:
     """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
-    found = (record.get(protocol.PARTITION) for record in content.values() if not isinstance(record, ArrayRecord))
-    return next(filter(_is_partition, found), None)  # type: ignore[arg-type]
+    others: list[Any] = [record for record in content.values() if not isinstance(record, ArrayRecord)]
+    return next(filter(_is_partition, (record.get(protocol.PARTITION) for record in others)), None)
 
 
 def number_of(reply: Message) -> int:
@@ -209,10 +211,11 @@ def with_content(message: Message, content: RecordDict) -> Message:
 
 def shown(value: object) -> str:
     """A value of a client in a message, at most 80 characters."""
-    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print integers of thousands of digits
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, list) and len(value) > 5:
-        return f"a list of {len(value)} values"
+    match value:
+        case int() if value.bit_length() > 64:  # Python refuses to print integers of thousands of digits
+            return f"an integer of {value.bit_length()} bits"
+        case list() if len(value) > 5:
+            return f"a list of {len(value)} values"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

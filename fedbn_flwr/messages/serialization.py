@@ -69,12 +69,18 @@ def _storable(value: np.ndarray, what: str) -> np.ndarray:
 
 def _to_json(value: Any) -> Any:
     """Numbers, strings and booleans are JSON values, which keep every bit; bytes are {"base64": text}."""
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    return [_to_json(item) for item in value] if isinstance(value, list) else value
+    match value:
+        case bytes():
+            return {"base64": base64.b64encode(value).decode()}
+        case list():
+            return [*map(_to_json, value)]
+    return value
 
 
 def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return base64.b64decode(value["base64"])
-    return [_from_json(item) for item in value] if isinstance(value, list) else value
+    match value:
+        case {"base64": text}:
+            return base64.b64decode(text)
+        case list():
+            return [*map(_from_json, value)]
+    return value

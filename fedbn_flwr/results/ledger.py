@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import array_bytes, elements
+from fedbn_flwr.messages.arrays import size_in
 from fedbn_flwr.messages.gate import gate
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -80,13 +80,13 @@ class MeteredGrid(GridAround):
     def _note_down(self, messages: list[Message]) -> None:
         training = [message.content for message in messages if _trains(message)]
         traffic = Traffic(communication_rounds=bool(training))
-        _count_down(traffic, map(_size, training))
+        _count_down(traffic, map(size_in, training))
         _count_others(traffic, messages)
         self._add(traffic)
 
     def _note_up(self, replies: list[Message]) -> None:
         traffic = Traffic()
-        _count_up(traffic, [_size(_content(reply)) for reply in replies if _trains(reply)])
+        _count_up(traffic, [size_in(_content(reply)) for reply in replies if _trains(reply)])
         _count_others(traffic, replies)
         self._add(traffic)
 
@@ -117,10 +117,6 @@ class MeteredGrid(GridAround):
 Size = tuple[int, int]  # elements and bytes of the arrays of a message
 
 
-def _size(content: RecordDict) -> Size:
-    return elements(content), array_bytes(content)
-
-
 def _size_of_arrays(arrays: Arrays) -> Size:
     return sum(array.size for array in arrays.values()), sum(array.nbytes for array in arrays.values())
 
@@ -147,7 +143,7 @@ def _count_others(traffic: Traffic, messages: Iterable[Message]) -> None:
     for message in messages:
         if not _trains(message):
             traffic.other_messages += 1
-            traffic.other_bytes += array_bytes(_content(message))
+            traffic.other_bytes += size_in(_content(message))[1]
 
 
 def _content(message: Message) -> RecordDict:

@@ -157,20 +157,20 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
         gone = functools.partial(connection.lose, "its connection to the exchange service broke")
         if not context.add_callback(gone):  # the call has already ended
             return gone()
-        connection.waiting = context
         context.send_initial_metadata(((ACCEPTED, "1"),))
-        for message in requests:
-            connection.waiting = None
-            connection.received.put(message)
-            answer = None
-            with suppress(Empty):
-                answer = connection.answers.get(timeout=max(0.0, self._end - time.monotonic()))
+        while not connection.over:
+            answer: Any = None
+            connection.waiting = context  # before `lost` is read: `__exit__` reads it after it has set `lost`
+            if connection.lost is None:
+                if (message := next(requests, None)) is None:
+                    return
+                connection.waiting = None
+                connection.received.put(message)
+                with suppress(Empty):
+                    answer = connection.answers.get(timeout=max(0.0, self._end - time.monotonic()))
             if answer is None:
                 context.abort(grpc.StatusCode.ABORTED, connection.lost or "the round took too long")  # raises
             yield answer
-            if connection.over:
-                return
-            connection.waiting = context
 
 
 class _Threads(Executor):

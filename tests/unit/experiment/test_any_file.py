@@ -153,10 +153,7 @@ def test_any_settings_are_read_or_refused(base: str, changes: list[str]) -> None
         ("cell: {row: 1, sweep: 2, tune: 3}", "cell.row is 1: expected a valid string; cell.sweep is 2"),
         ("train: {1: 2}", "unknown key 'train.1'"),
         (bomb(9, 9, True).decode(), "values with aliases expanded; expected at most"),
-        (
-            "strategy: &a {name: FedAvg, base: *a}",
-            "line 1: it is nested more than 50 levels deep, or an alias contains itself",
-        ),
+        ("strategy: &a {name: FedAvg, base: *a}", "line 1: it is nested more than 50 levels deep, or an alias"),
         ("train: " + "[" * 60 + "]" * 60, "nested more than 50 levels"),
         ("train: " + "[" * 20_000, "nested more than 50 levels"),
         ("train: {lr: .inf}", "train.lr is inf; expected a finite number"),

@@ -16,8 +16,8 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import build_model
-from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.results.ledger import MeteredGrid, Traffic, array_bytes, elements
+from fedbn_flwr.messages.arrays import pack, size_in
+from fedbn_flwr.results.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FedAvg
 
 Federations = Callable[..., Any]
@@ -109,8 +109,8 @@ def test_bytes_are_elements_times_their_size() -> None:
             "config": ConfigRecord({"text": "counts for nothing"}),
         }
     )
-    assert array_bytes(content) == 6 * 2 + 8 + 5
-    assert elements(content) == 6 + 1 + 5
+    assert size_in(content)[1] == 6 * 2 + 8 + 5
+    assert size_in(content)[0] == 6 + 1 + 5
 
 
 def test_traffic_adds_up() -> None:
