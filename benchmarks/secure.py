@@ -1,4 +1,4 @@
-"""What secure aggregation costs in bytes and seconds; docs/secure-aggregation.md.
+"""What secure aggregation costs in bytes and seconds; docs/strategies/secure.md.
 
     python benchmarks/secure.py local   a round without training steps on the local engine: what the server receives
                                         and sends per client, and the processor time of all clients and the server

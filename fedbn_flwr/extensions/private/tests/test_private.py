@@ -473,7 +473,7 @@ def test_an_experiment_does_not_write_statistics_of_single_clients(tmp_path: Pat
         prepare(read_experiment(parse_yaml(text)))
 
 
-PAGE = (ROOT / "docs" / "differential-privacy.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "strategies" / "private.md").read_text(encoding="utf-8")
 
 
 def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,5 +484,5 @@ def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
     exec(epsilon, {})
     assert float(capsys.readouterr().out) == pytest.approx(epsilon_of(math.sqrt(30 * (1 / 4 + 1 / 16)), 1e-5))
     (experiment,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    (prepared,) = prepare(read_experiment(parse_yaml(experiment)))
+    (prepared,) = prepare(read_experiment(parse_yaml("model: {name: cnn}\n" + experiment)))
     assert isinstance(prepared.rule, Private)

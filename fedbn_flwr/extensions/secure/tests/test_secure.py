@@ -792,7 +792,7 @@ def test_a_rule_that_sends_no_arrays(federation: Federations) -> None:
 
 
 def test_the_pages_examples_are_valid() -> None:
-    text = (ROOT / "docs" / "secure-aggregation.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "strategies" / "secure.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(code, names)
