@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: WithBuffers(net(), wave=torch.zeros(2, dtype=torch.complex128)), "'wave' of the model is complex128"
     ),
     "float8": (lambda: WithBuffers(net(), table=torch.ones(2).to(torch.float8_e4m3fn)), "'table' .* float8_e4m3fn"),
-    "sparse": (lambda: WithBuffers(net(), table=torch.eye(2).to_sparse()), "'table' of the model is float32 .sparse_coo"),
+    "sparse": (lambda: WithBuffers(net(), table=torch.eye(2).to_sparse()), "float32 .sparse_coo"),
     "extra state": (lambda: nn.Sequential(WithExtraState(2, 3)), "'0._extra_state' of the model is a dict"),
     "script": (scripted, "'0' is a RecursiveScriptModule"),
     "parameters with a norm's names": (
