@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.named import accepted, is_name, load
+from fedbn_flwr.named import accepted, call, is_name, load
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.norms.roles import Role, roles
 
 from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
-from .custom import custom
 from .networks import ResNet20, cnn, mlp
 from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
+from .tensors import check_tensors
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
 from .weights import load_weights, read_weights
 
@@ -68,7 +68,7 @@ def build_model(
     Parameters
     ----------
     name
-        One of `MODELS`, or `module:callable`, a network of your own (see `custom`).
+        One of `MODELS`, or `module:callable`, a network of your own.
     in_channels, image_size
         Channels of the images, and their size as pixels or (height, width); by default the network's own. A network
         that does not depend on one of them ignores it.
@@ -80,7 +80,7 @@ def build_model(
     check_name(name)
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     offered = {key: value for key, value in (("in_channels", in_channels), ("image_size", size)) if value is not None}
-    make: Callable[..., nn.Module] = partial(custom, name) if is_name(name) else MODELS[name]
+    make: Callable[..., nn.Module] = partial(_own, name) if is_name(name) else MODELS[name]
     stems = {} if is_name(name) else {"stem": stem}  # networks of the user have one
     given = accepted(load("model.name", name) if is_name(name) else make, {**offered, **stems})
     if stem != "auto" and "stem" not in given:
@@ -93,11 +93,26 @@ def build_model(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
     model, state = make(num_classes, **given), read_weights(name, weights)
-    if norm == "bn" or Role.STATISTICS in roles(state).values():
-        load_weights(model, state, weights)  # so that other norms get the trained gamma and beta
-        return convert_norm(model, norm, **norm_options)
+    first = (
+        norm == "bn" or Role.STATISTICS in roles(state).values()
+    )  # so that other norms get the trained gamma and beta
+    if first:
+        load_weights(model, state, weights)
     model = convert_norm(model, norm, **norm_options)
-    load_weights(model, state, weights)
+    if not first:
+        load_weights(model, state, weights)
+    return model
+
+
+def _own(name: str, num_classes: int, **options: Any) -> nn.Module:
+    """What the callable that `name` refers to returns, called with `num_classes` and these options."""
+    model = call("model.name", name, num_classes=num_classes, **options)
+    if not isinstance(model, nn.Module):
+        raise SettingsError(f"model.name={name!r} returned a {type(model).__name__}; expected a torch.nn.Module")
+    try:
+        check_tensors(model)
+    except SettingsError as error:
+        raise SettingsError(f"model.name={name!r}: {error}") from None
     return model
 
 

@@ -6,6 +6,7 @@ Networks that end in linear layers are built for one image size, `image_size` as
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -15,55 +16,31 @@ from fedbn_flwr.errors import SettingsError
 
 def lenet(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
     """LeNet-5 (LeCun et al. 1998) with ReLU, max pooling and batch norm after both convolutions."""
-    _at_least("lenet", image_size, 12)
     padding = 2 if min(image_size) < 32 else 0  # LeCun et al. place digits of 28x28 in 32x32
-    height, width = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in image_size)
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(in_channels, 6, 5, padding=padding),
-            bn1=nn.BatchNorm2d(6),
-            relu1=nn.ReLU(),
-            pool1=nn.MaxPool2d(2),
-            conv2=nn.Conv2d(6, 16, 5),
-            bn2=nn.BatchNorm2d(16),
-            relu2=nn.ReLU(),
-            pool2=nn.MaxPool2d(2),
-            flatten=nn.Flatten(),
-            hidden1=nn.Linear(16 * height * width, 120),
-            relu3=nn.ReLU(),
-            hidden2=nn.Linear(120, 84),
-            relu4=nn.ReLU(),
-            classify=nn.Linear(84, num_classes),
-        )
-    )
+    features = _features("lenet", in_channels, image_size, [(6, 5, padding, True), (16, 5, 0, True)])
+    return _classifier(features, num_classes, (120, 84))
 
 
 def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 28)) -> nn.Module:
     """FedBN's six-layer network for Digits-Five (Li et al. 2021), batch norm after all layers but the last."""
-    _at_least("digits_cnn", image_size, 4)
-    height, width = (side // 4 for side in image_size)
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(in_channels, 64, 5, padding=2),
-            bn1=nn.BatchNorm2d(64),
-            relu1=nn.ReLU(),
-            pool1=nn.MaxPool2d(2),
-            conv2=nn.Conv2d(64, 64, 5, padding=2),
-            bn2=nn.BatchNorm2d(64),
-            relu2=nn.ReLU(),
-            pool2=nn.MaxPool2d(2),
-            conv3=nn.Conv2d(64, 128, 5, padding=2),
-            bn3=nn.BatchNorm2d(128),
-            relu3=nn.ReLU(),
-            flatten=nn.Flatten(),
-            hidden1=nn.Linear(128 * height * width, 2048),
-            bn4=nn.BatchNorm1d(2048),
-            relu4=nn.ReLU(),
-            hidden2=nn.Linear(2048, 512),
-            bn5=nn.BatchNorm1d(512),
-            relu5=nn.ReLU(),
-            classify=nn.Linear(512, num_classes),
-        )
+    layers = [(64, 5, 2, True), (64, 5, 2, True), (128, 5, 2, False)]
+    return _classifier(_features("digits_cnn", in_channels, image_size, layers), num_classes, (2048, 512), norm=True)
+
+
+# FedBS states only filters and units. With a padding of two pixels in every convolution, the first linear layer has as
+# many inputs as stated: 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
+
+
+def fedbs_cifar(num_classes: int, in_channels: int = 3, image_size: Size = (32, 32)) -> nn.Module:
+    """FedBS's network for CIFAR-10: four convolutions with batch norm, three linear layers."""
+    layers = [(100, 5, 2, True), (150, 3, 2, True), (250, 3, 2, True), (500, 3, 2, True)]
+    return _classifier(_features("fedbs_cifar", in_channels, image_size, layers), num_classes, (270, 150))
+
+
+def fedbs_mnist(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
+    """FedBS's network for MNIST and Fashion-MNIST: two convolutions with batch norm, one linear layer."""
+    return _classifier(
+        _features("fedbs_mnist", in_channels, image_size, [(16, 5, 2, True), (32, 5, 2, True)]), num_classes
     )
 
 
@@ -102,55 +79,40 @@ def alexnet_bn(num_classes: int, in_channels: int = 3) -> nn.Module:
     )
 
 
-# FedBS states only filters and units. With a padding of two pixels in every convolution, the first linear layer has as
-# many inputs as stated: 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
+Layers = OrderedDict[str, nn.Module]
 
 
-def fedbs_cifar(num_classes: int, in_channels: int = 3, image_size: Size = (32, 32)) -> nn.Module:
-    """FedBS's network for CIFAR-10: four convolutions with batch norm, three linear layers."""
-    _at_least("fedbs_cifar", image_size, 2)
-    height, width = image_size
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    inputs = in_channels
-    for number, (kernel, filters) in enumerate(((5, 100), (3, 150), (3, 250), (3, 500)), start=1):
-        layers[f"conv{number}"] = nn.Conv2d(inputs, filters, kernel, padding=2)
+def _features(
+    name: str, channels: int, image_size: Size, convolutions: Sequence[tuple[int, int, int, bool]]
+) -> tuple[Layers, int]:
+    """Convolutions of (filters, kernel, padding, whether max pooling follows), and the number of values they give."""
+    layers: Layers = OrderedDict()
+    sides = list(image_size)
+    for number, (filters, kernel, padding, pooled) in enumerate(convolutions, start=1):
+        layers[f"conv{number}"] = nn.Conv2d(channels, filters, kernel, padding=padding)
         layers[f"bn{number}"] = nn.BatchNorm2d(filters)
         layers[f"relu{number}"] = nn.ReLU()
-        layers[f"pool{number}"] = nn.MaxPool2d(2)
-        height, width = ((side + 5 - kernel) // 2 for side in (height, width))
-        inputs = filters
+        if pooled:
+            layers[f"pool{number}"] = nn.MaxPool2d(2)
+        sides = [(side + 2 * padding - kernel + 1) // (2 if pooled else 1) for side in sides]
+        if min(sides) < 1:
+            height, width = image_size
+            raise SettingsError(f"model.name={name!r} needs larger images; these have {height}x{width} pixels")
+        channels = filters
     layers["flatten"] = nn.Flatten()
-    layers["hidden1"] = nn.Linear(500 * height * width, 270)
-    layers["relu5"] = nn.ReLU()
-    layers["hidden2"] = nn.Linear(270, 150)
-    layers["relu6"] = nn.ReLU()
-    layers["classify"] = nn.Linear(150, num_classes)
+    return layers, channels * sides[0] * sides[1]
+
+
+def _classifier(
+    features: tuple[Layers, int], num_classes: int, hidden: Sequence[int] = (), *, norm: bool = False
+) -> nn.Module:
+    layers, inputs = features
+    count = sum(name.startswith("conv") for name in layers)
+    for number, units in enumerate(hidden, start=1):
+        layers[f"hidden{number}"] = nn.Linear(inputs, units)
+        if norm:
+            layers[f"bn{count + number}"] = nn.BatchNorm1d(units)
+        layers[f"relu{count + number}"] = nn.ReLU()
+        inputs = units
+    layers["classify"] = nn.Linear(inputs, num_classes)
     return nn.Sequential(layers)
-
-
-def fedbs_mnist(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
-    """FedBS's network for MNIST and Fashion-MNIST: two convolutions with batch norm, one linear layer."""
-    _at_least("fedbs_mnist", image_size, 4)
-    height, width = (side // 4 for side in image_size)
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(in_channels, 16, 5, padding=2),
-            bn1=nn.BatchNorm2d(16),
-            relu1=nn.ReLU(),
-            pool1=nn.MaxPool2d(2),
-            conv2=nn.Conv2d(16, 32, 5, padding=2),
-            bn2=nn.BatchNorm2d(32),
-            relu2=nn.ReLU(),
-            pool2=nn.MaxPool2d(2),
-            flatten=nn.Flatten(),
-            classify=nn.Linear(32 * height * width, num_classes),
-        )
-    )
-
-
-def _at_least(name: str, image_size: Size, least: int) -> None:
-    if min(image_size) < least:
-        height, width = image_size
-        raise SettingsError(
-            f"model.name={name!r} needs images of at least {least}x{least} pixels; these have {height}x{width}"
-        )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import needs
 
 
 def deeplabv3plus_mobilenet_v2(num_classes: int, in_channels: int = 3) -> nn.Module:
@@ -25,12 +25,8 @@ def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
     # timm would import it: seconds, and two temporary folders that stay if this process is killed.
     modules.setdefault("wandb", None)
     try:
-        import segmentation_models_pytorch as smp
-    except ImportError as error:
-        raise SettingsError(
-            f"model.name='deeplabv3plus_{encoder}' needs segmentation-models-pytorch ({error}); "
-            "pip install 'fedbn-flwr[segmentation]'"
-        ) from None
+        with needs("segmentation", f"model.name='deeplabv3plus_{encoder}'"):
+            import segmentation_models_pytorch as smp
     finally:
         if modules["wandb"] is None:
             del modules["wandb"]

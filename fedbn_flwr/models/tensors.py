@@ -51,18 +51,13 @@ def check_tensors(model: nn.Module) -> None:
                 f"{key!r} of the model is a {type(value).__name__}; expected a tensor. A quantised module cannot be "
                 "trained: quantise the trained model. Other objects (get_extra_state) do not belong in the state dict"
             )
-        if value.is_complex():
+        if value.is_quantized or sent_dtype(value.dtype) not in _SENT or value.layout is not torch.strided:
+            found = f"{value.dtype} ({value.layout})".replace("torch.", "")
             raise SettingsError(
-                f"{key!r} of the model is {_name(value)}; expected real numbers. Store torch.view_as_real(...) of it, "
-                "and use torch.view_as_complex in forward"
+                f"{key!r} of the model is {found}, which cannot be averaged; expected a dense tensor of floats of 16 "
+                "to 64 bits, integers or booleans. Store torch.view_as_real(...) of complex numbers, and use "
+                "torch.view_as_complex in forward; quantise the trained model"
             )
-        if value.is_quantized or sent_dtype(value.dtype) not in _SENT:
-            raise SettingsError(
-                f"{key!r} of the model is {_name(value)}, which cannot be averaged; expected floats of 16 to 64 bits, "
-                "integers or booleans. Quantise the trained model"
-            )
-        if value.layout is not torch.strided:
-            raise SettingsError(f"{key!r} of the model is sparse ({value.layout}); expected a dense tensor")
     by_type, by_name, marked = roles(model), roles(state), (Role.STATISTICS, Role.COUNTER)
     if mistaken := [key for key, role in by_name.items() if role in marked and by_type[key] is not role]:
         raise SettingsError(
@@ -70,7 +65,3 @@ def check_tensors(model: nn.Module) -> None:
             "take it for one: names that end in running_mean, and running_var and num_batches_tracked beside it, "
             "belong to buffers of norm layers. Rename it"
         )
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -82,15 +82,17 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
     """
     own = model.state_dict()
     wanted = [key for key, role in roles(model).items() if role is not Role.COUNTER]
-    if absent := [key for key in wanted if key not in state]:
-        raise _differs(weights, "lacks", absent, len(wanted))
-    if extra := [key for key in state if key not in own]:
-        raise _differs(weights, "also has", extra, len(state))
+    absent, extra = [key for key in wanted if key not in state], [key for key in state if key not in own]
+    if keys := absent or extra:
+        how, count = ("lacks", len(wanted)) if absent else ("also has", len(state))
+        shown = ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
+        raise SettingsError(
+            f"model.weights={weights!r} does not fit the network: the file {how} {len(keys)} of {count} keys: {shown}"
+        )
     different = [key for key in wanted if state[key].shape != own[key].shape]
-    heads = {key.rpartition(".")[0] for key in different}
+    last = wanted[-1].rpartition(".")[0] if wanted else ""
     same_inputs = all(state[key].shape[1:] == own[key].shape[1:] for key in different)
-    last = next((key.rpartition(".")[0] for key in reversed(wanted)), "")
-    if different and not (heads == {last} and same_inputs):
+    if different and not (same_inputs and {key.rpartition(".")[0] for key in different} == {last}):
         key = different[0]
         shapes = f"{list(state[key].shape)}, the network {list(own[key].shape)}"
         hint = "" if same_inputs else "; for another image size or number of channels, set model.stem or data.channels"
@@ -106,13 +108,6 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
         for key, value in state.items():
             if key not in different:
                 own[key].copy_(value)
-
-
-def _differs(weights: str, how: str, keys: list[str], count: int) -> SettingsError:
-    shown = ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
-    return SettingsError(
-        f"model.weights={weights!r} does not fit the network: the file {how} {len(keys)} of {count} keys: {shown}"
-    )
 
 
 @functools.lru_cache(maxsize=16)  # once, not for every client's model

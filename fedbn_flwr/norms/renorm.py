@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import SettingsError
 
 from .static import AnyBatchNorm
@@ -27,6 +31,7 @@ class BatchRenorm(AnyBatchNorm):
     load the other's statistics.
     """
 
+    @checked
     def __init__(
         self,
         num_features: int,
@@ -34,16 +39,14 @@ class BatchRenorm(AnyBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         *,
-        r_max: float = 3.0,
-        d_max: float = 5.0,
-        warmup: int = 5_000,
+        r_max: Annotated[float, Ge(1)] = 3.0,
+        d_max: Annotated[float, Ge(0)] = 5.0,
+        warmup: Annotated[int, Ge(0)] = 5_000,
         r_steps: int = 40_000,
         d_steps: int = 25_000,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine)
-        if r_max < 1 or d_max < 0:
-            raise SettingsError(f"norm 'brn': r_max ({r_max:g}) must be at least 1, d_max ({d_max:g}) at least 0")
-        if warmup < 0 or min(r_steps, d_steps) < warmup:
+        if min(r_steps, d_steps) < warmup:
             raise SettingsError(
                 f"norm 'brn': the bounds grow after the warm-up; r_steps ({r_steps}) and d_steps ({d_steps}) must be "
                 f"at least warmup ({warmup})"

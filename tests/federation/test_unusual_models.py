@@ -222,13 +222,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "complex parameter": (
         lambda: nn.ParameterDict({"wave": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}),
-        "'wave' of the model is complex64; expected real numbers. Store torch.view_as_real",
+        "'wave' of the model is complex64 .* Store torch.view_as_real",
     ),
     "complex buffer": (
         lambda: WithBuffers(net(), wave=torch.zeros(2, dtype=torch.complex128)), "'wave' of the model is complex128"
     ),
     "float8": (lambda: WithBuffers(net(), table=torch.ones(2).to(torch.float8_e4m3fn)), "'table' .* float8_e4m3fn"),
-    "sparse": (lambda: WithBuffers(net(), table=torch.eye(2).to_sparse()), "'table' of the model is sparse"),
+    "sparse": (lambda: WithBuffers(net(), table=torch.eye(2).to_sparse()), "float32 .sparse_coo"),
     "extra state": (lambda: nn.Sequential(WithExtraState(2, 3)), "'0._extra_state' of the model is a dict"),
     "script": (scripted, "'0' is a RecursiveScriptModule"),
     "parameters with a norm's names": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.data.dataset import Groups
 from fedbn_flwr.errors import DataError
 
-from .custom import own_partition
-from .kinds import KINDS, Rows
+from .kinds import KINDS, Parts, Rows
+
+KEY = "data.partition.kind"
 
 
 def partition(
@@ -28,28 +29,82 @@ def partition(
     if clients > len(labels):
         raise DataError(f"clients is {clients}, but the data has {len(labels)} training images")
     rows = Rows(labels.numpy(), classes, groups)
-    if named.is_name(kind):
-        return [torch.from_numpy(np.sort(part)) for part in own_partition(kind, rows, clients, seed, **options)]
-    if kind not in KINDS:
-        raise DataError(f"data.partition.kind={kind!r} is not one of {', '.join(KINDS)}")
-    parts = KINDS[kind].assign(rows, clients, seed, **options)
-    empty = [i for i, part in enumerate(parts) if len(part) == 0]
+    own = named.is_name(kind)
+    if not own and kind not in KINDS:
+        raise DataError(f"{KEY}={kind!r} is not one of {', '.join(KINDS)}")
+    parts = _own(kind, rows, clients, seed, options) if own else KINDS[kind].assign(rows, clients, seed, **options)
+    empty = [str(i) for i, part in enumerate(parts) if len(part) == 0]
     if empty:
-        shown = ", ".join(str(i) for i in empty[:8]) + (", ..." if len(empty) > 8 else "")
+        shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
         raise DataError(
             f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without images (clients {shown}); "
             "use fewer clients, more classes per client, a larger alpha, or another seed"
         )
-    counts = np.bincount(np.concatenate(parts), minlength=len(labels))
-    if (lost := int((counts == 0).sum())) and not options.get("images"):
-        gone = sorted(set(labels[torch.from_numpy(counts == 0)].tolist()))
+    lost = np.setdiff1d(np.arange(len(labels)), np.concatenate(parts))
+    if len(lost) and not own and not options.get("images"):
+        gone = sorted(set(labels[torch.from_numpy(lost)].tolist()))
         raise DataError(
-            f"data.partition ({kind}) gives {lost} of {len(labels)} images to no client (classes {gone[:10]}); "
+            f"data.partition ({kind}) gives {len(lost)} of {len(labels)} images to no client (classes {gone[:10]}); "
             "use more clients, more classes per client, or assignment: consecutive"
         )
-    if np.max(counts) > 1:
-        raise DataError(f"data.partition ({kind}) gives image {int(np.argmax(counts))} to two clients; expected one")
     return [torch.from_numpy(np.sort(part)) for part in parts]
+
+
+def _own(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str, Any]) -> Parts:
+    """The row numbers of each client that the callable `name` returns for the labels and the number of clients.
+
+    Its random draws are functions of `seed`: it is offered a generator and the seed, and Python's, NumPy's and torch's
+    global generators are seeded. Rows may be left out, but no row may belong to two clients.
+    """
+    drawn = seeding.seed_for(seed, "own partition")
+    first, second = (_called(name, rows, clients, drawn, options) for _ in range(2))
+    if any(not np.array_equal(one, two) for one, two in zip(first, second, strict=True)):
+        raise DataError(
+            f"{KEY}={name!r} returned two different partitions for the same arguments, so processes would not agree on "
+            "it; draw from the argument `generator`, which it gets if its signature names it"
+        )
+    return first
+
+
+def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str, Any]) -> Parts:
+    """The partition as arrays of row numbers; DataError names the client whose rows are wrong."""
+    offered = {
+        "generator": np.random.default_rng(seed),
+        "seed": seed % 2**32,
+        "classes": rows.classes,
+        "domains": None if rows.groups is None else np.array(rows.groups.names)[rows.groups.train.numpy()],
+    }
+    offered = {key: value for key, value in offered.items() if key not in options}
+    with seeding.all_streams(seed):
+        taken = named.accepted(named.load(KEY, name), offered)
+        found = named.call(KEY, name, rows.labels.copy(), clients, **taken, **options)
+    if isinstance(found, Mapping):
+        found = [found[client] for client in sorted(found)]
+    if not isinstance(found, list | tuple | np.ndarray) or len(found) != clients:
+        size = f" of {len(found)}" if hasattr(found, "__len__") else ""
+        raise DataError(
+            f"{KEY}={name!r} returned a {type(found).__name__}{size}; expected a list of {clients} arrays of row "
+            "numbers, one for each client"
+        )
+    owners: dict[int, int] = {}
+    parts = []
+    for client, given in enumerate(found):
+        part = np.asarray(sorted(given) if isinstance(given, set | frozenset) else given)
+        where = f"{KEY}={name!r}: client {client}"
+        if part.ndim != 1 or (part.size and not np.issubdtype(part.dtype, np.integer)):
+            raise DataError(
+                f"{where} has {part.dtype} values of shape {list(part.shape)}; expected a list of row numbers"
+            )
+        for row in part.tolist():
+            if not 0 <= row < len(rows.labels):
+                raise DataError(f"{where} has the row {row}; expected 0 to {len(rows.labels) - 1}, the training images")
+            if row in owners:
+                raise DataError(
+                    f"{where} has the row {row}, which client {owners[row]} has too; expected each row once"
+                )
+            owners[row] = client
+        parts.append(part.astype(np.int64))
+    return parts
 
 
 def hold_out(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,13 @@ class Rows:
     classes: int  # their number
     groups: "Groups | None"  # domains, or the groups of a natural partition
 
+    def by_group(self) -> dict[str, np.ndarray]:
+        """The row numbers of each group that has any, in the order of the groups."""
+        if self.groups is None:
+            return {}
+        found = {name: np.flatnonzero(self.groups.train.numpy() == i) for i, name in enumerate(self.groups.names)}
+        return {name: group for name, group in found.items() if len(group)}
+
 
 class Options(BaseModel):
     """`data.partition` of an experiment; each kind has a subclass with its settings."""
@@ -279,25 +286,20 @@ def domain(
 
     The clients of a domain have equal-sized random shares of it, or `images` of these. Default: clients / domains.
     """
-    if rows.groups is None:
+    if not (found := rows.by_group()):
         raise DataError("data.partition (domain): the data has no domains; name their column by data.domain")
-    names, groups = rows.groups.names, rows.groups.train.numpy()
-    present = np.unique(groups).tolist()
-    each = clients_per_domain or max(1, clients // len(present))
-    if each * len(present) != clients:
+    each = clients_per_domain or max(1, clients // len(found))
+    if each * len(found) != clients:
         raise DataError(
-            f"data.partition (domain): {len(present)} domains ({', '.join(names[i] for i in present)}) cannot be "
-            f"assigned equally to clients={clients}; for {each} per domain set clients={each * len(present)}"
+            f"data.partition (domain): {len(found)} domains ({', '.join(found)}) cannot be assigned equally to "
+            f"clients={clients}; for {each} per domain set clients={each * len(found)}"
         )
     parts: Parts = []
-    for number, group in enumerate(present):
-        found = np.flatnonzero(groups == group)
-        if len(found) < each * (images or 1):
+    for number, (name, group) in enumerate(found.items()):
+        if len(group) < each * (images or 1):
             of_each = f" with images={images}" if images else ""
-            raise DataError(
-                f"data.partition (domain): {names[group]!r} has {len(found)} images for {each} clients{of_each}"
-            )
-        shares = np.array_split(np.random.default_rng(seed + number).permutation(found), each)
+            raise DataError(f"data.partition (domain): {name!r} has {len(group)} images for {each} clients{of_each}")
+        shares = np.array_split(np.random.default_rng(seed + number).permutation(group), each)
         parts += [share[:images] for share in shares]
     return parts
 
@@ -305,14 +307,12 @@ def domain(
 @kind()
 def natural(rows: Rows, clients: int, seed: int, *, column: str) -> Parts:
     """All images with one value in this column, for instance a city; one client for each value."""
-    if rows.groups is None:
+    if not (found := rows.by_group()):
         raise DataError(f"data.partition (natural): the data has no column {column!r}")
-    names, groups = rows.groups.names, rows.groups.train.numpy()
-    present = np.unique(groups).tolist()
-    if len(present) != clients:
-        few = ", ".join(names[i] for i in present[:5]) + (", ..." if len(present) > 5 else "")
+    if len(found) != clients:
+        few = ", ".join(list(found)[:5]) + (", ..." if len(found) > 5 else "")
         raise DataError(
-            f"data.partition (natural): the column {column!r} has {len(present)} values ({few}), but clients is "
-            f"{clients}; set clients={len(present)}"
+            f"data.partition (natural): the column {column!r} has {len(found)} values ({few}), but clients is "
+            f"{clients}; set clients={len(found)}"
         )
-    return [np.flatnonzero(groups == value) for value in present]
+    return list(found.values())
