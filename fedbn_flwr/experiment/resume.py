@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -10,14 +10,14 @@ from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.strategies import Rule, Wrapper
+from fedbn_flwr.strategies import Rule
 
-from .prepare import Prepared
+from .prepare import Parts
 from .settings import strategy_name
 
 
 def restore_clients(
-    prepared: Prepared, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
+    prepared: Parts, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
 ) -> None:
     """Restore the clients' states from the checkpoint, or check that the nodes have them in their state folders.
 
@@ -48,13 +48,13 @@ def restore_clients(
 
 def promises_of(rule: Rule) -> dict[str, float]:
     """The numbers of the rule, and of those inside it, that are on the disk before a round's messages are sent."""
-    return {name: getattr(each.memory, name) for each in _rules(rule) for name in each.promised}
+    return {name: getattr(each.memory, name) for each in rule.chain() for name in each.promised}
 
 
 def keep_promises(rule: Rule, folder: RunFolder, done: int) -> None:
     """Count the rounds that stopped sessions began after the checkpoint of round `done`."""
     kept = folder.promises()
-    for each in _rules(rule):
+    for each in rule.chain():
         for name in each.promised:
             if done and name not in kept:
                 raise SettingsError(
@@ -64,13 +64,7 @@ def keep_promises(rule: Rule, folder: RunFolder, done: int) -> None:
             setattr(each.memory, name, max(getattr(each.memory, name), kept.get(name, 0)))
 
 
-def _rules(rule: Rule) -> Iterator[Rule]:
-    yield rule
-    if isinstance(rule, Wrapper):
-        yield from _rules(rule.rule)
-
-
-def _needed_client_state(prepared: Prepared) -> str | None:
+def _needed_client_state(prepared: Parts) -> str | None:
     """A description of the client state that training needs, or None."""
     if prepared.run.train.keep_momentum:
         return "their optimisers' state"
