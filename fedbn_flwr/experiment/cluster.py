@@ -36,36 +36,36 @@ from .data import loaded_data, receive
 from .model import choose_device
 from .mods import client_mods
 from .node import client_of, run_of
-from .settings import Data, Engine, Experiment, Settings
-from .training import work_of
+from .prepare import Parts
+from .settings import Data, Engine, Experiment
 
 
 @contextmanager
-def ray_grids(experiment: Experiment) -> Iterator[Callable[[Settings], AbstractContextManager[Grid]]]:
+def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractContextManager[Grid]]]:
     """Grids on the Ray cluster of the first run, one for each run; the connection begins with the first grid."""
-    parts = Parts(experiment)
+    sent = Sent(experiment)
     first = experiment.runs[0].engine
     idle = Actors()
     with ExitStack() as stack:
 
         @functools.cache
         def connect() -> None:  # now, when all parts are loaded
-            stack.enter_context(connected(first.address, parts.modules(), _cores(first)))
+            stack.enter_context(connected(first.address, sent.modules(), _cores(first)))
             stack.callback(idle.close)
 
         @contextmanager
-        def make_grid(run: Settings) -> Iterator[Grid]:
+        def make_grid(parts: Parts) -> Iterator[Grid]:
             connect()
-            parts.send_data(run)
-            engine = run.engine
+            sent.send_data(parts)
+            run, engine = parts.run, parts.run.engine
             with RayGrid(
-                client_app(parts.make_client, mods=client_mods(experiment)),
+                client_app(sent.make_client, mods=client_mods(experiment)),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
                 place=_place(engine),
                 start_timeout=engine.node_timeout,
                 idle=idle,
-                work=work_of(run),
+                work=parts.work(),
                 threads=engine.threads,
                 state_memory=engine.state_memory,
             ) as grid:
@@ -93,7 +93,7 @@ def _place(engine: Engine) -> Place:
 
 
 @dataclass
-class Parts:
+class Sent:
     """An experiment with the data and the code that its clients need, in the form in which it is sent to actors."""
 
     experiment: Experiment
@@ -113,10 +113,10 @@ class Parts:
                 found.append(module)
         return found
 
-    def send_data(self, run: Settings) -> None:
-        if not run.evaluate.server:  # there is no data here
+    def send_data(self, parts: Parts) -> None:
+        if parts.dataset is None:
             return
-        loaded = loaded_data(run.data, str(choose_device(run.engine.device)))
+        loaded = loaded_data(parts.run.data, str(parts.device))
         if loaded is not None and all(loaded.data != other for other, _ in self.sent):
             self.sent.append((loaded.data, ray.put(_flat(loaded.dataset.to(torch.device("cpu"))))))
 

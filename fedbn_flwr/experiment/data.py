@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -154,9 +154,9 @@ def _own_test(_: str, data: settings.Data, clients: int, seed: int, device: str)
     return share_test(parts, train, test, seed)
 
 
-def validation_rows(run: Settings, device: str) -> Tensor:
+def validation_rows(run: Settings, partition: Sequence[Tensor]) -> Tensor:
     """Indices of the training images that all clients together hold out; SettingsError if there is none."""
-    parts = partition_of(run.data, run.clients, run.seed, device)[: run.trained]
+    parts = partition[: run.trained]
     held = [hold_out(part, run.evaluate.validation, run.seed, client)[1] for client, part in enumerate(parts)]
     if not any(map(len, held)):
         raise SettingsError(

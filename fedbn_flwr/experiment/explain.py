@@ -35,12 +35,12 @@ from fedbn_flwr.strategies import CannotSave, Rule, state_of
 
 from .check import Faults
 from .cost import trained_in_a_round
-from .data import normalisation_of, partition_of
+from .data import normalisation_of
 from .find import Setting, settings_of
 from .node import client_of
 from .nodes import TrainedNodes
 from .partition import count_partitions
-from .prepare import Prepared, prepare
+from .prepare import Parts, prepare
 from .run import gpus_of, open_folders, workers_of
 from .settings import Experiment, Settings
 from .side_by_side import jobs_of
@@ -122,7 +122,7 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
 
     What is wrong with some of the runs is raised, or added to `faults`; the explanation is then of the others.
     """
-    first: dict[str, Prepared] = {}
+    first: dict[str, Parts] = {}
     for prepared in prepare(experiment, faults=faults):
         if faults is None or not faults.has(prepared.run.label):
             first.setdefault(prepared.run.label, prepared)
@@ -177,7 +177,7 @@ def plan(experiment: Experiment, out: Path, *, resume: bool, jobs: int | None) -
     return Plan(tuple((run, left[run.label]) for run in runs), seconds, disk)
 
 
-def _parts_of(prepared: Prepared) -> dict[str, Part]:
+def _parts_of(prepared: Parts) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     tensors = prepared.model.state_dict()
     for key, role in roles(prepared.model).items():
@@ -187,11 +187,11 @@ def _parts_of(prepared: Prepared) -> dict[str, Part]:
     return parts
 
 
-def _estimate(prepared: Prepared, dataset: DataSet, measured: Measured) -> Estimate:
+def _estimate(prepared: Parts, dataset: DataSet, measured: Measured) -> Estimate:
     run = prepared.run
     # Workers that share a GPU take its time from each other; how much they gain is not known.
     workers = min(gpus_of(run) or workers_of(run) or 1, measured.clients)
-    parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))[: run.trained]
+    parts = prepared.partition[: run.trained]
     held = run.evaluate.validation
     of_each = run.train.steps
     steps = sum(_steps(run, len(part) - round(held * len(part))) if of_each is None else of_each for part in parts)
@@ -218,11 +218,10 @@ def _steps(run: Settings, images: int) -> int:
 # --- the trial ----------------------------------------------------------------
 
 
-def try_out(prepared: Prepared, dataset: DataSet) -> Measured:
+def try_out(prepared: Parts, dataset: DataSet) -> Measured:
     """Train some rounds of one to twenty steps on the clients with most images: others may have smaller batches."""
     run, rule = prepared.run, prepared.rule
-    parts = partition_of(run.data, run.clients, run.seed, str(prepared.device))
-    largest = sorted(range(run.trained), key=lambda client: -len(parts[client]))
+    largest = sorted(range(run.trained), key=lambda client: -len(prepared.partition[client]))
     leaf = getattr(rule.leaf, "strategy", rule.leaf)  # Flower's own, if it is one
     needed = max(2, *(int(getattr(leaf, key, 1)) for key in ("min_train_nodes", "min_available_nodes")))
     chosen = [client + 1 for client in largest[:needed]]
@@ -255,7 +254,7 @@ def _state_of(rule: Rule) -> int:
 
 
 class _Trial:
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Parts) -> None:
         self.prepared = prepared
         self.steps = 1
         self.identity = {protocol.RUN: prepared.name, protocol.TOKEN: "trial"}
@@ -304,7 +303,7 @@ class _Trial:
         return RoundTraffic(counted.bytes_down // clients, counted.bytes_up // clients, exchanges), seconds
 
 
-def _time_of_test_image(prepared: Prepared, dataset: DataSet) -> float:
+def _time_of_test_image(prepared: Parts, dataset: DataSet) -> float:
     run, model = prepared.run, prepared.model
     rows = torch.arange(min(run.evaluate.batch_size, len(dataset.test.labels)))
     began = time.perf_counter()

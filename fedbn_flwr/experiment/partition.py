@@ -23,7 +23,8 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
         users.setdefault((run.data.model_copy(update=PLAIN), run.clients), []).append(run)
     counted = []
     for runs in users.values():
-        found = counts_of(runs[0], load_data(runs[0].data, "cpu"), "cpu")
+        parts = partition_of(runs[0].data, runs[0].clients, runs[0].seed, "cpu")
+        found = counts_of(runs[0], load_data(runs[0].data, "cpu"), parts)
         if len(users) > 1:
             names = list(dict.fromkeys(run.label for run in runs))
             title = f"{found.title} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
@@ -32,10 +33,10 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     return counted
 
 
-def counts_of(run: Settings, dataset: DataSet, device: str) -> PartitionCounts:
-    """The image counts of a run's clients; `dataset` is that of the run."""
+def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:
+    """The image counts of a run's clients, which have these rows of the data set."""
     data, labels = run.data, dataset.train.labels.cpu()
-    parts = [part.cpu() for part in partition_of(data, run.clients, run.seed, device)]
+    parts = [part.cpu() for part in partition]
     # Images of segmentation data have many classes each: only the images are counted.
     classes = ("images",) if dataset.dense else dataset.class_names
     counts = [torch.bincount(labels[part], minlength=len(classes)).tolist() for part in parts]

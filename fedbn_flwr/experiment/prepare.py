@@ -11,10 +11,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
@@ -25,6 +27,7 @@ from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 from . import trackers
 from .check import Faults
 from .data import (
+    Shape,
     check_labels,
     load_data,
     normalisation_of,
@@ -37,27 +40,80 @@ from .model import check_gpus, choose_device, make_model, model_arguments, try_m
 from .mods import check_mods
 from .sections import refuse
 from .settings import Experiment, Settings, strategy_name
-from .training import check_partition, check_training, own_loss
+from .training import check_partition, check_training, metrics_of, own_loss
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What the server needs for a run, checked before training starts."""
+class Parts:
+    """What the server of a run needs, each part made once, when it is first used."""
 
     run: Settings
     name: str
-    dataset: DataSet | None  # None: the server has no data
     rule: Rule
-    device: torch.device
-    model_description: Mapping[str, Any]  # the content of model.json
+
+    @cached_property
+    def device(self) -> torch.device:
+        device = choose_device(self.run.engine.device)
+        check_gpus(self.run.engine, device)
+        return device
+
+    @cached_property
+    def dataset(self) -> DataSet | None:
+        """None: the server has no data."""
+        return load_data(self.run.data, str(self.device)) if self.run.evaluate.server else None
+
+    @property
+    def shape(self) -> DataSet | Shape:
+        return self.dataset or shape_without_data(self.run)
+
+    @cached_property
+    def partition(self) -> list[Tensor]:
+        """Indices of each client's training images."""
+        return partition_of(self.run.data, self.run.clients, self.run.seed, str(self.device))
+
+    @cached_property
+    def held_out(self) -> Tensor:
+        """Indices of the training images that all clients together hold out."""
+        return validation_rows(self.run, self.partition)
+
+    @cached_property
+    def normalise(self) -> Normalise | None:
+        """None: a server without data does not know the moments of the clients' images."""
+        known = self.dataset is not None or self.run.data.normalise != "moments"
+        return normalisation_of(self.run, self.shape) if known else None
+
+    @cached_property
+    def loss(self) -> Loss | None:
+        """The loss of the user, or None for cross entropy."""
+        return own_loss(self.run)
+
+    @cached_property
+    def metrics(self) -> Sequence[Metric]:
+        return metrics_of(self.run)
+
+    def work(self) -> list[int] | None:
+        """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
+        if self.run.train.steps is not None or self.dataset is None:  # the same steps for all, or no data here
+            return None
+        return [len(part) for part in self.partition]
 
     @cached_property
     def model(self) -> nn.Module:
-        return make_model(self.run, self.dataset or shape_without_data(self.run)).to(self.device)
+        return make_model(self.run, self.shape).to(self.device)
 
     def release(self) -> None:
         """Free the model; it is built again when it is used."""
         self.__dict__.pop("model", None)
+
+    @cached_property
+    def model_description(self) -> Mapping[str, Any]:
+        """The content of model.json."""
+        return {
+            "build": model_arguments(self.run, self.shape),
+            "normalise": _in_words(self.run, self.normalise),
+            "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
+            "global": self.rule.traits.has_global_model,
+        }
 
 
 def prepare(
@@ -66,7 +122,7 @@ def prepare(
     *,
     own_data: bool = False,
     faults: Faults | None = None,
-) -> list[Prepared]:
+) -> list[Parts]:
     """Prepare and check all runs, or those at these places of the experiment; first the strategies, which is quick.
 
     With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. What is wrong
@@ -85,7 +141,7 @@ def prepare(
             rules[name] = make_rule(run)
     if faults is None:
         found.refuse()
-    prepared: list[Prepared] = []
+    prepared: list[Parts] = []
     seeds: dict[str, list[int]] = {}
     for run in runs:
         seeds.setdefault(run.label, []).append(run.seed)
@@ -97,42 +153,28 @@ def prepare(
             if len(chosen) > 1:
                 prepared[-1].release()  # a sweep has many models
             if prepared[-1].dataset is not None and not own_data:
-                check_partition(prepared[-1].run, rules[name], str(prepared[-1].device), seeds.pop(run.label, ()))
+                check_partition(prepared[-1], seeds.pop(run.label, ()))
     if faults is None:
         found.refuse()
     return prepared
 
 
-def prepare_run(run: Settings, name: str, rule: Rule) -> Prepared:
-    device = choose_device(run.engine.device)
-    check_gpus(run.engine, device)
-    dataset = None
-    if run.evaluate.server:
-        dataset = load_data(run.data, str(device))
-        parts = partition_of(run.data, run.clients, run.seed, str(device))
-        check_labels(run, dataset)
-        try_data(run, dataset, parts[0])
-        if run.evaluate.validation:
-            validation_rows(run, str(device))
-    shape = dataset or shape_without_data(run)
-    check_labels(run, shape)
-    model = make_model(run, shape).to(device)
-    _check_norm(run, model, rule)
-    try_model(run, model, shape, device, own_loss(run))
-    check_training(run, rule, model, shape)
+def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
+    """The parts of a run, which suit each other."""
+    parts = Parts(run, name, rule)
+    if parts.dataset is not None:
+        check_labels(run, parts.dataset)
+        try_data(run, parts.dataset, parts.partition[0])
+    check_labels(run, parts.shape)
+    # Asked for now, so that what is wrong with them is reported before training.
+    for part in ("normalise", *(["held_out"] if parts.dataset is not None and run.evaluate.validation else [])):
+        getattr(parts, part)
+    _check_norm(run, parts.model, rule)
+    try_model(run, parts.model, parts.shape, parts.device, parts.loss)
+    check_training(parts)
     with _without_warnings():  # the run calls it again
-        rule.begin(run.rounds, pack(initial_arrays(model)))  # refuses a model that does not suit it
-    # A server without data does not know the moments of the clients' images.
-    normalise = normalisation_of(run, shape) if dataset is not None or run.data.normalise != "moments" else None
-    description = {
-        "build": model_arguments(run, shape),
-        "normalise": None if normalise is None else _in_words(run, normalise),
-        "classes": run.data.class_names or None if dataset is None else dataset.class_names,
-        "global": rule.traits.has_global_model,
-    }
-    prepared = Prepared(run, name, dataset, rule, device, description)
-    prepared.__dict__["model"] = model
-    return prepared
+        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # refuses a model that does not suit it
+    return parts
 
 
 @contextmanager
@@ -146,8 +188,10 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _in_words(run: Settings, normalise: Normalise) -> Any:
-    return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))
+def _in_words(run: Settings, normalise: Normalise | None) -> Any:
+    if normalise is None or callable(normalise):
+        return normalise and run.data.normalise
+    return dict(zip(("mean", "std"), normalise, strict=True))
 
 
 def make_rule(run: Settings) -> Rule:

@@ -12,12 +12,12 @@ from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import Rule
 
-from .prepare import Prepared
+from .prepare import Parts
 from .settings import strategy_name
 
 
 def restore_clients(
-    prepared: Prepared, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
+    prepared: Parts, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
 ) -> None:
     """Restore the clients' states from the checkpoint, or check that the nodes have them in their state folders.
 
@@ -64,7 +64,7 @@ def keep_promises(rule: Rule, folder: RunFolder, done: int) -> None:
             setattr(each.memory, name, max(getattr(each.memory, name), kept.get(name, 0)))
 
 
-def _needed_client_state(prepared: Prepared) -> str | None:
+def _needed_client_state(prepared: Parts) -> str | None:
     """A description of the client state that training needs, or None."""
     if prepared.run.train.keep_momentum:
         return "their optimisers' state"

@@ -57,14 +57,14 @@ from .mods import client_mods
 from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
-from .prepare import Prepared, prepare
+from .prepare import Parts, prepare
 from .resume import keep_promises, restore_clients
 from .settings import Experiment, Settings
 from .side_by_side import failed_because, jobs_of, side_by_side
-from .training import check_partition, work_of
+from .training import check_partition
 
 
-def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
+def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
     """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
@@ -77,15 +77,7 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Reporte
     else:
         arrays = arrays_in(snapshot.model)["arrays"]
         state = RunState(prepared, ledger, identity, arrays, done, dict(snapshot.trained), kept_round=done)
-    evaluate = Evaluate(prepared, threads=workers_of(run))
-    listeners: list[Listener] = [evaluate, History(folder, ledger), progress, Checkpoint(folder)]
-    listeners += [Track(tracker, folder) for tracker in run.track]
-    if run.evaluate.unseen or run.evaluate.matrix:
-        listeners.insert(1, Final(folder))
-    if run.evaluate.validation:
-        listeners.insert(1, Best(folder, run.evaluate.patience, run.evaluate.min_delta))
-    if run.evaluate.dynamics:
-        listeners.insert(0, Dynamics(folder))
+    listeners = listeners_of(prepared, folder, ledger, progress)
     begun: list[Listener] = []
     try:
         for listener in listeners:
@@ -97,8 +89,8 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Reporte
             held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
             progress.message(held)
         if prepared.dataset is not None and not nodes.own_data:
-            check_partition(run, prepared.rule, str(prepared.device), [run.seed])
-            folder.write_partition(asdict(counts_of(run, prepared.dataset, str(prepared.device))))
+            check_partition(prepared, [run.seed])
+            folder.write_partition(asdict(counts_of(run, prepared.dataset, prepared.partition)))
         state.nodes = {client: node for client, node in nodes.ids.items() if trains(run, client)}
         if run.evaluate.unseen:
             state.unseen = {client: node for client, node in nodes.ids.items() if client not in state.nodes}
@@ -122,6 +114,21 @@ def run_one(prepared: Prepared, grid: Grid, folder: RunFolder, progress: Reporte
         raise
     finally:
         end(begun, state)
+
+
+def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
+    """Those of a run, in their order: they measure, choose, record and show."""
+    run = prepared.run
+    measure: list[Listener] = [Dynamics(folder)] if run.evaluate.dynamics else []
+    measure.append(Evaluate(prepared, threads=workers_of(run)))
+    choose: list[Listener] = []
+    if run.evaluate.validation:
+        choose.append(Best(folder, run.evaluate.patience, run.evaluate.min_delta))
+    if run.evaluate.unseen or run.evaluate.matrix:  # after the last round, which is chosen now
+        choose.append(Final(folder))
+    # The checkpoint comes after the progress, by which a user stops the run.
+    record: list[Listener] = [History(folder, ledger), progress, Checkpoint(folder)]
+    return [*measure, *choose, *record, *(Track(entry, folder) for entry in run.track)]
 
 
 def end(listeners: Sequence[Listener], state: RunState) -> None:
@@ -220,7 +227,7 @@ def _folder(path: Path, run: Settings) -> Path:
 
 def run_experiment(
     experiment: Experiment,
-    make_grid: Callable[[Settings], AbstractContextManager[Grid]],
+    make_grid: Callable[[Parts], AbstractContextManager[Grid]],
     out: Path,
     *,
     resume: bool = False,
@@ -229,7 +236,7 @@ def run_experiment(
     quiet: bool = False,
     own_data: bool = False,
 ) -> Outcome:
-    """Carry out all runs, each on the grid of the context manager `make_grid(run)`.
+    """Carry out all runs, each on the grid of the context manager `make_grid(parts)`.
 
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
     `own_data`: nodes may have data of their own.
@@ -243,18 +250,17 @@ def run_experiment(
     with Progress(titles, rounds, images, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
-        prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
+        planned = _without_workers(experiment) if jobs > 1 else experiment
+        prepared = dict(zip(todo, prepare(planned, todo, own_data=own_data), strict=True))
         progress.message(f"run folders: {out.resolve()}")
 
         def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
-            given = item.run.model_dump(mode="json")
+            given = experiment.runs[place].model_dump(mode="json")
             commit = None if item.dataset is None else item.dataset.commit
             more: dict[str, Any] = {"data_commit": commit} if commit else {}
-            if jobs > 1:
-                item = _without_workers(item)
-            with make_grid(item.run) as grid, folder.locked():  # no folder is made if no Ray cluster answers
+            with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 if resume and folder.is_finished():  # by another process, since this one began
                     return
                 # Another process may have begun this run while this one was loading data.
@@ -295,9 +301,10 @@ def run_experiment(
     return Outcome(out, table, page, picture, failures)
 
 
-def _without_workers(item: Prepared) -> Prepared:
-    engine = item.run.engine.model_copy(update={"workers": 0})
-    return replace(item, run=item.run.model_copy(update={"engine": engine}))
+def _without_workers(experiment: Experiment) -> Experiment:
+    engines = (run.engine.model_copy(update={"workers": 0}) for run in experiment.runs)
+    runs = zip(experiment.runs, engines, strict=True)
+    return replace(experiment, runs=tuple(run.model_copy(update={"engine": engine}) for run, engine in runs))
 
 
 def workers_of(run: Settings) -> int:
@@ -349,19 +356,19 @@ def carry_out(
 
 @contextmanager
 def _local_grid(
-    experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, run: Settings
+    experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
 ) -> Iterator[Grid]:
-    gpus, images = gpus_of(run), None
+    run, gpus, images = parts.run, gpus_of(parts.run), None
     if run.train.compile is True and workers_of(run) and not gpus and not node_config:
         part("passes", "fill_cache")(experiment, run)
     if gpus and run.evaluate.server and not node_config:
-        images = loaded_data(run.data, str(choose_device(run.engine.device)))
+        images = loaded_data(run.data, str(parts.device))
     with LocalGrid(
         client_app(Clients(experiment, images), mods=client_mods(experiment)),
         run.clients,
         workers=workers_of(run),
         gpus=gpus,
-        work=work_of(run),
+        work=parts.work(),
         threads=run.engine.threads,
         node_config=node_config,
         state_memory=run.engine.state_memory,
@@ -382,7 +389,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
     out = Path(str(run_config.get("out") or "") or default_out(experiment.name)).resolve()
 
     @contextmanager
-    def make_grid(run: Settings) -> Iterator[Grid]:
+    def make_grid(parts: Parts) -> Iterator[Grid]:
         yield grid
 
     return run_experiment(experiment, make_grid, out, resume=resume, plain=True, own_data=True)

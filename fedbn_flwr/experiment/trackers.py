@@ -157,7 +157,7 @@ class WandB(Session):
 _PATIENCE = 20  # seconds that a tracker may wait for its server
 
 
-TRACKERS: dict[str, type[Session]] = {"tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS: dict[str, type[TensorBoard] | type[WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def check(entry: Mapping[str, Any]) -> None:

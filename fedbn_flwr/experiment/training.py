@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedbn_flwr import named
 from fedbn_flwr.client.losses import CrossEntropy, balanced_weights
@@ -22,10 +22,12 @@ from fedbn_flwr.messages.protocol import METRICS
 from fedbn_flwr.results.summary import is_taken
 from fedbn_flwr.strategies import Rule
 
-from .data import Shape, partition_of
-from .model import choose_device
+from .data import partition_of
 from .sections import refuse
 from .settings import Settings, name_in, strategy_name
+
+if TYPE_CHECKING:
+    from .prepare import Parts
 
 
 def learning_rate(run: Settings, server_round: int) -> float:
@@ -94,9 +96,9 @@ def metrics_of(run: Settings) -> Sequence[Metric]:
 # --- checks ------------------------------------------------------------------
 
 
-def check_partition(run: Settings, rule: Rule, device: str, seeds: Sequence[int]) -> None:
+def check_partition(parts: Parts, seeds: Sequence[int]) -> None:
     """Refuse clients with so few images that they would not exchange the statistics of their batches."""
-    least = rule.traits.min_batch
+    run, least, device = parts.run, parts.rule.traits.min_batch, str(parts.device)
     small: dict[str, int] = {}
     for seed in seeds if least > 1 else ():
         with_seed = f" with seed {seed}" if len(seeds) > 1 else ""
@@ -113,10 +115,11 @@ def check_partition(run: Settings, rule: Rule, device: str, seeds: Sequence[int]
         )
 
 
-def check_training(run: Settings, rule: Rule, model: nn.Module, shape: DataSet | Shape) -> None:
+def check_training(parts: Parts) -> None:
     """Refuse settings with which training cannot begin or is not what the strategy assumes."""
+    run, shape = parts.run, parts.shape
     train, weights = run.train, run.train.class_weights
-    _check_strategy(run, rule)
+    _check_strategy(run, parts.rule)
     if weights == "balanced" and shape.dense:
         raise SettingsError(
             "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
@@ -129,11 +132,11 @@ def check_training(run: Settings, rule: Rule, model: nn.Module, shape: DataSet |
     for server_round in (1, run.rounds):
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
-        decays = decay_of(model, norm=train.norm_weight_decay, bias=train.bias_weight_decay)
+        decays = decay_of(parts.model, norm=train.norm_weight_decay, bias=train.bias_weight_decay)
         try:
             check_optimizer(
                 train.optimizer,
-                {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
+                {name: parameter for name, parameter in parts.model.named_parameters() if parameter.requires_grad},
                 momentum=train.momentum,
                 weight_decay=train.weight_decay,
                 other_decay=decays,
@@ -144,8 +147,9 @@ def check_training(run: Settings, rule: Rule, model: nn.Module, shape: DataSet |
     logits = torch.randn(len(labels), shape.classes, generator=torch.Generator().manual_seed(0))
     if shape.dense:
         labels, logits = labels[:, None, None].expand(-1, 2, 2), logits[:, :, None, None].expand(-1, -1, 2, 2)
-    _check_loss(run, logits.clone().requires_grad_(), labels)
-    _check_metrics(run, logits, labels)
+    if parts.loss is not None:
+        _check_loss(name_in(train.loss), parts.loss, logits.clone().requires_grad_(), labels)
+    _check_metrics(parts.metrics, logits, labels)
 
 
 def _check_strategy(run: Settings, rule: Rule) -> None:
@@ -171,10 +175,7 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     )
 
 
-def _check_loss(run: Settings, logits: Tensor, labels: Tensor) -> None:
-    if (loss := own_loss(run)) is None:
-        return
-    name = name_in(run.train.loss)
+def _check_loss(name: str, loss: Loss, logits: Tensor, labels: Tensor) -> None:
     try:
         value: Any = loss(logits, labels)
     except Exception as error:
@@ -189,8 +190,7 @@ def _check_loss(run: Settings, logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def _check_metrics(run: Settings, logits: Tensor, labels: Tensor) -> None:
-    metrics = metrics_of(run)
+def _check_metrics(metrics: Sequence[Metric], logits: Tensor, labels: Tensor) -> None:
     names = [name_of(metric) for metric in metrics]
     for name, metric in zip(names, metrics, strict=True):
         if names.count(name) > 1:
@@ -214,11 +214,3 @@ def _check_metrics(run: Settings, logits: Tensor, labels: Tensor) -> None:
             f"evaluate.metrics: a metric of {', '.join(names)} failed for logits {list(logits.shape)} and labels "
             f"{list(labels.shape)}: {type(error).__name__}: {error}"
         ) from error
-
-
-def work_of(run: Settings) -> list[int] | None:
-    """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
-    if run.train.steps is not None or not run.evaluate.server:  # the same steps for all, or no data in this process
-        return None
-    device = str(choose_device(run.engine.device))
-    return [len(part) for part in partition_of(run.data, run.clients, run.seed, device)]

@@ -31,7 +31,7 @@ from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import client_of
-from fedbn_flwr.experiment.prepare import Prepared, make_rule, prepare
+from fedbn_flwr.experiment.prepare import Parts, make_rule, prepare
 from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -137,7 +137,7 @@ def kept_log() -> Iterator[list[str]]:
 
 
 @functools.cache
-def prepared_for(rule: str) -> tuple[Any, Prepared]:
+def prepared_for(rule: str) -> tuple[Any, Parts]:
     experiment = load_experiment(BASE, RULES[rule])
     return experiment, prepare(experiment)[0]
 
@@ -177,7 +177,7 @@ def _innermost(strategy: Any) -> Any:
     return _innermost(strategy.strategy) if hasattr(strategy, "strategy") else strategy
 
 
-def _run(prepared: Prepared, grid: LocalGrid, folder: Path, found: Outcome) -> None:
+def _run(prepared: Parts, grid: LocalGrid, folder: Path, found: Outcome) -> None:
     of_run = RunFolder(folder / "run")
     of_run.begin(prepared.run.model_dump(mode="json"))
     try:
@@ -200,7 +200,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _start(prepared: Prepared, grid: LocalGrid, folder: Path, found: Outcome) -> None:
+def _start(prepared: Parts, grid: LocalGrid, folder: Path, found: Outcome) -> None:
     run, models = prepared.run, list[ArrayRecord]()
 
     def keep(_: int, arrays: ArrayRecord) -> None:

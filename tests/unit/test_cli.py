@@ -111,7 +111,7 @@ def test_resuming_begins_the_runs_that_had_not_begun(tmp_path: Path, capsys: pyt
     model = (out / "first" / "model.safetensors").stat()
     file.write_text(file.read_text().replace("first: {}", "first: {}, second: {seed: 1}"))
     assert cli.main(["run", str(file), "--out", str(out), "--resume"]) == 0
-    assert "first: finished already" in capsys.readouterr().out
+    assert "1 of 2 runs are finished already" in capsys.readouterr().out
     assert (out / "first" / "model.safetensors").stat() == model
     assert json.loads((out / "second" / "summary.json").read_text())["status"] == "finished"
 

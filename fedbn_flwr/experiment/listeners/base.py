@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message
 
 from fedbn_flwr.engines.base import GridAround
 
-from ..prepare import Prepared
+from ..prepare import Parts
 from ..settings import Settings
 
 
@@ -18,7 +18,7 @@ from ..settings import Settings
 class RunState:
     """The state of a run after a round."""
 
-    prepared: Prepared
+    prepared: Parts
     grid: GridAround
     identity: Mapping[str, str]  # the config keys that name the run to its clients
     arrays: ArrayRecord  # that training continues from

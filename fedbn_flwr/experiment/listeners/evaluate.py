@@ -20,9 +20,8 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
-from ..data import normalisation_of, rows_by_domain, validation_rows
-from ..prepare import Prepared
-from ..training import metrics_of, own_loss
+from ..data import normalisation_of, rows_by_domain
+from ..prepare import Parts
 from .base import Listener, RunState
 from .clients import name_of, own_means, spreads, validation_means, values_of
 
@@ -30,15 +29,15 @@ from .clients import name_of, own_means, spreads, validation_means, values_of
 class Evaluate(Listener):
     """`threads` evaluate on a CPU, a batch at a time each; the figures do not depend on their number."""
 
-    def __init__(self, prepared: Prepared, threads: int = 1) -> None:
+    def __init__(self, prepared: Parts, threads: int = 1) -> None:
         run, dataset = prepared.run, prepared.dataset
         self.prepared = prepared
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
         only_by_clients = self.rule.traits.personal or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
-        self.loss = own_loss(run) or cross_entropy
-        self.metrics = metrics_of(run)
+        self.loss = prepared.loss or cross_entropy
+        self.metrics = prepared.metrics
         self.names = [name_of(key_of(metric)) for metric in self.metrics]
         self.test: TestBatches | None = None
         if dataset is not None and self.rule.traits.has_global_model:
@@ -48,9 +47,8 @@ class Evaluate(Listener):
             self.domains = {name: test_of(rows) for name, rows in rows_by_domain(dataset).items()}
         self.validation: TestBatches | None = None  # None: clients report it, if there is any
         if run.evaluate.validation and dataset is not None and not self.asks_clients:
-            held = validation_rows(run, str(prepared.device))
             normalisation = normalisation_of(run, dataset)
-            self.validation = TestBatches(dataset.train, normalisation, run.evaluate.batch_size, held)
+            self.validation = TestBatches(dataset.train, normalisation, run.evaluate.batch_size, prepared.held_out)
 
     def on_round(self, state: RunState) -> None:
         if not state.is_evaluated:

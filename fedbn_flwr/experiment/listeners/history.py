@@ -13,10 +13,9 @@ from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import GLOBAL_MODEL, Summary
 
 from ..expansion import PAPER
-from ..prepare import Prepared
+from ..prepare import Parts
 from ..resume import promises_of
 from ..settings import strategy_name
-from ..training import metrics_of
 from .base import Listener, RunState
 
 
@@ -63,7 +62,7 @@ class History(Listener):
         self.folder.write_summary(self.summary)
 
 
-def begin_summary(prepared: Prepared) -> Summary:
+def begin_summary(prepared: Parts) -> Summary:
     run = prepared.run
     if not prepared.rule.traits.has_global_model:
         accuracy_of = "the clients' models, mean"
@@ -82,7 +81,7 @@ def begin_summary(prepared: Prepared) -> Summary:
         device=str(prepared.device),
         began=datetime.now(UTC).isoformat(timespec="milliseconds"),
         accuracy_of=accuracy_of,
-        metrics=tuple(name_of(metric) for metric in metrics_of(run)),
+        metrics=tuple(name_of(metric) for metric in prepared.metrics),
         size=run.size.name if run.size.name != PAPER else None,
         images="random images; figures mean nothing" if run.data.random else None,
         memory_format="channels_last" if run.train.channels_last else None,

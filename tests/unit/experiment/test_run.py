@@ -16,7 +16,7 @@ import fedbn_flwr.experiment.prepare as experiment_prepare
 import fedbn_flwr.experiment.run as experiment_run
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import Prepared
+from fedbn_flwr.experiment.prepare import Parts
 from fedbn_flwr.strategies import Rule
 
 EXPERIMENT = """
@@ -65,7 +65,7 @@ def test_nothing_of_a_finished_run_stays_in_memory(tmp_path: Path, monkeypatch: 
     left: list[int] = []
     run_one = experiment_run.run_one
 
-    def watched(prepared: Prepared, *arguments: Any) -> None:
+    def watched(prepared: Parts, *arguments: Any) -> None:
         gc.collect()
         left.append(sum(rule() is not None for rule in rules))
         rules.append(weakref.ref(prepared.rule))
