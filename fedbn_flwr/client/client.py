@@ -204,9 +204,8 @@ class BNClient(NumPyClient):
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
         with self._parts.exclusive():
             self._load(arrays, config)
-            local = LocalRound(
-                config, arrays, extras or {}, self.model, self.state, self.identity.get(protocol.PARTITION), self, exchange
-            )  # fmt: skip
+            partition = self.identity.get(protocol.PARTITION)
+            local = LocalRound(config, arrays, extras or {}, self.model, self.state, partition, self, exchange)
             rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
             loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
             received, returned = set(arrays), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
