@@ -24,7 +24,7 @@ from flwr.serverapp.strategy.fedopt import FedOpt
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, is_finite
+from fedbn_flwr.messages.aggregate import Arrays, fault, is_finite
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, metrics_of, number_problem, with_content
 from fedbn_flwr.messages.screening import common_metrics, fault_problems, overflow, with_arrays
@@ -169,11 +169,12 @@ class Foreign(Leaf):
         return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
     def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
+        of_form = fault(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
         if not self.weighs:
-            return None
+            return of_form
         keys = filter(None, (self.weighted_by_key, self._of_some("train_loss_key")))  # QFedAvg weights by the loss too
         problems = (number_problem(reply.metrics, key) for key in keys)
-        return next(filter(None, problems), None) or overflow(reply.arrays, sent)
+        return next(filter(None, problems), None) or overflow(reply.arrays, sent) or of_form
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         if not self.weighs:

@@ -100,9 +100,7 @@ class FedAvg(Leaf, FlowerFedAvg):
             weighted_by_key, arrayrecord_key, configrecord_key,
             train_metrics_aggr_fn or mean_of_metrics, evaluate_metrics_aggr_fn or mean_of_metrics,
         )  # fmt: skip
-        self.seed = seed
-        self.node_timeout = node_timeout
-        self.bounds = as_bounds(bounds)
+        self.seed, self.node_timeout, self.bounds = seed, node_timeout, as_bounds(bounds)
         if self.bounds is not None:
             self.lacks = {**self.lacks, "mean": "compares the replies of single clients (bounds)"}
         refuse_bounds(self)
@@ -112,14 +110,11 @@ class FedAvg(Leaf, FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        if self.fraction_train == 0.0:
-            return []
         self._round = round = Round(server_round, self._rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
         told, records = self._told(round)
-        kept = self.traits.kept
-        if kept:
+        if kept := self.traits.kept:
             of = roles(arrays)  # which may lack counters
             returned = kept & self.traits.returned & set(of.values())
             self.expected = [key for key, role in of.items() if role not in kept - returned]
@@ -129,8 +124,6 @@ class FedAvg(Leaf, FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        if self.fraction_evaluate == 0.0:
-            return []
         round = Round(server_round, self._rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         return self._messages(round, {}, {}, nodes, MessageType.EVALUATE)
@@ -156,6 +149,8 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
         """The nodes of this round; the choice depends only on the seed, the round and the partitions."""
+        if fraction == 0.0:
+            return []
         partitions = self.memory.partitions
         nodes = self._connected(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):

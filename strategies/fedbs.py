@@ -64,9 +64,7 @@ class FedBS(FedAvg):
         **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
-        self.epsilon = epsilon
-        self.patience = patience
-        self.proximal_mu = proximal_mu
+        self.epsilon, self.patience, self.proximal_mu = epsilon, patience, proximal_mu
 
     def notes(self) -> dict[str, Any]:
         """`switch_round` is the first round of FedProx, or None."""

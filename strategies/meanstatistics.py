@@ -21,7 +21,7 @@ import numpy as np
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages.aggregate import Arrays, cast, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, cast, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
@@ -61,9 +61,6 @@ class MeanStatistics(Wrapper):
             self.lacks = {**self.lacks, "mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
         self.leaf.hidden |= OF_NORMS
-
-    def problem(self, round: Round, reply: Reply) -> str | None:
-        return fault(reply.arrays, unpack(round.arrays))
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)

@@ -6,6 +6,7 @@ fedbn run EXPERIMENT [OVERRIDE ...] --out OUT --resume
 FixBN and ordinary batch norm are the same computation up to the freeze, so one run serves both.
 """
 
+import ast
 import shutil
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run import run_folders
 from fedbn_flwr.results.folder import RunFolder, deciding
+from fedbn_flwr.strategies import state_of
 from fedbn_flwr.yaml_text import dump_yaml
 
 source, file, label, out, *overrides = sys.argv[1:]
@@ -27,14 +29,10 @@ assert snapshot.strategy is not None, snapshot.unsaved
 
 rule = make_rule(run)
 rule.begin(run.rounds, snapshot.model["arrays"])
-state = rule.state()
-# Which partition each node has is in the state of the innermost strategy.
-partitions = next(
-    values["partitions"] for values in snapshot.strategy.config_records.values() if "partitions" in values
-)
-for values in state.config_records.values():
-    if "partitions" in values:
-        values["partitions"] = partitions
+state = state_of(rule)
+# Which partition each node has is in the state of the innermost strategy, the last one, which here has no arrays.
+before, after = (ast.literal_eval(each["state"]["state"]) for each in (snapshot.strategy, state))
+state["state"]["state"] = repr([*after[:-1], before[-1]])
 
 shutil.copytree(source, target.path)
 (target.path / "summary.json").unlink(missing_ok=True)
