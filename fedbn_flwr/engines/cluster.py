@@ -14,9 +14,8 @@ import signal
 import socket
 import sys
 import sysconfig
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,8 +56,7 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
         own = {"num_cpus": cores, "include_dashboard": False}
     with temporary_folder("code") as folder:
         stage(Path(folder), modules)
-        in_main = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGTERM) if in_main else None
+        before = signal.getsignal(signal.SIGTERM)
         try:
             host, _, port = address.rpartition(":")
             if port.isdecimal() and "://" not in address:  # otherwise Ray tries for minutes
@@ -82,8 +80,8 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
                     f"other programs use the machine, set a longer engine.node_timeout ({os.environ[START]} s)"
                 ) from None
             raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {_in_a_line(error)}") from None
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)  # Ray has replaced it by a handler that prints a trace
+        with suppress(ValueError):  # not the main thread, whose handler Ray replaces by one that prints a trace
+            signal.signal(signal.SIGTERM, before)
         try:
             yield
         finally:
