@@ -85,8 +85,9 @@ class _App(ClientApp):
             self.exchange = _exchange
 
     def __call__(self, message: Message, context: Context) -> Message:
-        content = message.content if message.has_content() else ()
-        if message.metadata.message_type.startswith("get_") or any(name.endswith("ins.parameters") for name in content):
+        content = {*message.content} if message.has_content() else set()
+        old = {"fitins.parameters", "evaluateins.parameters"}
+        if message.metadata.message_type.startswith("get_") or old & content:
             problem = (
                 "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
                 'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
@@ -119,7 +120,7 @@ class _App(ClientApp):
 
         def make() -> NumPyClient:
             client: NumPyClient = make_client(*(context, config)[: self._wants])  # type: ignore[call-arg]
-            if isinstance(client, BNClient):
+            if isinstance(client, BNClient) and not client.has_context:
                 client.attach(context)
             return client
 

@@ -31,7 +31,7 @@ from fedbn_flwr.norms.statistics import reestimate
 from .evaluation import evaluate
 from .metrics import Metric, name_of
 from .model_tensors import ModelTensors, copied
-from .node_state import NodeState, place_of, run_of
+from .node_state import NodeState, number_of, place_of, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, Update, known_keys, rule_of
@@ -175,13 +175,13 @@ class BNClient(NumPyClient):
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch, self.share_personal = seed, min_batch, share_personal
+        self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
-        """Use the state and number of this node, as `client_app` does."""
+        """Use the state and number of this node; `client_app` does so for a client that was made without a context."""
         self.state, self.identity = NodeState(context.state), place_of(context)
-        # Random draws depend on this number: the partition or, if the site has none, the node id.
-        self._number = int(context.node_config.get("partition-id", context.node_id))
+        self._number = number_of(context)
 
     @property
     def device(self) -> torch.device:
@@ -205,19 +205,21 @@ class BNClient(NumPyClient):
         with self._parts.exclusive():
             self._load(arrays, config)
             local = LocalRound(
-                config, arrays, extras or {}, self.model, self.state, self.num_examples,
+                config, arrays, {} if extras is None else extras, self.model, self.state, self.num_examples,
                 self.identity.get(protocol.PARTITION), exchange, self.clip, self.min_batch,
             )  # fmt: skip
             rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
             loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
-            received, returned = set(arrays), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
-            sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
+            sent, returned = set(arrays), frozenset[Role]()
+            if protocol.RETURN in config:
+                returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
+            taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
             metrics: Metrics = {protocol.NUM_EXAMPLES: local.num_examples, protocol.TRAIN_LOSS: loss}
             if config.get(protocol.REPORT_BATCH):
                 metrics[protocol.BATCH_EXAMPLES] = first_batch
-            update = Update(sent, metrics, {})
+            update = Update(taken, metrics, {})
             # Save state only after everything that can fail: a replay of the round must begin with the same state.
-            self.state.save("local", self._parts.taken(key for key in self.roles if key not in received))
+            self.state.save("local", self._parts.taken([key for key in self.roles if key not in sent]))
             for rule in rules:
                 rule.finish(update)
             return update

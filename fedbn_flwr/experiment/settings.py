@@ -295,7 +295,7 @@ class Train(Section):
     schedule: Annotated[Schedule, BeforeValidator(_of_kind)] = Schedule()
     channels_last: bool = False  # memory format [N, H, W, C]: faster convolutions, different last bits
     precision: Literal["float32", "bfloat16"] = "float32"  # of training passes, by autocast
-    compile: bool | Literal["auto"] = False  # training passes by PyTorch's compiler; auto: on the local engine, if long
+    compile: bool = False  # training passes by PyTorch's compiler
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:

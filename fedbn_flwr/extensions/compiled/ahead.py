@@ -1,44 +1,27 @@
-"""Compiled passes on the local engine: whether `train.compile: auto` uses them, and compiling before workers begin."""
+"""Compiled passes on the local engine: compiling before workers begin."""
 
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import signal
 from contextlib import suppress
 from typing import Any
 
-import torch
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.engines.worker import fork_problem
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.experiment.data import load_data, partition_of, resolve
+from fedbn_flwr.experiment.data import partition_of, resolve
 from fedbn_flwr.experiment.find import run_names
-from fedbn_flwr.experiment.model import choose_device, make_model
+from fedbn_flwr.experiment.model import choose_device
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies.fixbn import FREEZE  # type: ignore[import-untyped]
 
-# Compiling takes about a minute of a core and saves about a third of the passes, which a core computes at some 10^11
-# operations per second: with this many, about five minutes are saved.
-_LONG = 1e14
 _PATIENCE = 600  # seconds
-
-
-def decided(run: Settings) -> Settings:
-    """The run with true or false in place of `train.compile: auto`.
-
-    It depends on the settings and the data only, because the last bits of the results depend on it.
-    """
-    if run.train.compile != "auto":
-        return run
-    known = resolve(run)
-    worth = run.evaluate.server and _operations(known) > _LONG  # without data in this process: unknown
-    return run.model_copy(update={"train": run.train.model_copy(update={"compile": worth})})
 
 
 def fill_cache(experiment: Experiment, run: Settings) -> None:
@@ -74,24 +57,3 @@ def _compile(experiment: Experiment, run: Settings, frozen: list[str]) -> None:
     with suppress(MessageError):  # a layer cannot be frozen: the strategy or a worker reports it
         for config in ({}, *({FREEZE: roles} for roles in frozen)):
             client.fit(first, config)
-
-
-def _operations(run: Settings) -> float:
-    """The floating point operations of all training passes of a run."""
-    from torch.utils.flop_counter import FlopCounterMode  # imports a second's worth of modules
-
-    device = choose_device(run.engine.device)
-    dataset = load_data(run.data, str(device))
-    model = make_model(run, dataset)
-    height, width = dataset.size if isinstance(dataset.size, tuple) else (dataset.size, dataset.size)
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        model.eval()(torch.zeros(1, dataset.channels, height, width))
-    if run.train.steps is not None:
-        images = float(run.train.steps * run.train.batch_size * run.trained)
-    else:
-        parts = partition_of(run.data, run.clients, run.seed, str(device))[: run.trained]
-        images = (run.train.epochs or 1) * math.fsum(len(part) for part in parts)
-    fraction = run.strategy.get("fraction_train", 1.0)
-    share = float(fraction) if isinstance(fraction, int | float) else 1.0
-    return 3 * counter.get_total_flops() * images * share * run.rounds  # the backward pass is twice the forward pass
