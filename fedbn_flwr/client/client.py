@@ -183,10 +183,6 @@ class BNClient(NumPyClient):
         self.state, self.identity = NodeState(context.state), place_of(context)
         self._number = number_of(context)
 
-    @property
-    def device(self) -> torch.device:
-        return self._parts.device
-
     # --- arrays by name, for client_app ---
 
     def train_round(
@@ -248,9 +244,10 @@ class BNClient(NumPyClient):
         if data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         sets = data if isinstance(data, Mapping) else {"": data}
-        first, wanted, found = next(iter(sets), ""), str(config.get(protocol.TEST_SETS, ",".join(sets))).split(","), {}
+        first, wanted = next(iter(sets), ""), str(config.get(protocol.TEST_SETS, ",".join(sets))).split(",")
+        found: Metrics = {}
         for name in filter(wanted.__contains__, sets):
-            figures = evaluate(self.model, self._pairs(sets[name]), self.eval_loss, self.device, self.metrics)
+            figures = evaluate(self.model, self._pairs(sets[name]), self.eval_loss, self._parts.device, self.metrics)
             found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
         return found
 
@@ -259,7 +256,7 @@ class BNClient(NumPyClient):
         rules_for(config)
         self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
-        statistics, batches = reestimate(self.model, self._pairs(epoch), self.device)
+        statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def personal_round(self, config: Config) -> Update:
@@ -329,7 +326,7 @@ class BNClient(NumPyClient):
         self._parts.train()
         with ExitStack() as stack:
             seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
-            stack.enter_context(seeding.streams(seed, self.device))
+            stack.enter_context(seeding.streams(seed, self._parts.device))
             for rule in rules:
                 stack.enter_context(rule.around())
             # The server scales the rate after the round in which its strategy switched.
@@ -349,7 +346,7 @@ class BNClient(NumPyClient):
                 ((_channels_last(inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
                 optimizer,
                 self.loss,
-                device=self.device,
+                device=self._parts.device,
                 adjust=adjust,
                 first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
                 gradient=functools.partial(backpropagate, precision=self.precision, compiled=compiled),

@@ -149,9 +149,6 @@ class ModelTensors:
         """Give these tensors, and the buffers outside of the state dict, the values of a new model."""
         if self._build is None or not (keys := [*keys, *self._hidden]):
             return
-        for key in self._hidden:  # in place, since a compiled pass refers to it
-            table, name = self._places[key]
-            table[name] = self._buffers[key]
         values = self._initial if self._initial.keys() >= {*keys} else self._initial | self._build().state_dict()
         torch._foreach_copy_(self._now(keys), [values[key] for key in keys])
 

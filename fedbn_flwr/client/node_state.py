@@ -28,7 +28,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from fedbn_flwr.errors import MessageError, StorageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, write_store
 
@@ -52,6 +52,11 @@ def number_of(context: Context) -> int:
     return int(context.node_config.get("partition-id", context.node_id))
 
 
+def _owner(records: RecordDict) -> Mapping[str, Any]:
+    """The name of the run that a state belongs to and, in a folder, its round."""
+    return configs_in(records).get(_RUN, {})
+
+
 class NodeState:
     """Named sets of arrays and records in a node's `Context.state`.
 
@@ -60,13 +65,13 @@ class NodeState:
 
     def __init__(self, records: RecordDict, run: str | None = None) -> None:
         self.records = records
-        if run is not None and records.get(_RUN, {}).get("name") != run:
+        if run is not None and _owner(records).get("name") != run:
             self.forget("")
             records[_RUN] = ConfigRecord({"name": run})
 
     def load(self, name: str) -> Arrays:
         """The arrays stored as `name`; empty if there are none."""
-        return unpack(self.records.get(_ARRAYS + name, {}))
+        return unpack(arrays_in(self.records).get(_ARRAYS + name, {}))
 
     def save(self, name: str, arrays: Arrays) -> None:
         self.records[_ARRAYS + name] = pack(arrays)
@@ -150,7 +155,7 @@ class StateFolder:
         """Load the state of the latest round up to `last`; an empty one if there is none."""
         stored, records = self.rounds(), RecordDict()
         wanted = max((server_round for server_round in stored if server_round <= last), default=0)
-        if {"round": 0, **context.state.get(_RUN, {})} == {"name": self.run, "round": wanted}:
+        if {"round": 0, **_owner(context.state)} == {"name": self.run, "round": wanted}:
             return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
         if wanted:
             try:

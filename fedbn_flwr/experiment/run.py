@@ -29,7 +29,6 @@ from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.engines.worker import leave_if_unguarded
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
-from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
@@ -353,8 +352,6 @@ def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, run: Settings
 ) -> Iterator[Grid]:
     gpus, images = gpus_of(run), None
-    if run.train.compile and workers_of(run) and not gpus and not node_config:
-        part("passes", "fill_cache")(experiment, run)
     if gpus and run.evaluate.server and not node_config:
         images = loaded_data(resolve(run).data, str(choose_device(run.engine.device)))
     with LocalGrid(

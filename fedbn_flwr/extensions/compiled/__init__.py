@@ -1,3 +1,3 @@
 """Training passes by PyTorch's compiler (`train.compile`, `BNClient(compile=True)`)."""
 
-PARTS = {"passes": {"compiled": "passes:compiled_loss", "fill_cache": "ahead:fill_cache"}}
+PARTS = {"passes": {"compiled": "passes:compiled_loss"}}
