@@ -12,6 +12,7 @@ The names are the public ones of the classes that docs/plugin.md describes.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import sys
 from collections import Counter
@@ -125,8 +126,9 @@ def way_of_a_round(strategy: Any, layers: int = 1) -> Way:
     tensors: dict[int, ModelTensors] = {}
 
     def make(context: Context) -> BNClient:
-        own = tensors.setdefault(context.node_id, ModelTensors(__import__("copy").deepcopy(model)))
-        return BNClient(own, data, lr=0.1, context=context)
+        if context.node_id not in tensors:
+            tensors[context.node_id] = ModelTensors(copy.deepcopy(model))
+        return BNClient(tensors[context.node_id], data, lr=0.1, context=context)
 
     grid, arrays = LocalGrid(client_app(make), 3), pack(initial_arrays(model))
     strategy.begin(2, arrays)

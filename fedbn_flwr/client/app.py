@@ -85,8 +85,9 @@ class _App(ClientApp):
             self.exchange = _exchange
 
     def __call__(self, message: Message, context: Context) -> Message:
-        content = message.content if message.has_content() else ()
-        if message.metadata.message_type.startswith("get_") or any(name.endswith("ins.parameters") for name in content):
+        content = {*message.content} if message.has_content() else set()
+        old = {"fitins.parameters", "evaluateins.parameters"}
+        if message.metadata.message_type.startswith("get_") or old & content:
             problem = (
                 "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
                 'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
@@ -115,11 +116,12 @@ class _App(ClientApp):
             raise _failed(context, task, error) from error
 
     def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
-        (make_client, _, names), config = self._given, _config(message)
+        names, config = self._given[2], _config(message)
+        make_client: Callable[..., NumPyClient] = self._given[0]
 
         def make() -> NumPyClient:
-            client: NumPyClient = make_client(*(context, config)[: self._wants])  # type: ignore[call-arg]
-            if isinstance(client, BNClient):
+            client = make_client(*(context, config)[: self._wants])
+            if isinstance(client, BNClient) and not client.has_context:
                 client.attach(context)
             return client
 
@@ -286,8 +288,9 @@ def _extras(message: Message, record: ArrayRecord) -> dict[str, Arrays]:
 
 
 def _reply(update: Update, context: Context) -> RecordDict:
-    records = {"arrays": pack(update.arrays), "metrics": _numbers(update.metrics), **_claim(context)}
-    return RecordDict(records | {name: pack(arrays) for name, arrays in update.extras.items()})
+    extras = {name: pack(arrays) for name, arrays in update.extras.items()}
+    metrics = _numbers(update.metrics)
+    return RecordDict({"arrays": pack(update.arrays), "metrics": metrics, **_claim(context), **extras})
 
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:

@@ -31,7 +31,7 @@ from fedbn_flwr.norms.statistics import reestimate
 from .evaluation import evaluate
 from .metrics import Metric, name_of
 from .model_tensors import ModelTensors, copied
-from .node_state import NodeState, place_of, run_of
+from .node_state import NodeState, number_of, place_of, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, Update, known_keys, rule_of
@@ -175,17 +175,13 @@ class BNClient(NumPyClient):
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch, self.share_personal = seed, min_batch, share_personal
+        self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
-        """Use the state and number of this node, as `client_app` does."""
+        """Use the state and number of this node; `client_app` does so for a client that was made without a context."""
         self.state, self.identity = NodeState(context.state), place_of(context)
-        # Random draws depend on this number: the partition or, if the site has none, the node id.
-        self._number = int(context.node_config.get("partition-id", context.node_id))
-
-    @property
-    def device(self) -> torch.device:
-        return self._parts.device
+        self._number = number_of(context)
 
     # --- arrays by name, for client_app ---
 
@@ -205,17 +201,20 @@ class BNClient(NumPyClient):
         with self._parts.exclusive():
             self._load(arrays, config)
             partition = self.identity.get(protocol.PARTITION)
-            local = LocalRound(config, arrays, extras or {}, self.model, self.state, partition, self, exchange)
+            extras = {} if extras is None else extras
+            local = LocalRound(config, arrays, extras, self.model, self.state, partition, self, exchange)
             rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
             loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
-            received, returned = set(arrays), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
-            sent = self._parts.taken(key for key, role in self.roles.items() if key in received or role in returned)
+            sent, returned = set(arrays), frozenset[Role]()
+            if protocol.RETURN in config:
+                returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
+            taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
             metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
             if config.get(protocol.REPORT_BATCH):
                 metrics[protocol.BATCH_EXAMPLES] = first_batch
-            update = Update(sent, metrics, {})
+            update = Update(taken, metrics, {})
             # Save state only after everything that can fail: a replay of the round must begin with the same state.
-            self.state.save("local", self._parts.taken(key for key in self.roles if key not in received))
+            self.state.save("local", self._parts.taken([key for key in self.roles if key not in sent]))
             for rule in rules:
                 rule.finish(update)
             return update
@@ -244,9 +243,10 @@ class BNClient(NumPyClient):
         if data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         sets = data if isinstance(data, Mapping) else {"": data}
-        first, wanted, found = next(iter(sets), ""), str(config.get(protocol.TEST_SETS, ",".join(sets))).split(","), {}
+        first, wanted = next(iter(sets), ""), str(config.get(protocol.TEST_SETS, ",".join(sets))).split(",")
+        found: Metrics = {}
         for name in filter(wanted.__contains__, sets):
-            figures = evaluate(self.model, self._pairs(sets[name]), self.eval_loss, self.device, self.metrics)
+            figures = evaluate(self.model, self._pairs(sets[name]), self.eval_loss, self._parts.device, self.metrics)
             found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
         return found
 
@@ -255,7 +255,7 @@ class BNClient(NumPyClient):
         rules_for(config)
         self._load(arrays, config)
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
-        statistics, batches = reestimate(self.model, self._pairs(epoch), self.device)
+        statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def personal_round(self, config: Config) -> Update:
@@ -325,7 +325,7 @@ class BNClient(NumPyClient):
         self._parts.train()
         with ExitStack() as stack:
             seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
-            stack.enter_context(seeding.streams(seed, self.device))
+            stack.enter_context(seeding.streams(seed, self._parts.device))
             for rule in rules:
                 stack.enter_context(rule.around())
             # The server scales the rate after the round in which its strategy switched.
@@ -345,7 +345,7 @@ class BNClient(NumPyClient):
                 ((_channels_last(inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
                 optimizer,
                 self.loss,
-                device=self.device,
+                device=self._parts.device,
                 adjust=adjust,
                 first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
                 gradient=functools.partial(backpropagate, precision=self.precision, compiled=compiled),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.threads import map_batches
 
-from .metrics import Measurement, Metric, confusion, mean_iou
+from .metrics import Measurement, Metric, confusion, of_matrix
 from .training import Batch, Loss, logits_of
 
 # Of a batch: the loss and the number of correct examples (None if the outputs are not logits of classes), added up over
@@ -72,7 +72,7 @@ def evaluate(
     if correct is not None:
         figures["accuracy"] = int(correct) / counted
     if pixels is not None:
-        figures["mean-iou"] = mean_iou(pixels)
+        figures["mean-iou"] = of_matrix("mean_iou", pixels)
     return figures | others.values()
 
 

@@ -40,28 +40,19 @@ def confusion(logits: Tensor, targets: Tensor, *, ignored: int | None = IGNORED)
     return torch.bincount(labels * classes + predictions, minlength=classes**2).view(classes, classes)
 
 
-def balanced_accuracy(matrix: Tensor) -> float:
-    """The mean over classes of recall; a class without labels is left out."""
-    return _mean(matrix.diag(), matrix.sum(1))
+# For each class, the two numbers whose ratio is the metric: from the correct predictions, labels and predictions of it.
+# Recall; F1, which is also the Dice coefficient; intersection over union.
+_RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "balanced_accuracy": lambda correct, labels, predictions: (correct, labels),
+    "macro_f1": lambda correct, labels, predictions: (2 * correct, labels + predictions),
+    "dice": lambda correct, labels, predictions: (2 * correct, labels + predictions),
+    "mean_iou": lambda correct, labels, predictions: (correct, labels + predictions - correct),
+}
 
 
-def macro_f1(matrix: Tensor) -> float:
-    """The mean over classes of F1, 2 TP / (labels + predictions), which is also the Dice coefficient.
-
-    A class that appears neither in the labels nor in the predictions is left out.
-    """
-    return _mean(2 * matrix.diag(), matrix.sum(0) + matrix.sum(1))
-
-
-def mean_iou(matrix: Tensor) -> float:
-    """The mean over classes of intersection over union.
-
-    A class that appears neither in the labels nor in the predictions is left out.
-    """
-    return _mean(matrix.diag(), matrix.sum(0) + matrix.sum(1) - matrix.diag())
-
-
-def _mean(parts: Tensor, wholes: Tensor) -> float:
+def of_matrix(name: str, matrix: Tensor) -> float:
+    """A metric of a confusion matrix, which is a mean over classes; a class without any of the whole is left out."""
+    parts, wholes = _RATIOS[name](matrix.diag(), matrix.sum(1), matrix.sum(0))
     return float((parts.double() / wholes)[wholes > 0].mean())
 
 
@@ -83,14 +74,6 @@ def _area(own: Tensor, others: Tensor) -> float:
     return float(ranks.double().mean()) / (2 * len(others))
 
 
-_OF_MATRIX: Mapping[str, Callable[[Tensor], float]] = {
-    "balanced_accuracy": balanced_accuracy,
-    "macro_f1": macro_f1,
-    "dice": macro_f1,
-    "mean_iou": mean_iou,
-}
-
-
 def name_of(metric: Metric) -> str:
     """The name of a metric, in snake case as in the history."""
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
@@ -110,19 +93,17 @@ class Measurement:
     """The values of `metrics` over batches."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
-        self.of_matrix = {key_of(m): _OF_MATRIX[m] for m in metrics if isinstance(m, str) and m in _OF_MATRIX}
-        self.of_logits = {key_of(m): m if callable(m) else auc for m in metrics if m not in _OF_MATRIX}
-        self.matrices: list[Tensor] = []
-        self.logits: list[Tensor] = []
-        self.targets: list[Tensor] = []
+        self.metrics = {key_of(metric): metric for metric in metrics}
+        self.matrix: Tensor = torch.tensor(0)
+        self.batches: list[tuple[Tensor, Tensor]] = []
 
     def add(self, logits: Tensor, targets: Tensor, matrix: Tensor | None) -> None:
         """A batch, with its confusion matrix if that is known."""
-        if self.of_matrix:
-            self.matrices.append(confusion(logits, targets, ignored=None) if matrix is None else matrix)
-        if self.of_logits:
-            self.logits.append(logits.cpu())
-            self.targets.append(targets.cpu())
+        needs_matrix = [metric in _RATIOS for metric in self.metrics.values()]
+        if any(needs_matrix):
+            self.matrix = self.matrix + (confusion(logits, targets, ignored=None) if matrix is None else matrix)
+        if not all(needs_matrix):
+            self.batches.append((logits.cpu(), targets.cpu()))
 
     def values(self, *, strict: bool = False) -> dict[str, float]:
         """The values by their keys in messages, without those that are NaN.
@@ -130,22 +111,19 @@ class Measurement:
         A function that fails is left out too, with a warning, since it may need examples of all classes, which this
         client does not have. With `strict` its error is raised.
         """
-        found = {key: function(sum(self.matrices, start=torch.tensor(0))) for key, function in self.of_matrix.items()}
-        for key, metric in self.of_logits.items():
+        found = {}
+        for key, metric in self.metrics.items():
             try:
-                found[key] = _number(key, metric(torch.cat(self.logits), torch.cat(self.targets)))
+                if metric in _RATIOS:
+                    found[key] = of_matrix(str(metric), self.matrix)
+                else:
+                    function = metric if callable(metric) else auc
+                    found[key] = float(function(*map(torch.cat, zip(*self.batches, strict=True))))
             except Exception as error:
                 if strict:
                     raise
                 _warn_once(f"metric {key} is left out: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
-
-
-def _number(key: str, value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise SettingsError(f"metric {key} returned a {type(value).__name__}; expected a number") from None
 
 
 @functools.lru_cache(maxsize=64)

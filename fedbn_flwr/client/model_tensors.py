@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,11 +79,11 @@ class ModelTensors:
 
     def train(self) -> None:
         """Set the model to training mode, with the layers of a round that was frozen."""
-        if not all(module.training for module in self._modules):
+        if False in [module.training for module in self._modules]:
             self.model.train()
 
     @torch.no_grad()
-    def _now(self, keys: Iterable[str]) -> list[Tensor]:
+    def _now(self, keys: Collection[str]) -> list[Tensor]:
         """The tensors with these keys."""
         for key, buffer in self._buffers.items():
             table, name = self._places[key]
@@ -108,7 +108,8 @@ class ModelTensors:
 
     def load_all(self, arrays: Arrays, own: Arrays, client: int) -> None:
         """Copy the received arrays and the client's own ones; all other tensors get the values of a new model."""
-        absent = [key for key in self.roles if key not in arrays and key not in own]
+        given = {*arrays, *own}
+        absent = [key for key in self.roles if key not in given]
         self._check(arrays, own, absent)
         kept = [key for key in absent if self.roles[key] is not Role.COUNTER]
         if kept and self._build is None and self.use.client not in (None, client):
@@ -148,9 +149,6 @@ class ModelTensors:
         """Give these tensors, and the buffers outside of the state dict, the values of a new model."""
         if self._build is None or not (keys := [*keys, *self._hidden]):
             return
-        for key in self._hidden:  # in place, since a compiled pass refers to it
-            table, name = self._places[key]
-            table[name] = self._buffers[key]
         values = self._initial if self._initial.keys() >= {*keys} else self._initial | self._build().state_dict()
         torch._foreach_copy_(self._now(keys), [values[key] for key in keys])
 
@@ -167,11 +165,10 @@ class ModelTensors:
             ]
             torch._foreach_copy_(into, rounded)
 
-    def taken(self, keys: Iterable[str]) -> Arrays:
+    def taken(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
         if self.use.client is None:
             self._restore([*self.roles])
-        keys = list(keys)
         return copied(dict(zip(keys, self._now(keys), strict=True)))
 
 
@@ -194,7 +191,7 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
         return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
     # That of a single tensor is not a copy.
     block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
-    return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple(tuple(each.shape) for each in values)), block)
+    return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple([tuple(each.shape) for each in values])), block)
 
 
 def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:

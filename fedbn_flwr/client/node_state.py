@@ -19,15 +19,16 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
 from fedbn_flwr.errors import MessageError, StorageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, write_store
 
@@ -43,8 +44,17 @@ def run_of(config: Mapping[str, Any]) -> str | None:
 
 def place_of(context: Context) -> dict[str, Any]:
     """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
-    partition = context.node_config.get("partition-id")
-    return {} if partition is None else {protocol.PARTITION: int(partition)}
+    return {protocol.PARTITION: number_of(context)} if "partition-id" in context.node_config else {}
+
+
+def number_of(context: Context) -> int:
+    """The client's number, of which random draws are functions: its partition or, without one, the node id."""
+    return int(context.node_config.get("partition-id", context.node_id))
+
+
+def _owner(records: RecordDict) -> Mapping[str, Any]:
+    """The name of the run that a state belongs to and, in a folder, its round."""
+    return configs_in(records).get(_RUN, {})
 
 
 class NodeState:
@@ -55,18 +65,13 @@ class NodeState:
 
     def __init__(self, records: RecordDict, run: str | None = None) -> None:
         self.records = records
-        if run is None:
-            return
-        owner = records.get(_RUN)
-        if not isinstance(owner, ConfigRecord) or owner.get("name") != run:
-            for key in [key for key in records if key == _RUN or key.startswith(_ARRAYS)]:
-                del records[key]
+        if run is not None and _owner(records).get("name") != run:
+            self.forget("")
             records[_RUN] = ConfigRecord({"name": run})
 
     def load(self, name: str) -> Arrays:
         """The arrays stored as `name`; empty if there are none."""
-        record = self.records.get(_ARRAYS + name)
-        return unpack(record) if isinstance(record, ArrayRecord) else {}
+        return unpack(arrays_in(self.records).get(_ARRAYS + name, {}))
 
     def save(self, name: str, arrays: Arrays) -> None:
         self.records[_ARRAYS + name] = pack(arrays)
@@ -81,8 +86,8 @@ class NodeState:
             self.records[f"{_ARRAYS}{name}/{key}"] = record
 
     def forget(self, name: str) -> None:
-        """Delete the arrays or records stored as `name`, or as names that begin with it and a slash."""
-        for key in [key for key in self.records if key == _ARRAYS + name or key.startswith(f"{_ARRAYS}{name}/")]:
+        """Delete the arrays and records stored as names that begin with `name`."""
+        for key in [key for key in self.records if key.startswith(_ARRAYS + name)]:
             del self.records[key]
 
 
@@ -112,12 +117,12 @@ def return_to_round(config: Mapping[str, Any], context: Context) -> dict[str, in
     return {protocol.STATE_ROUND: max(folder.rounds(), default=0)}
 
 
+@dataclass(frozen=True)
 class StateFolder:
     """The states of one client in one training run, one store for each round."""
 
-    def __init__(self, path: Path, run: str) -> None:
-        self.path = path
-        self.run = run
+    path: Path
+    run: str
 
     @classmethod
     def of(cls, config: Mapping[str, Any], context: Context) -> StateFolder | None:
@@ -128,8 +133,8 @@ class StateFolder:
         if not re.fullmatch(r"[0-9a-f]{32}", token):  # it becomes part of a path
             raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
         name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
-        client = int(context.node_config.get("partition-id", context.node_id))
-        return cls(Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client}", str(run_of(config)))
+        path = Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{number_of(context)}"
+        return cls(path, str(run_of(config)))
 
     def check(self) -> None:
         try:
@@ -141,18 +146,25 @@ class StateFolder:
                 f"({error.strerror}); give another folder, or change its owner"
             ) from None
 
-    def rounds(self) -> list[int]:
-        """The rounds whose state is stored, in ascending order."""
-        numbers = (file.name.removeprefix("round-") for file in self.path.glob("round-*"))
-        return sorted(int(number) for number in numbers if number.isdecimal())
+    def rounds(self) -> dict[int, Path]:
+        """The rounds whose state is stored, in ascending order, and their files."""
+        files = {file.name.removeprefix("round-"): file for file in self.path.glob("round-*")}
+        return dict(sorted((int(number), file) for number, file in files.items() if number.isdecimal()))
 
     def restore(self, context: Context, last: int) -> None:
         """Load the state of the latest round up to `last`; an empty one if there is none."""
-        wanted = max((server_round for server_round in self.rounds() if server_round <= last), default=0)
-        owner = context.state.get(_RUN)
-        if isinstance(owner, ConfigRecord) and owner.get("name") == self.run and owner.get("round", 0) == wanted:
+        stored, records = self.rounds(), RecordDict()
+        wanted = max((server_round for server_round in stored if server_round <= last), default=0)
+        if {"round": 0, **_owner(context.state)} == {"name": self.run, "round": wanted}:
             return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
-        records = self._read(wanted) if wanted else RecordDict()
+        if wanted:
+            try:
+                with Store(stored[wanted]) as store:
+                    records = parse(store["state"])
+            except StorageError as error:
+                raise MessageError(
+                    f"the node's state {error}; restore the folder from a copy, or start a new run"
+                ) from None
         records.update(protocol.volatile(context.state))
         context.state.clear()
         context.state.update(records)
@@ -162,7 +174,7 @@ class StateFolder:
         context.state[_RUN] = ConfigRecord({"name": self.run, "round": server_round})
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_store(self._file(server_round), [("state", dump(context.state))])
+            write_store(self.path / f"round-{server_round}", [("state", dump(context.state))])
         except (OSError, StorageError) as error:
             raise MessageError(
                 f"the node's state cannot be saved: {error}; expected free space and a folder that this node can write "
@@ -176,18 +188,6 @@ class StateFolder:
         """Delete the states of rounds after `last`, which will be trained again, and those before that of `kept`."""
         rounds = self.rounds()
         oldest = max((stored for stored in rounds if stored <= kept), default=0)
-        for stored in rounds:
+        for stored, file in rounds.items():
             if not oldest <= stored <= last:
-                self._file(stored).unlink(missing_ok=True)
-
-    def _file(self, server_round: int) -> Path:
-        return self.path / f"round-{server_round}"
-
-    def _read(self, server_round: int) -> RecordDict:
-        try:
-            with Store(self._file(server_round)) as store:
-                return parse(store["state"])
-        except StorageError as error:
-            raise MessageError(
-                f"the node's state {error}; restore the folder from a copy, or start a new run"
-            ) from None
+                file.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -173,7 +173,7 @@ def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Itera
     if hasattr(data, "num_examples"):
         return int(data.num_examples)
     for part in ("sampler", "dataset"):  # of a DataLoader; a sampler may choose some of the examples
-        if hasattr(sized := getattr(data, part, None), "__len__"):
+        if isinstance(sized := getattr(data, part, None), Sized):
             return len(sized)
     if isinstance(data, Sequence):  # batches in a list
         return sum(len(targets) for _, targets in pairs(data))

@@ -91,7 +91,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         metrics=metrics_of(run),
         channels_last=run.train.channels_last,
         precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
-        compile=run.train.compile is True,
+        compile=run.train.compile,
         seed=run.seed,
         min_batch=min_batch_of(node),
         share_personal=run.evaluate.matrix,

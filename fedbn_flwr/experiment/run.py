@@ -28,7 +28,6 @@ from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.worker import leave_if_unguarded
 from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
-from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
@@ -339,9 +338,6 @@ def carry_out(
     """
     if experiment.runs[0].engine.name == "local":
         leave_if_unguarded()
-        if "decided" in declared("passes"):
-            decided = part("passes", "decided")
-            experiment = replace(experiment, runs=tuple(map(decided, experiment.runs)))
         local_grid = functools.partial(_local_grid, experiment, node_config)
         own_data = node_config is not None
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
@@ -359,8 +355,6 @@ def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
 ) -> Iterator[Grid]:
     run, gpus, images = parts.run, gpus_of(parts.run), None
-    if run.train.compile is True and workers_of(run) and not gpus and not node_config:
-        part("passes", "fill_cache")(experiment, run)
     if gpus and run.evaluate.server and not node_config:
         images = loaded_data(run.data, str(parts.device))
     with LocalGrid(

@@ -487,12 +487,11 @@ class Train(Section):
             " in the summary"
         ),
     )
-    compile: bool | Literal["auto"] = Field(
+    compile: bool = Field(
         default=False,
         description=(
-            "`true` compiles training passes by PyTorch's compiler, `auto` does so in long runs on the local "
-            "engine ([Performance](performance.md#compiled-passes)); last bits differ; recorded in the "
-            "summary"
+            "compile training passes by PyTorch's compiler ([Performance](performance.md#compiled-passes)); last bits "
+            "differ; recorded in the summary"
         ),
     )
 

@@ -13,7 +13,7 @@ from fedbn_flwr import named
 from fedbn_flwr.client.losses import CrossEntropy, balanced_weights
 from fedbn_flwr.client.metrics import Measurement, Metric, name_of
 from fedbn_flwr.client.optimizers import check_optimizer, decay_of
-from fedbn_flwr.client.schedules import CosineSchedule, ExponentialSchedule, LinearWarmup, Schedule, StepSchedule
+from fedbn_flwr.client.schedules import Schedule, cosine, exponential, linear_warmup, steps
 from fedbn_flwr.client.training import Loss, cross_entropy
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
@@ -44,21 +44,21 @@ def schedule_of(run: Settings) -> Schedule:
     lr, options = run.train.lr, run.train.schedule
     match options.kind:
         case "constant":
-            schedule: Schedule = StepSchedule(lr)
+            schedule: Schedule = steps(lr)
         case "step":
-            schedule = StepSchedule(lr, options.milestones, 0.1 if options.gamma is None else options.gamma)
+            schedule = steps(lr, options.milestones, 0.1 if options.gamma is None else options.gamma)
         case "cosine":
-            schedule = CosineSchedule(lr, options.warmup)
+            schedule = cosine(lr, options.warmup)
         case "exponential":
             assert options.gamma is not None
-            schedule = ExponentialSchedule(lr, options.gamma, options.warmup)
+            schedule = exponential(lr, options.gamma, options.warmup)
         case name:
 
             def schedule(server_round: int, rounds: int) -> float:
                 rate: float = named.call("train.schedule.kind", name, server_round, rounds, lr)
                 return rate
 
-    return LinearWarmup(lr, options.warmup, schedule) if options.warmup else schedule
+    return linear_warmup(lr, options.warmup, schedule) if options.warmup else schedule
 
 
 def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:

@@ -12,7 +12,7 @@ only its parts with it. The kinds:
 - client_mods: by config key, the mod around the handling of messages that have it: (message, context, call_next). Its
   `keys` document the config keys; it removes them from the message that it passes on
 - commands: a function that adds a command to the parser of `fedbn`, for instance `fedbn check`
-- passes: "compiled", the loss of a compiled pass; "decided" and "fill_cache", for what the settings leave to a run
+- passes: "compiled", the loss of a compiled pass
 - queries: by action, the function (content, context) that answers `query.ACTION`
 - strategies: by name, the class; `fedbn_flwr.strategies` and `fedbn list strategies` have it
 - workers: how processes of the local engine are started, and a function that makes them

@@ -86,5 +86,5 @@ def begin_summary(prepared: Parts) -> Summary:
         images="random images; figures mean nothing" if run.data.random else None,
         memory_format="channels_last" if run.train.channels_last else None,
         precision=run.train.precision if run.train.precision != "float32" else None,
-        compiled=True if run.train.compile is True else None,
+        compiled=run.train.compile or None,
     )

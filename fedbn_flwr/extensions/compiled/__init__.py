@@ -1,9 +1,3 @@
 """Training passes by PyTorch's compiler (`train.compile`, `BNClient(compile=True)`)."""
 
-PARTS = {
-    "passes": {
-        "compiled": "passes:compiled_loss",
-        "decided": "ahead:decided",
-        "fill_cache": "ahead:fill_cache",
-    }
-}
+PARTS = {"passes": {"compiled": "passes:compiled_loss"}}

@@ -7,7 +7,6 @@ gradients (corrections, clipping, the optimiser) is not compiled: it is about tw
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -37,77 +36,53 @@ def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable
     size, that of the first batch counts. If PyTorch cannot compile the model, a warning is logged once and nothing is
     compiled. Models of one kind share the compiled code.
     """
-    compiler, kind = _compiler_of(model), _kind_of(model)
+    compiled, works = compiler(next(model.parameters(), torch.empty(0)).is_cuda)
+    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
+    kind = type(model), parameters, tuple(module.training for module in model.modules())
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         nonlocal size
-        size = len(inputs) if size is None else size
-        if len(inputs) == size:
-            if kind not in compiler.tried:
-                compiler.tried[kind] = _try(compiler.compiled, model, inputs, targets, loss_fn)
-            if compiler.tried[kind]:
-                torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step are no longer needed
-                return compiler.compiled(model, inputs, targets, loss_fn)
-        return loss_fn(model(inputs), targets)
+        size = size or len(inputs)
+        if len(inputs) == size and kind not in works:
+            works[kind] = _works(compiled, model, inputs, targets, loss_fn)
+        if len(inputs) != size or not works[kind]:
+            return loss_fn(model(inputs), targets)
+        torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step are no longer needed
+        return compiled(model, inputs, targets, loss_fn)
 
     return loss
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether this process has compiled models of this kind, with layers in the same modes."""
-    return _compiler_of(model).tried.get(_kind_of(model), False)
-
-
-class _Compiler:
+@functools.cache
+def compiler(cuda: bool) -> tuple[Callable[[nn.Module, Tensor, Tensor, Loss], Tensor], dict[Hashable, bool]]:
     """PyTorch's compiler, which a process has once, and whether it could compile a kind of model."""
-
-    def __init__(self, cuda: bool) -> None:
-        if inductor.cpp.vec_isa_ok is None:
-            # The compiler is assumed to know the processor's instructions. To check it, each process would compile
-            # programs and start a Python process that imports torch for each: longer than loading from the disk.
-            inductor.cpp.vec_isa_ok = True
-        inductor.fallback_random = True  # dropout draws what it draws without compilation
-        inductor.compile_threads = 1  # others would be processes beside the workers, one per core
-        dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
-        # On a GPU, launching the kernels of a small model takes as long as a step: this mode records CUDA graphs.
-        self.compiled: Callable[[nn.Module, Tensor, Tensor, Loss], Tensor] = torch.compile(
-            _loss, dynamic=False, mode="reduce-overhead" if cuda else None
-        )
-        self.tried: dict[Hashable, bool] = {}
-
-
-_compiler = functools.cache(_Compiler)
-
-
-def _compiler_of(model: nn.Module) -> _Compiler:
-    return _compiler(next(model.parameters(), torch.empty(0)).is_cuda)
+    if inductor.cpp.vec_isa_ok is None:
+        # The compiler is assumed to know the processor's instructions. To check it, each process would compile
+        # programs and start a Python process that imports torch for each: longer than loading from the disk.
+        inductor.cpp.vec_isa_ok = True
+    inductor.fallback_random = True  # dropout draws what it draws without compilation
+    inductor.compile_threads = 1  # others would be processes beside the workers, one per core
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
+    # On a GPU, launching the kernels of a small model takes as long as a step: this mode records CUDA graphs.
+    return torch.compile(_loss, dynamic=False, mode="reduce-overhead" if cuda else None), {}
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
     return loss_fn(model(inputs), targets)
 
 
-def _kind_of(model: nn.Module) -> Hashable:
-    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
-    return type(model), parameters, tuple(module.training for module in model.modules())
-
-
-def _try(
+def _works(
     compiled: Callable[[nn.Module, Tensor, Tensor, Loss], Tensor],
     model: nn.Module,
     inputs: Tensor,
     targets: Tensor,
     loss_fn: Loss,
 ) -> bool:
-    """Compile loss and gradients; whether it succeeds. The model and the random generators stay as they were."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    """Whether PyTorch can compile loss and gradients: tried with a copy, and with the same random draws as the step."""
     streams = seeding.states()
-    # A pass of the model itself would also change attributes that its own code counts with.
-    with contextlib.suppress(Exception):  # a module that cannot be copied
-        model = copy.deepcopy(model)
     try:
-        compiled(model, inputs, targets, loss_fn).backward()
+        compiled(copy.deepcopy(model), inputs, targets, loss_fn).backward()
     except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss
         log(
             WARNING,
@@ -118,10 +93,5 @@ def _try(
         )
         return False
     finally:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
         seeding.set_states(streams)
     return True

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.metrics import confusion, mean_iou
+from fedbn_flwr.client.metrics import confusion, of_matrix
 from fedbn_flwr.client.training import cross_entropy
 
 CPU = torch.device("cpu")
@@ -40,14 +40,14 @@ def test_mean_iou_by_hand() -> None:
     predictions = torch.tensor([[[0, 0, 1], [0, 2, 2]]])
     matrix = confusion(logits_for(predictions, 3), labels)
     assert matrix.tolist() == [[2, 0, 0], [1, 1, 0], [0, 0, 1]]
-    assert mean_iou(matrix) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
+    assert of_matrix("mean_iou", matrix) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
 
 
 def test_an_absent_class_is_left_out_and_a_predicted_one_is_zero() -> None:
     labels, predictions = torch.tensor([[[0, 0]]]), torch.tensor([[[0, 0]]])
-    assert mean_iou(confusion(logits_for(predictions, 4), labels)) == 1.0
+    assert of_matrix("mean_iou", confusion(logits_for(predictions, 4), labels)) == 1.0
     predictions = torch.tensor([[[0, 3]]])
-    assert mean_iou(confusion(logits_for(predictions, 4), labels)) == pytest.approx((1 / 2 + 0) / 2)
+    assert of_matrix("mean_iou", confusion(logits_for(predictions, 4), labels)) == pytest.approx((1 / 2 + 0) / 2)
 
 
 def by_loops(labels: np.ndarray, predictions: np.ndarray, classes: int) -> float:
