@@ -220,7 +220,7 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
     try:
         for layer in layers:
             # On the instance, so that the class, the state dict and other models do not change.
-            layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign,assignment]
+            layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
         yield
     finally:
         for layer in layers:

@@ -28,9 +28,8 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 def total_weight(weights: Sequence[float]) -> float:
     """The sum of the weights; negative, infinite and all-zero weights are errors."""
-    for weight in weights:
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"a weight is {weight}; expected a finite number, zero or more")
+    if wrong := [weight for weight in weights if not math.isfinite(weight) or weight < 0]:
+        raise ValueError(f"a weight is {wrong[0]}; expected a finite number, zero or more")
     total = math.fsum(weights)
     if not total > 0:
         raise ValueError("the weights sum to zero; expected one above zero")

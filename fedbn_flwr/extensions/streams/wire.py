@@ -64,10 +64,6 @@ def agreement_from_bytes(data: bytes) -> Agreement:
 
 
 def _from_bytes(data: bytes) -> RecordDict:
-    # The stream limits the size of the message; this limits the header before it is parsed.
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > HEADER_LIMIT:
-        raise MessageError(f"it has {len(data)} bytes, with a header of {length}; expected at most {HEADER_LIMIT}")
     try:
         content = parse(data)
     except ValueError:

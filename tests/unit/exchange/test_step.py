@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -207,6 +208,20 @@ def test_the_model_is_as_it_was_afterwards() -> None:
     for m in copies:
         assert "forward" not in m.norm.__dict__
         assert list(m.state_dict()) == list(model.state_dict())
+
+
+def test_the_backward_pass_waits_in_the_thread_that_called_it() -> None:
+    """Which autograd's thread of a GPU, one for all clients, could not: so autograd must use no thread of its own."""
+    model, batches, _ = clients_of("used twice", [3])
+    seen = set()
+
+    def alone(contribution: Contribution) -> Agreement:
+        if contribution.kind == "gradients":
+            seen.add((threading.get_ident(), torch._C._is_multithreading_enabled()))
+        return Agreement(contribution.tensors, contribution.images)
+
+    LayerwiseStep(alone)(model, *batches[0], F.cross_entropy)
+    assert seen == {(threading.get_ident(), False)}
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
