@@ -35,7 +35,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, cast, fault
+from fedbn_flwr.messages.aggregate import Arrays, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
 from fedbn_flwr.messages.screening import with_arrays
@@ -211,11 +211,6 @@ class Private(Wrapper):
         mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, replies), before)}
         arrays = {key: mean[key] for key in asked.expected}
         return [self._shown(reply, arrays) for reply in replies]
-
-    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
-        """The new model of the wrapped strategy, in the dtypes that were sent."""
-        before, model = unpack(round.arrays), super().combine(round, replies, weights)
-        return {key: cast(value, before[key].dtype) if key in before else value for key, value in model.items()}
 
     def notes(self) -> dict[str, Any]:
         """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""

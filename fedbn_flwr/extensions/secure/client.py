@@ -106,7 +106,9 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
     metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
     readable = {key: metrics.pop(key) for key in (protocol.PARTITION, protocol.EXCHANGES_LEFT) if key in metrics}
     values |= {(TOTALS, key): np.asarray(each) for key, each in metrics.items() if not isinstance(each, list)}
-    fixed = FixedPoint(len(session.nodes), *config[RANGES], str(config[WEIGHT]), str(config[EQUAL]).split(","))
+    update, statistics, examples = config[RANGES]
+    equal = str(config[EQUAL]).split(",")
+    fixed = FixedPoint(len(session.nodes), update, statistics, examples, str(config[WEIGHT]), equal)
     kinds = fixed.kinds(values, exchange)
     if exchange == "moments":  # mean and second moment of a batch add up over clients; a variance does not
         mean = values["arrays", "mean"].astype(np.float64)
@@ -205,7 +207,8 @@ def _share(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
     begun, threshold = Session.of(config, context), int(arrays["threshold"])
     if "nodes" in begun.record:
         raise MessageError("the server asks for the shares of this session again")
-    more = {"nodes": arrays["nodes"].astype("<u8").tobytes(), "keys": arrays["keys"].tobytes(), "threshold": threshold}
+    nodes, keys = arrays["nodes"].astype("<u8").tobytes(), arrays["keys"].tobytes()
+    more: dict[str, Any] = {"nodes": nodes, "keys": keys, "threshold": threshold}
     session, count = Session(ConfigRecord({**begun.record, **more}), context.node_id), arrays["nodes"].size
     if session.node not in session.nodes or session.keys(session.node) != session.secrets.public_keys(session.parts):
         raise MessageError("the public keys that the server sent do not contain this client's")

@@ -117,7 +117,7 @@ def check_server(address: str, authority: Path | None, timeout: float, *, insecu
             warning = f"{address} accepts connections", "use TLS unless this is the same machine"
             yield Check("server", "warning", *warning)
             return
-        certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))
+        certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))  # type: ignore[union-attr]
         yield from _health(address, connection)
     renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
     yield _validity("server certificate", certificate, f"for {', '.join(_names(certificate))}", renew)

@@ -33,7 +33,7 @@ from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.extensions.secure import client as secure
 from fedbn_flwr.extensions.secure.masking import FixedPoint
-from fedbn_flwr.extensions.secure.session import certainly_faulty
+from fedbn_flwr.extensions.secure.strategy import certainly_faulty
 from fedbn_flwr.extensions.secure.tests.attacks import (
     ABSENT,
     COUNTED,
@@ -779,7 +779,7 @@ def test_an_experiment_that_reads_single_clients_is_refused(key: str) -> None:
 def test_a_single_client_is_refused(federation: Federations) -> None:
     fed = double(federation, (6,))
     single = FedAvg(min_train_nodes=1, min_available_nodes=1, **NO_EVALUATION)
-    with pytest.raises(RunFailed, match="1 clients train, and a sum must have at least 2"):
+    with pytest.raises(RunFailed, match="stage keys: 1 of 1 clients answered, 2 are needed"):
         last_model(fed, Secure(single), 1)
 
 
