@@ -125,12 +125,8 @@ def random_rotate(images: Tensor, generator: torch.Generator, most: float = 30.0
 
     Each pixel takes the value of the nearest one, the default of torchvision's RandomRotation.
     """
+    # Counter-clockwise, in radians: [N].
     angle = torch.deg2rad((2 * torch.rand(len(images), generator=generator, dtype=torch.float64) - 1) * most)
-    return rotate(images, angle)
-
-
-def rotate(images: Tensor, angle: Tensor) -> Tensor:
-    """Rotate counter-clockwise by `angle` [N] in radians."""
     height, width = images.shape[-2:]
     cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
     y = (torch.arange(height, dtype=torch.float64) - (height - 1) / 2)[:, None]
