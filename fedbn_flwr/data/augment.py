@@ -15,8 +15,6 @@ from torch import Tensor
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a resized crop: share of the image's area, and aspect ratio
 
-Box = tuple[int, int, int, int]  # top, left, height and width, in pixels
-
 
 @dataclass(frozen=True)
 class Window:
@@ -42,11 +40,9 @@ class Window:
         side = torch.full_like(top, self.cut)
         return torch.stack([top, left, side, side], 1)
 
-    def box(self, number: int, height: int, width: int) -> Box:
-        """The box of one image of the batch."""
-        one = Window(self.draw[:, number : number + 1], self.cut)
-        top, left, tall, wide = one.boxes(height, width)[0].int().tolist()
-        return top, left, tall, wide
+    def box(self, number: int, height: int, width: int) -> list[int]:
+        """Top, left, height and width of the crop of one image of the batch."""
+        return self.boxes(height, width)[number].int().tolist()
 
 
 def resized_crop_boxes(
@@ -129,12 +125,8 @@ def random_rotate(images: Tensor, generator: torch.Generator, most: float = 30.0
 
     Each pixel takes the value of the nearest one, the default of torchvision's RandomRotation.
     """
+    # Counter-clockwise, in radians: [N].
     angle = torch.deg2rad((2 * torch.rand(len(images), generator=generator, dtype=torch.float64) - 1) * most)
-    return rotate(images, angle)
-
-
-def rotate(images: Tensor, angle: Tensor) -> Tensor:
-    """Rotate counter-clockwise by `angle` [N] in radians."""
     height, width = images.shape[-2:]
     cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
     y = (torch.arange(height, dtype=torch.float64) - (height - 1) / 2)[:, None]

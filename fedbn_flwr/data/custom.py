@@ -32,38 +32,30 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
             )
     elif options:
         function = functools.partial(function, **options)
-    by_batch = "generator" in named.accepted(function, {"generator": None})
-    with_masks = "masks" in named.accepted(function, {"masks": None})
+    taken = named.accepted(function, dict.fromkeys(("generator", "masks")))
 
     def augment(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        masks = None
-        if targets.ndim > 1:
-            if not (by_batch and with_masks):
-                raise DataError(
-                    f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "
-                    "masks and generator that returns images and masks"
-                )
-            masks = targets
+        dense = targets.ndim > 1
+        if dense and len(taken) < 2:
+            raise DataError(
+                f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "
+                "masks and generator that returns images and masks"
+            )
+        masks = {"masks": targets} if dense else {}
         try:
-            changed = _changed(function, images, masks, generator, by_batch)
+            if "generator" in taken:
+                changed = function(images, **masks, generator=generator)
+            else:
+                seed = int(torch.randint(2**62, (), generator=generator))
+                with seeding.all_streams(seed, images.device):
+                    changed = torch.stack([function(image) for image in images])
         except Exception as error:
             raise DataError(f"{key}: {name!r} failed: {named.in_a_line(error)}") from error
-        new, masks = changed if masks is not None and isinstance(changed, tuple) else (changed, masks)
+        new, targets = changed if dense and isinstance(changed, tuple) else (changed, targets)
         _check(f"{key}: {name!r}", new, images, same_type=True)
-        return new, targets if masks is None else masks
+        return new, targets
 
     return augment
-
-
-def _changed(
-    function: Callable[..., Any], images: Tensor, masks: Tensor | None, generator: torch.Generator, by_batch: bool
-) -> Any:
-    if by_batch:
-        both = {} if masks is None else {"masks": masks}
-        return function(images, **both, generator=generator)
-    seed = int(torch.randint(2**62, (), generator=generator))
-    with seeding.all_streams(seed, images.device):
-        return torch.stack([function(image) for image in images])
 
 
 def own_normalisation(name: str) -> Callable[[Tensor], Tensor]:

@@ -99,7 +99,7 @@ class Files:
         with ThreadPoolExecutor(cores()) as pool:  # PIL decodes outside the interpreter lock
             examples = pool.map(self._decoded, range(len(self)), *columns)
             for file, arrays in zip(files, zip(*examples, strict=True), strict=False):
-                _write(file, self._stacked(arrays))
+                _write(file, self.stacked(arrays))
         return list(map(_mapped, files))
 
     def select(self, rows: Tensor) -> Files:
@@ -198,7 +198,7 @@ class Files:
         left, top = round((wide - width) / 2), round((tall - height) / 2)
         return picture.crop((left, top, left + width, top + height))
 
-    def _stacked(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def stacked(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Images with the channels of those that have most; or masks."""
         if arrays[0].ndim == 3:
             most = max(map(len, arrays))
@@ -229,9 +229,8 @@ def _array(picture: Any) -> np.ndarray:
 
 
 def _cache_folder() -> Path:
-    if given := os.environ.get("FEDBN_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return Path(os.environ.get("FEDBN_CACHE") or cache / "fedbn-flwr")
 
 
 def _mapped(file: Path) -> Tensor:
@@ -335,11 +334,7 @@ class Stream:
         rows = spread(len(self.labels), _TRIED).tolist()
         with ThreadPoolExecutor(self.readers) as pool:
             images = [pixels for pixels, _ in pool.map(self.files.example, rows)]
-        found = {pixels.shape[1:]: row for row, pixels in zip(rows, images, strict=True)}
-        if len(found) > 1:
-            few = ", ".join(f"{h}x{w} in row {row}" for (h, w), row in list(found.items())[:3])
-            raise DataError(f"{self.files.name!r} has images of several sizes ({few}); set data.size to resize them")
-        return replace(self, shape=(max(map(len, images)), *images[0].shape[1:]))
+        return replace(self, shape=self.files.stacked(images).shape[1:])
 
     def decoded(self) -> Images:
         images, *masks = self.files.decode()

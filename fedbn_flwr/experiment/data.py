@@ -16,8 +16,7 @@ from fedbn_flwr import named
 from fedbn_flwr.data.batches import ClientBatches, Normalise
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
-from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.fewer import fewer
+from fedbn_flwr.data.dataset import DataSet, fewer
 from fedbn_flwr.data.images import Images
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test

@@ -14,8 +14,7 @@ from fedbn_flwr.named import accepted, call, is_name, load
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.norms.roles import Role, roles
 
-from .convnets import alexnet_bn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet
-from .networks import ResNet20, cnn, mlp
+from .networks import ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
 from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .tensors import check_tensors
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50

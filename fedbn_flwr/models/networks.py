@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.data import Size
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.residual import ResidualParts
 
 
@@ -28,7 +31,7 @@ def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:
     )
 
 
-def mlp(num_classes: int, in_channels: int = 1, image_size: tuple[int, int] = (28, 28)) -> nn.Module:
+def mlp(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
     """Perceptron 784-30-10 with one batch norm (FedTAN paper, MNIST); one input for each value of an image."""
     return nn.Sequential(
         OrderedDict(
@@ -93,3 +96,111 @@ class _BasicBlock(nn.Module):
             return x
         half = self.added // 2
         return torch.nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, half, self.added - half))
+
+
+# --- plain convolutional networks of the papers, with batch norm after each convolution ---
+# Those that end in linear layers are built for one image size, `image_size` as (height, width).
+
+
+def lenet(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
+    """LeNet-5 (LeCun et al. 1998) with ReLU, max pooling and batch norm after both convolutions."""
+    padding = 2 if min(image_size) < 32 else 0  # LeCun et al. place digits of 28x28 in 32x32
+    features = _features("lenet", in_channels, image_size, [(6, 5, padding, True), (16, 5, 0, True)])
+    return _classifier(features, num_classes, (120, 84))
+
+
+def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 28)) -> nn.Module:
+    """FedBN's six-layer network for Digits-Five (Li et al. 2021), batch norm after all layers but the last."""
+    layers = [(64, 5, 2, True), (64, 5, 2, True), (128, 5, 2, False)]
+    return _classifier(_features("digits_cnn", in_channels, image_size, layers), num_classes, (2048, 512), norm=True)
+
+
+# FedBS states only filters and units. With a padding of two pixels in every convolution, the first linear layer has as
+# many inputs as stated: 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
+
+
+def fedbs_cifar(num_classes: int, in_channels: int = 3, image_size: Size = (32, 32)) -> nn.Module:
+    """FedBS's network for CIFAR-10: four convolutions with batch norm, three linear layers."""
+    layers = [(100, 5, 2, True), (150, 3, 2, True), (250, 3, 2, True), (500, 3, 2, True)]
+    return _classifier(_features("fedbs_cifar", in_channels, image_size, layers), num_classes, (270, 150))
+
+
+def fedbs_mnist(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
+    """FedBS's network for MNIST and Fashion-MNIST: two convolutions with batch norm, one linear layer."""
+    return _classifier(
+        _features("fedbs_mnist", in_channels, image_size, [(16, 5, 2, True), (32, 5, 2, True)]), num_classes
+    )
+
+
+def alexnet_bn(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """FedBN's AlexNet for Office-Caltech-10 and DomainNet: torchvision's, with batch norm instead of dropout."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
+            bn1=nn.BatchNorm2d(64),
+            relu1=nn.ReLU(inplace=True),
+            pool1=nn.MaxPool2d(3, 2),
+            conv2=nn.Conv2d(64, 192, 5, padding=2),
+            bn2=nn.BatchNorm2d(192),
+            relu2=nn.ReLU(inplace=True),
+            pool2=nn.MaxPool2d(3, 2),
+            conv3=nn.Conv2d(192, 384, 3, padding=1),
+            bn3=nn.BatchNorm2d(384),
+            relu3=nn.ReLU(inplace=True),
+            conv4=nn.Conv2d(384, 256, 3, padding=1),
+            bn4=nn.BatchNorm2d(256),
+            relu4=nn.ReLU(inplace=True),
+            conv5=nn.Conv2d(256, 256, 3, padding=1),
+            bn5=nn.BatchNorm2d(256),
+            relu5=nn.ReLU(inplace=True),
+            pool5=nn.MaxPool2d(3, 2),
+            mean=nn.AdaptiveAvgPool2d(6),
+            flatten=nn.Flatten(),
+            hidden1=nn.Linear(256 * 6 * 6, 4096),
+            bn6=nn.BatchNorm1d(4096),
+            relu6=nn.ReLU(inplace=True),
+            hidden2=nn.Linear(4096, 4096),
+            bn7=nn.BatchNorm1d(4096),
+            relu7=nn.ReLU(inplace=True),
+            classify=nn.Linear(4096, num_classes),
+        )
+    )
+
+
+Layers = OrderedDict[str, nn.Module]
+
+
+def _features(
+    name: str, channels: int, image_size: Size, convolutions: Sequence[tuple[int, int, int, bool]]
+) -> tuple[Layers, int]:
+    """Convolutions of (filters, kernel, padding, whether max pooling follows), and the number of values they give."""
+    layers: Layers = OrderedDict()
+    sides = list(image_size)
+    for number, (filters, kernel, padding, pooled) in enumerate(convolutions, start=1):
+        layers[f"conv{number}"] = nn.Conv2d(channels, filters, kernel, padding=padding)
+        layers[f"bn{number}"] = nn.BatchNorm2d(filters)
+        layers[f"relu{number}"] = nn.ReLU()
+        if pooled:
+            layers[f"pool{number}"] = nn.MaxPool2d(2)
+        sides = [(side + 2 * padding - kernel + 1) // (2 if pooled else 1) for side in sides]
+        if min(sides) < 1:
+            height, width = image_size
+            raise SettingsError(f"model.name={name!r} needs larger images; these have {height}x{width} pixels")
+        channels = filters
+    layers["flatten"] = nn.Flatten()
+    return layers, channels * sides[0] * sides[1]
+
+
+def _classifier(
+    features: tuple[Layers, int], num_classes: int, hidden: Sequence[int] = (), *, norm: bool = False
+) -> nn.Module:
+    layers, inputs = features
+    count = sum(name.startswith("conv") for name in layers)
+    for number, units in enumerate(hidden, start=1):
+        layers[f"hidden{number}"] = nn.Linear(inputs, units)
+        if norm:
+            layers[f"bn{count + number}"] = nn.BatchNorm1d(units)
+        layers[f"relu{count + number}"] = nn.ReLU()
+        inputs = units
+    layers["classify"] = nn.Linear(inputs, num_classes)
+    return nn.Sequential(layers)

@@ -43,8 +43,14 @@ def mobilenet_v2(
     small = is_small(stem, image_size)
     # Expansion, channels, blocks and stride of each stage (Sandler et al. 2018, table 2), stride 1 in the second.
     stages = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
-    setting = {"inverted_residual_setting": stages if small else None}
-    return _network("mobilenet_v2", num_classes, in_channels, small, ("features.0.0", None), **setting)
+    return _network(
+        "mobilenet_v2",
+        num_classes,
+        in_channels,
+        small,
+        ("features.0.0", None),
+        inverted_residual_setting=stages if small else None,
+    )
 
 
 def alexnet(num_classes: int, in_channels: int = 3) -> nn.Module:

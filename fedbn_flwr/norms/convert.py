@@ -130,16 +130,14 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         return fixup(model)
     scale = options.pop("branch_scale", 1.0)
     blocks = residual_parts(model, kind).blocks if scale != 1 else {}
-    *_, last = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear | _BatchNorm)] or [
-        None
-    ]
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear | _BatchNorm)]
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer not in replaced:
             if isinstance(layer, _BatchNorm):
                 replaced[layer] = _replace(layer, name or "the model itself", kind, partial(convert, **options))
             # Without a norm after it, a last convolution keeps its weights: that of a segmentation model's classifier.
-            elif kind in STANDARDISED and isinstance(layer, _ConvNd) and (kind == "won" or layer is not last):
+            elif kind in STANDARDISED and isinstance(layer, _ConvNd) and (kind == "won" or layers[-1:] != [layer]):
                 replaced[layer] = standardised(layer, name or "the model itself", kind)
         if layer in replaced and name:
             model.set_submodule(name, replaced[layer])

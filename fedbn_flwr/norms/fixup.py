@@ -50,7 +50,7 @@ class Scalars(nn.Module):
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
-        self.register_parameter("weight", nn.Parameter(torch.ones(1)) if scaled else None)
+        self.weight = nn.Parameter(torch.ones(1)) if scaled else None
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,8 +39,14 @@ def test_digits_are_all_there() -> None:
 
 
 def test_digits_are_those_of_the_uci_test_set() -> None:
-    """Alpaydin and Kaynak 1998: its class counts, and its first image, a zero in 17 shades."""
-    digits = load(Source("digits"))
+    """Alpaydin and Kaynak 1998: scikit-learn's copy, its class counts, and its first image, a zero in 17 shades."""
+    from sklearn.datasets import load_digits
+
+    digits, copy = load(Source("digits")), load_digits()
+    is_test = np.arange(1_797) % 5 == 4
+    for part, rows in ((digits.train, ~is_test), (digits.test, is_test)):
+        assert part.images[:, 0].tolist() == np.rint(copy.images[rows] * 255 / 16).tolist()
+        assert part.labels.tolist() == copy.target[rows].tolist()
     counts = torch.bincount(torch.cat([digits.train.labels, digits.test.labels]))
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     zero = [

@@ -179,6 +179,13 @@ def test_masks_make_a_segmentation_data_set(own: Own) -> None:
     assert (small.size, small.classes) == ((3, 3), 3)
 
 
+def test_grey_arrays_become_rgb_where_the_other_split_has_colour(own: Own) -> None:
+    grey = PIXELS[:, :, :, 0]
+    found = load(Source(own(lambda: {"train": (grey, LABELS), "test": (PIXELS, LABELS)})))
+    assert found.train.images.equal(torch.from_numpy(grey)[:, None].expand(-1, 3, -1, -1))
+    assert found.test.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
+
+
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a list": ([1, 2], {}, "returned a list; expected a mapping with 'train' and 'test'"),
     "no test": ({"train": 1, "valid": 2}, {}, "returned a dict with 'train', 'valid'; expected a mapping"),
@@ -209,6 +216,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "memory": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"memory": 1e-7}, r"more than data\.memory"),
     "stream": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"stream": True}, r"data\.stream is true"),
     "column": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"image": "x"}, r"data\.image is 'x', which is"),
+    "a column of domains": (
+        {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
+        {"domain": "x"},
+        r"data\.domain is 'x', which",
+    ),
     "domain": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"domains": ["a"]}, "has no 'domains'"),
     "items": ({"train": Pairs([1, 2]), "test": (PIXELS, LABELS)}, {}, "Pairs with items of type tuple"),
 }
