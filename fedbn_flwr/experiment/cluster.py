@@ -36,7 +36,7 @@ from .data import loaded_data, receive
 from .model import choose_device
 from .mods import client_mods
 from .node import client_of, run_of
-from .prepare import Parts
+from .parts import Parts
 from .settings import Data, Engine, Experiment
 
 

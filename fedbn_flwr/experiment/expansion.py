@@ -73,7 +73,7 @@ class Lists:
         """The lists after overrides: an override of a listed key leaves its value only, and so selects cells."""
 
         def left(lists: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-            return {key: _selected(key, values, given) if _has(given, key) else values for key, values in lists.items()}
+            return {key: _selected(key, values, _at(given, key)) for key, values in lists.items()}
 
         return Lists(left(self.sweep), left(self.tune))
 
@@ -82,9 +82,10 @@ class Lists:
         return Lists(*({key: values[:1] for key, values in each.items()} for each in (self.sweep, self.tune)))
 
 
-def _selected(key: str, values: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
+def _selected(key: str, values: Sequence[Any], value: Any) -> Sequence[Any]:
     """What an override of a listed key leaves: its value, or all values if it adds a part to each of them."""
-    value = _at(given, key)
+    if value is _ABSENT:
+        return values
     if same := [each for each in values if _at(written_out(nested({key: each})), key) == value]:
         return same
     if not isinstance(value, Mapping) or WHOLE.get(key.rpartition(".")[2]) in value:
@@ -203,17 +204,16 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _has(settings: Mapping[str, Any], key: str) -> bool:
-    first, _, rest = key.partition(".")
-    if first not in settings:
-        return False
-    inner = settings[first]
-    return not rest or (isinstance(inner, Mapping) and _has(inner, rest))
+def _at(settings: Any, key: str) -> Any:
+    """The value of a key such as `train.lr`, or _ABSENT."""
+    for part in key.split("."):
+        if not isinstance(settings, Mapping) or part not in settings:
+            return _ABSENT
+        settings = settings[part]
+    return settings
 
 
-def _at(settings: Mapping[str, Any], key: str) -> Any:
-    first, _, rest = key.partition(".")
-    return _at(settings[first], rest) if rest else settings[first]
+_ABSENT = object()
 
 
 # --- sizes ----------------------------------------------------------------------

@@ -40,7 +40,8 @@ from .find import Setting, settings_of
 from .node import client_of
 from .nodes import TrainedNodes
 from .partition import count_partitions
-from .prepare import Parts, prepare
+from .parts import Parts
+from .prepare import prepare
 from .run import gpus_of, open_folders, workers_of
 from .settings import Experiment, Settings
 from .side_by_side import jobs_of

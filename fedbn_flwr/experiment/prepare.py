@@ -6,114 +6,33 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.client.metrics import Metric
+from fedbn_flwr.client.metrics import Measurement, Metric, name_of
 from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.client.optimizers import check_optimizer, decay_of
 from fedbn_flwr.client.training import Loss
-from fedbn_flwr.data.batches import Normalise
-from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.messages.protocol import METRICS
 from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
+from fedbn_flwr.results.summary import is_taken
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
 from . import trackers
 from .check import Faults
-from .data import (
-    Shape,
-    check_labels,
-    load_data,
-    normalisation_of,
-    partition_of,
-    shape_without_data,
-    try_data,
-    validation_rows,
-)
-from .model import check_gpus, choose_device, make_model, model_arguments, try_model
+from .data import check_labels, partition_of, try_data
+from .model import try_model
 from .mods import check_mods
+from .parts import Parts
 from .sections import refuse
-from .settings import Experiment, Settings, strategy_name
-from .training import check_partition, check_training, metrics_of, own_loss
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the server of a run needs, each part made once, when it is first used."""
-
-    run: Settings
-    name: str
-    rule: Rule
-
-    @cached_property
-    def device(self) -> torch.device:
-        device = choose_device(self.run.engine.device)
-        check_gpus(self.run.engine, device)
-        return device
-
-    @cached_property
-    def dataset(self) -> DataSet | None:
-        """None: the server has no data."""
-        return load_data(self.run.data, str(self.device)) if self.run.evaluate.server else None
-
-    @property
-    def shape(self) -> DataSet | Shape:
-        return self.dataset or shape_without_data(self.run)
-
-    @cached_property
-    def partition(self) -> list[Tensor]:
-        """Indices of each client's training images."""
-        return partition_of(self.run.data, self.run.clients, self.run.seed, str(self.device))
-
-    @cached_property
-    def held_out(self) -> Tensor:
-        """Indices of the training images that all clients together hold out."""
-        return validation_rows(self.run, self.partition)
-
-    @cached_property
-    def normalise(self) -> Normalise | None:
-        """None: a server without data does not know the moments of the clients' images."""
-        known = self.dataset is not None or self.run.data.normalise != "moments"
-        return normalisation_of(self.run, self.shape) if known else None
-
-    @cached_property
-    def loss(self) -> Loss | None:
-        """The loss of the user, or None for cross entropy."""
-        return own_loss(self.run)
-
-    @cached_property
-    def metrics(self) -> Sequence[Metric]:
-        return metrics_of(self.run)
-
-    def work(self) -> list[int] | None:
-        """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
-        if self.run.train.steps is not None or self.dataset is None:  # the same steps for all, or no data here
-            return None
-        return [len(part) for part in self.partition]
-
-    @cached_property
-    def model(self) -> nn.Module:
-        return make_model(self.run, self.shape).to(self.device)
-
-    def release(self) -> None:
-        """Free the model; it is built again when it is used."""
-        self.__dict__.pop("model", None)
-
-    @cached_property
-    def model_description(self) -> Mapping[str, Any]:
-        """The content of model.json."""
-        return {
-            "build": model_arguments(self.run, self.shape),
-            "normalise": _in_words(self.run, self.normalise),
-            "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
-            "global": self.rule.traits.has_global_model,
-        }
+from .settings import Experiment, Settings, name_in, strategy_name
+from .training import learning_rate
 
 
 def prepare(
@@ -188,12 +107,6 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _in_words(run: Settings, normalise: Normalise | None) -> Any:
-    if normalise is None or callable(normalise):
-        return normalise and run.data.normalise
-    return dict(zip(("mean", "std"), normalise, strict=True))
-
-
 def make_rule(run: Settings) -> Rule:
     # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
     # (nodes.check_nodes) and continues without those that fail.
@@ -264,3 +177,126 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
             f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
             "strategy, or a model with batch norm"
         )
+
+
+# --- checks ------------------------------------------------------------------
+
+
+def check_partition(parts: Parts, seeds: Sequence[int]) -> None:
+    """Refuse clients with so few images that they would not exchange the statistics of their batches."""
+    run, least, device = parts.run, parts.rule.traits.min_batch, str(parts.device)
+    small: dict[str, int] = {}
+    for seed in seeds if least > 1 else ():
+        with_seed = f" with seed {seed}" if len(seeds) > 1 else ""
+        for client, part in enumerate(partition_of(run.data, run.clients, seed, device)[: run.trained]):
+            if (size := len(hold_out(part, run.evaluate.validation, seed, client)[0])) < least:
+                small[f"{client}{with_seed} ({size})"] = size
+    if small:
+        raise SettingsError(
+            f"{len(small)} of {len(seeds) * run.trained} clients have fewer than {least} training images: "
+            f"{', '.join([*small][:5])}{', ...' if len(small) > 5 else ''}; with strategy "
+            f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
+            "reveal the images; change clients or data.partition, or allow it with strategy.min_batch: "
+            f"{min(small.values())}"
+        )
+
+
+def check_training(parts: Parts) -> None:
+    """Refuse settings with which training cannot begin or is not what the strategy assumes."""
+    run, shape = parts.run, parts.shape
+    train, weights = run.train, run.train.class_weights
+    _check_strategy(run, parts.rule)
+    if weights == "balanced" and shape.dense:
+        raise SettingsError(
+            "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
+            "counted before training; give a list of weights"
+        )
+    if weights not in (None, "balanced") and len(weights) != shape.classes:
+        raise SettingsError(
+            f"train.class_weights has {len(weights)} weights, but the data have {shape.classes} classes"
+        )
+    for server_round in (1, run.rounds):
+        learning_rate(run, server_round)
+    if train.optimizer != "sgd":
+        decays = decay_of(parts.model, norm=train.norm_weight_decay, bias=train.bias_weight_decay)
+        try:
+            check_optimizer(
+                train.optimizer,
+                {name: parameter for name, parameter in parts.model.named_parameters() if parameter.requires_grad},
+                momentum=train.momentum,
+                weight_decay=train.weight_decay,
+                other_decay=decays,
+            )
+        except SettingsError as error:
+            raise SettingsError(f"train.{error}") from None
+    labels = torch.arange(2 * shape.classes) % shape.classes
+    logits = torch.randn(len(labels), shape.classes, generator=torch.Generator().manual_seed(0))
+    if shape.dense:
+        labels, logits = labels[:, None, None].expand(-1, 2, 2), logits[:, :, None, None].expand(-1, -1, 2, 2)
+    if parts.loss is not None:
+        _check_loss(name_in(train.loss), parts.loss, logits.clone().requires_grad_(), labels)
+    _check_metrics(parts.metrics, logits, labels)
+
+
+def _check_strategy(run: Settings, rule: Rule) -> None:
+    train, name = run.train, strategy_name(run.strategy)
+    optimizer = name_in(train.optimizer)
+    by_sgd, traits = optimizer.lower() == "sgd", rule.traits
+    found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
+    refuse(
+        {
+            f"train.optimizer is {optimizer!r}, but strategy {name} needs sgd: the mean of its clients' first steps is "
+            "the step on the union of their batches, which holds only for a step that is linear in the "
+            "gradient": "linear" in traits.steps and not by_sgd,
+            f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
+            "gradient of all, and clipping the parts changes their mean; leave train.clip out": "linear" in traits.steps
+            and train.clip is not None,
+            f"train.batch_size is {train.batch_size}, but with strategy {name} clients refuse to exchange the "
+            f"statistics of batches of fewer than {traits.min_batch} images, because these reveal the images; use a "
+            f"larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}": train.batch_size
+            < traits.min_batch,
+            f"{found}, but strategy {name} averages the momentum of SGD; expected train.optimizer sgd and a "
+            "train.momentum above zero": "momentum" in traits.steps and not (by_sgd and train.momentum > 0),
+        }
+    )
+
+
+def _check_loss(name: str, loss: Loss, logits: Tensor, labels: Tensor) -> None:
+    try:
+        value: Any = loss(logits, labels)
+    except Exception as error:
+        raise SettingsError(
+            f"train.loss={name!r} failed for logits {list(logits.shape)} and labels {list(labels.shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise SettingsError(
+            f"train.loss={name!r} returned {found}; expected a differentiable scalar tensor, the mean over the examples"
+        )
+
+
+def _check_metrics(metrics: Sequence[Metric], logits: Tensor, labels: Tensor) -> None:
+    names = [name_of(metric) for metric in metrics]
+    for name, metric in zip(names, metrics, strict=True):
+        if names.count(name) > 1:
+            raise SettingsError(f"evaluate.metrics has the name {name!r} twice")
+        if callable(metric) and is_taken(name):
+            raise SettingsError(
+                f"evaluate.metrics: a function is called {name!r}, and a run reports another figure under this name; "
+                f"rename the function, for instance to my_{name}"
+            )
+    if logits.ndim > 2 and "auc" in names:
+        raise SettingsError(
+            "evaluate.metrics has 'auc', which ranks images, but segmentation data have masks of labels; "
+            f"expected others of {', '.join(METRICS)}"
+        )
+    measurement = Measurement(metrics)
+    measurement.add(logits, labels, None)
+    try:
+        measurement.values(strict=True)
+    except Exception as error:
+        raise SettingsError(
+            f"evaluate.metrics: a metric of {', '.join(names)} failed for logits {list(logits.shape)} and labels "
+            f"{list(labels.shape)}: {type(error).__name__}: {error}"
+        ) from error

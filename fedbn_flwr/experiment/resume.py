@@ -12,7 +12,7 @@ from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import Rule
 
-from .prepare import Parts
+from .parts import Parts
 from .settings import strategy_name
 
 

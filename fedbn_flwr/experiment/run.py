@@ -56,11 +56,11 @@ from .mods import client_mods
 from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
-from .prepare import Parts, prepare
+from .parts import Parts
+from .prepare import check_partition, prepare
 from .resume import keep_promises, restore_clients
 from .settings import Experiment, Settings
 from .side_by_side import failed_because, jobs_of, side_by_side
-from .training import check_partition
 
 
 def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr import named
 from fedbn_flwr.client.losses import CrossEntropy, balanced_weights
-from fedbn_flwr.client.metrics import Measurement, Metric, name_of
-from fedbn_flwr.client.optimizers import check_optimizer, decay_of
+from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.schedules import Schedule, cosine, exponential, linear_warmup, steps
 from fedbn_flwr.client.training import Loss, cross_entropy
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages.protocol import METRICS
-from fedbn_flwr.results.summary import is_taken
-from fedbn_flwr.strategies import Rule
 
-from .data import partition_of
-from .sections import refuse
-from .settings import Settings, name_in, strategy_name
-
-if TYPE_CHECKING:
-    from .prepare import Parts
+from .settings import Settings, name_in
 
 
 def learning_rate(run: Settings, server_round: int) -> float:
@@ -91,126 +80,3 @@ def own_loss(run: Settings) -> Loss | None:
 
 def metrics_of(run: Settings) -> Sequence[Metric]:
     return [named.load("evaluate.metrics", name) if ":" in name else name for name in run.evaluate.metrics]
-
-
-# --- checks ------------------------------------------------------------------
-
-
-def check_partition(parts: Parts, seeds: Sequence[int]) -> None:
-    """Refuse clients with so few images that they would not exchange the statistics of their batches."""
-    run, least, device = parts.run, parts.rule.traits.min_batch, str(parts.device)
-    small: dict[str, int] = {}
-    for seed in seeds if least > 1 else ():
-        with_seed = f" with seed {seed}" if len(seeds) > 1 else ""
-        for client, part in enumerate(partition_of(run.data, run.clients, seed, device)[: run.trained]):
-            if (size := len(hold_out(part, run.evaluate.validation, seed, client)[0])) < least:
-                small[f"{client}{with_seed} ({size})"] = size
-    if small:
-        raise SettingsError(
-            f"{len(small)} of {len(seeds) * run.trained} clients have fewer than {least} training images: "
-            f"{', '.join([*small][:5])}{', ...' if len(small) > 5 else ''}; with strategy "
-            f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
-            "reveal the images; change clients or data.partition, or allow it with strategy.min_batch: "
-            f"{min(small.values())}"
-        )
-
-
-def check_training(parts: Parts) -> None:
-    """Refuse settings with which training cannot begin or is not what the strategy assumes."""
-    run, shape = parts.run, parts.shape
-    train, weights = run.train, run.train.class_weights
-    _check_strategy(run, parts.rule)
-    if weights == "balanced" and shape.dense:
-        raise SettingsError(
-            "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
-            "counted before training; give a list of weights"
-        )
-    if weights not in (None, "balanced") and len(weights) != shape.classes:
-        raise SettingsError(
-            f"train.class_weights has {len(weights)} weights, but the data have {shape.classes} classes"
-        )
-    for server_round in (1, run.rounds):
-        learning_rate(run, server_round)
-    if train.optimizer != "sgd":
-        decays = decay_of(parts.model, norm=train.norm_weight_decay, bias=train.bias_weight_decay)
-        try:
-            check_optimizer(
-                train.optimizer,
-                {name: parameter for name, parameter in parts.model.named_parameters() if parameter.requires_grad},
-                momentum=train.momentum,
-                weight_decay=train.weight_decay,
-                other_decay=decays,
-            )
-        except SettingsError as error:
-            raise SettingsError(f"train.{error}") from None
-    labels = torch.arange(2 * shape.classes) % shape.classes
-    logits = torch.randn(len(labels), shape.classes, generator=torch.Generator().manual_seed(0))
-    if shape.dense:
-        labels, logits = labels[:, None, None].expand(-1, 2, 2), logits[:, :, None, None].expand(-1, -1, 2, 2)
-    if parts.loss is not None:
-        _check_loss(name_in(train.loss), parts.loss, logits.clone().requires_grad_(), labels)
-    _check_metrics(parts.metrics, logits, labels)
-
-
-def _check_strategy(run: Settings, rule: Rule) -> None:
-    train, name = run.train, strategy_name(run.strategy)
-    optimizer = name_in(train.optimizer)
-    by_sgd, traits = optimizer.lower() == "sgd", rule.traits
-    found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
-    refuse(
-        {
-            f"train.optimizer is {optimizer!r}, but strategy {name} needs sgd: the mean of its clients' first steps is "
-            "the step on the union of their batches, which holds only for a step that is linear in the "
-            "gradient": "linear" in traits.steps and not by_sgd,
-            f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
-            "gradient of all, and clipping the parts changes their mean; leave train.clip out": "linear" in traits.steps
-            and train.clip is not None,
-            f"train.batch_size is {train.batch_size}, but with strategy {name} clients refuse to exchange the "
-            f"statistics of batches of fewer than {traits.min_batch} images, because these reveal the images; use a "
-            f"larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}": train.batch_size
-            < traits.min_batch,
-            f"{found}, but strategy {name} averages the momentum of SGD; expected train.optimizer sgd and a "
-            "train.momentum above zero": "momentum" in traits.steps and not (by_sgd and train.momentum > 0),
-        }
-    )
-
-
-def _check_loss(name: str, loss: Loss, logits: Tensor, labels: Tensor) -> None:
-    try:
-        value: Any = loss(logits, labels)
-    except Exception as error:
-        raise SettingsError(
-            f"train.loss={name!r} failed for logits {list(logits.shape)} and labels {list(labels.shape)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
-        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise SettingsError(
-            f"train.loss={name!r} returned {found}; expected a differentiable scalar tensor, the mean over the examples"
-        )
-
-
-def _check_metrics(metrics: Sequence[Metric], logits: Tensor, labels: Tensor) -> None:
-    names = [name_of(metric) for metric in metrics]
-    for name, metric in zip(names, metrics, strict=True):
-        if names.count(name) > 1:
-            raise SettingsError(f"evaluate.metrics has the name {name!r} twice")
-        if callable(metric) and is_taken(name):
-            raise SettingsError(
-                f"evaluate.metrics: a function is called {name!r}, and a run reports another figure under this name; "
-                f"rename the function, for instance to my_{name}"
-            )
-    if logits.ndim > 2 and "auc" in names:
-        raise SettingsError(
-            "evaluate.metrics has 'auc', which ranks images, but segmentation data have masks of labels; "
-            f"expected others of {', '.join(METRICS)}"
-        )
-    measurement = Measurement(metrics)
-    measurement.add(logits, labels, None)
-    try:
-        measurement.values(strict=True)
-    except Exception as error:
-        raise SettingsError(
-            f"evaluate.metrics: a metric of {', '.join(names)} failed for logits {list(logits.shape)} and labels "
-            f"{list(labels.shape)}: {type(error).__name__}: {error}"
-        ) from error

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message
 
 from fedbn_flwr.engines.base import GridAround
 
-from ..prepare import Parts
+from ..parts import Parts
 from ..settings import Settings
 
 

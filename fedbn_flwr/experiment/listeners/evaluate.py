@@ -21,7 +21,7 @@ from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
 from ..data import normalisation_of, rows_by_domain
-from ..prepare import Parts
+from ..parts import Parts
 from .base import Listener, RunState
 from .clients import name_of, own_means, spreads, validation_means, values_of
 

@@ -13,7 +13,7 @@ from fedbn_flwr.results.ledger import MeteredGrid
 from fedbn_flwr.results.summary import GLOBAL_MODEL, Summary
 
 from ..expansion import PAPER
-from ..prepare import Parts
+from ..parts import Parts
 from ..resume import promises_of
 from ..settings import strategy_name
 from .base import Listener, RunState

@@ -287,7 +287,7 @@ class MaskedRound(GridAround):
         means = self._fixed.means(sums, self._fixed.kinds(like), len(found))
         # Counts and weights too are means, so that they add up to the total.
         metrics = MetricRecord({key: float(mean) for (name, key), mean in means.items() if name == TOTALS})
-        error = self._fixed.resolution("statistics") / (metrics[self.rule.weighted_by_key] * len(found) or 1)  # type: ignore[operator]
+        error = self._fixed.resolution("statistics") / (metrics[self.rule.leaf.weighted_by_key] * len(found) or 1)  # type: ignore[operator]
         content = RecordDict({"arrays": pack({}), "metrics": metrics})
         for name in sorted({name for name, _ in sums} - {TOTALS}):
             mean = {key: means[name, key] for key in whole if (name, key) in means}
@@ -307,7 +307,8 @@ class MaskedRound(GridAround):
         means = self._fixed.means(sums, self._fixed.kinds(sums, kind), count)
         tensors = {key: mean for (name, key), mean in means.items() if name == "arrays"}
         images = round(float(means[TOTALS, protocol.BATCH_EXAMPLES]) * count)
-        error = self._fixed.resolution("statistics") / (float(means[TOTALS, self.rule.weighted_by_key]) * count or 1)
+        weight = float(means[TOTALS, self.rule.leaf.weighted_by_key])
+        error = self._fixed.resolution("statistics") / (weight * count or 1)
         # FedTAN refuses tensors of other names and shapes.
         if kind == "moments" and len({mean.shape for mean in tensors.values()}) == 1 and {"mean", "var"} <= {*tensors}:
             square = tensors["mean"] ** 2
@@ -353,7 +354,7 @@ class MaskedRound(GridAround):
         shape = 1, KEY_BYTES * (1 + 2 * self.parts)
         self._keys = self._ask("keys", nodes, {"parts": np.array(self.parts)}, shape)
         self.roster = sorted(self._keys)
-        self._fixed = FixedPoint(len(self.roster), *self.rule.ranges, self.rule.weighted_by_key, self.rule.traits.equal)
+        self._fixed = FixedPoint(len(self.roster), *self.rule.ranges, self.rule.leaf.weighted_by_key, self.rule.equal)
         keys = np.concatenate([self._keys[node] for node in self.roster])
         agreed = {"nodes": np.array(self.roster, np.uint64), "keys": keys, "threshold": np.array(self.threshold)}
         self._shares = self._ask("shares", self.roster, agreed, (len(self.roster), self.parts * 2 * SEALED_BYTES))
@@ -368,8 +369,8 @@ class MaskedRound(GridAround):
             client.PART: self.part,
             client.PEERS: np.array(self._peers, "<u8").tobytes(),
             client.RANGES: [*self.rule.ranges],
-            client.WEIGHT: self.rule.weighted_by_key,
-            client.EQUAL: ",".join(sorted(self.rule.traits.equal)),
+            client.WEIGHT: self.rule.leaf.weighted_by_key,
+            client.EQUAL: ",".join(sorted(self.rule.equal)),
         }
         masking = []
         for message in asked:
@@ -412,7 +413,7 @@ class MaskedRound(GridAround):
     def _check_masked(self, values: Values, model: Arrays | None) -> None:
         """NotOpened if the form of most replies, here the first one's, is not that of masked ones."""
         arrays = {place: (model or {}).get(place[1], value).shape for place, value in values.items()}
-        metrics = {place for place in values if place[0] == TOTALS} | {(TOTALS, self.rule.weighted_by_key)}
+        metrics = {place for place in values if place[0] == TOTALS} | {(TOTALS, self.rule.leaf.weighted_by_key)}
         if model is None:
             metrics.add((TOTALS, protocol.BATCH_EXAMPLES))
         for place, shape in {**arrays, **dict.fromkeys(metrics, ())}.items():

@@ -259,6 +259,13 @@ def test_smoke_scales_rounds_and_keeps_what_the_command_line_says() -> None:
     assert run.strategy["fedtan_rounds"] == 0.5, "one round of two, not none"
 
 
+def test_smoke_splits_images_by_chance_unless_the_command_line_says_how() -> None:
+    text = "data: {partition: {kind: dirichlet, alpha: 0.3}}"
+    assert runs(text, "size=smoke")[0].data.partition.kind == "iid"
+    (run,) = runs(text, "size=smoke", "data.partition.alpha=0.5")
+    assert (run.data.partition.kind, run.data.partition.model_dump()["alpha"]) == ("dirichlet", 0.5)
+
+
 def test_settings_of_a_run_are_an_experiment() -> None:
     run = runs(SWEPT, "size=small")[2]
     assert read_experiment(run.model_dump(mode="json")).runs == (run,)

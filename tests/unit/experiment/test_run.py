@@ -16,7 +16,7 @@ import fedbn_flwr.experiment.prepare as experiment_prepare
 import fedbn_flwr.experiment.run as experiment_run
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.prepare import Parts
+from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.strategies import Rule
 
 EXPERIMENT = """

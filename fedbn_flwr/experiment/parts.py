@@ -1,0 +1,101 @@
+"""What the server of a run is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.client.metrics import Metric
+from fedbn_flwr.client.training import Loss
+from fedbn_flwr.data.batches import Normalise
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.strategies import Rule
+
+from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
+from .model import check_gpus, choose_device, make_model, model_arguments
+from .settings import Settings
+from .training import metrics_of, own_loss
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the server of a run needs, each part made once, when it is first used."""
+
+    run: Settings
+    name: str
+    rule: Rule
+
+    @cached_property
+    def device(self) -> torch.device:
+        device = choose_device(self.run.engine.device)
+        check_gpus(self.run.engine, device)
+        return device
+
+    @cached_property
+    def dataset(self) -> DataSet | None:
+        """None: the server has no data."""
+        return load_data(self.run.data, str(self.device)) if self.run.evaluate.server else None
+
+    @property
+    def shape(self) -> DataSet | Shape:
+        return self.dataset or shape_without_data(self.run)
+
+    @cached_property
+    def partition(self) -> list[Tensor]:
+        """Indices of each client's training images."""
+        return partition_of(self.run.data, self.run.clients, self.run.seed, str(self.device))
+
+    @cached_property
+    def held_out(self) -> Tensor:
+        """Indices of the training images that all clients together hold out."""
+        return validation_rows(self.run, self.partition)
+
+    @cached_property
+    def normalise(self) -> Normalise | None:
+        """None: a server without data does not know the moments of the clients' images."""
+        known = self.dataset is not None or self.run.data.normalise != "moments"
+        return normalisation_of(self.run, self.shape) if known else None
+
+    @cached_property
+    def loss(self) -> Loss | None:
+        """The loss of the user, or None for cross entropy."""
+        return own_loss(self.run)
+
+    @cached_property
+    def metrics(self) -> Sequence[Metric]:
+        return metrics_of(self.run)
+
+    def work(self) -> list[int] | None:
+        """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
+        if self.run.train.steps is not None or self.dataset is None:  # the same steps for all, or no data here
+            return None
+        return [len(part) for part in self.partition]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return make_model(self.run, self.shape).to(self.device)
+
+    def release(self) -> None:
+        """Free the model; it is built again when it is used."""
+        self.__dict__.pop("model", None)
+
+    @cached_property
+    def model_description(self) -> Mapping[str, Any]:
+        """The content of model.json."""
+        return {
+            "build": model_arguments(self.run, self.shape),
+            "normalise": _in_words(self.run, self.normalise),
+            "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
+            "global": self.rule.traits.has_global_model,
+        }
+
+
+def _in_words(run: Settings, normalise: Normalise | None) -> Any:
+    if normalise is None or callable(normalise):
+        return normalise and run.data.normalise
+    return dict(zip(("mean", "std"), normalise, strict=True))
