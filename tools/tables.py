@@ -283,7 +283,6 @@ TABLES: dict[str, Callable[[], Table]] = {
             "partition",
             "list",
             "check",
-            "clean",
             "metrics",
             "completion",
         )

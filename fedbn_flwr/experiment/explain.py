@@ -11,7 +11,7 @@ from pathlib import Path
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import roles
-from fedbn_flwr.results.partition import PartitionCounts
+from fedbn_flwr.results.folder.counts import PartitionCounts
 
 from .check import Faults
 from .data import partition_of

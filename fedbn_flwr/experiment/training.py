@@ -19,7 +19,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.protocol import METRICS
-from fedbn_flwr.results.summary import is_taken
+from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import Rule
 
 from .data import Shape, partition_of

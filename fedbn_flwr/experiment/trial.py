@@ -32,7 +32,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.norms.roles import roles
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import CannotSave, Rule
 
 from .data import normalisation_of, partition_of

@@ -11,7 +11,8 @@ from pathlib import Path
 from cryptography import x509
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.results.state import STATES, RunState, find_folders, read_state
+from fedbn_flwr.results.folder import find_folders
+from fedbn_flwr.results.read.state import STATES, RunState, read_state
 from fedbn_flwr.results.text import printable
 
 from .connection import presented

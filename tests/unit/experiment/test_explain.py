@@ -15,7 +15,6 @@ from fedbn_flwr.experiment.explain import explain, plan
 from fedbn_flwr.experiment.find import load_experiment, run_names
 from fedbn_flwr.experiment.origins import settings_of
 from fedbn_flwr.experiment.run import carry_out
-from fedbn_flwr.results.partition import PartitionCounts, partition_picture
 
 SMALL = """
 rounds: 5
@@ -122,14 +121,6 @@ def test_the_memory_of_a_run_is_not_that_of_an_earlier_one() -> None:
     assert before.measured is not None
     assert after.measured is not None
     assert before.measured.memory - after.measured.memory > 300_000_000
-
-
-def test_the_picture_has_a_mark_where_a_client_has_a_class() -> None:
-    counts = PartitionCounts("digits: iid", ("zero", "one"), ((100, 0), (1, 0), (50, 7)))
-    for unicode, expected in ((False, ["zero    # . :", "one         #"]), (True, ["zero    █ ░ ▒", "one         █"])):
-        lines = partition_picture(counts, unicode=unicode).splitlines()
-        assert lines[2:5] == ["client  0 1 2", *expected]
-        assert lines[-1] == "images per client: 1 to 100, median 57"
 
 
 def test_explain_prints_all_parts_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
