@@ -22,12 +22,18 @@ def run(session: nox.Session, *words: str) -> None:
 
 @nox.session
 def check(session: nox.Session) -> None:
-    """Format, lint, types, prose and generated tables."""
+    """Format, lint, types, prose, generated tables, documentation and workflows."""
     run(session, "ruff", "format", "--check", ".")
     run(session, "ruff", "check", ".")
     run(session, "mypy")
     run(session, "python", "tools/prose.py")
     run(session, "python", "tools/tables.py", "--check")
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    run(session, "mkdocs", "build", "--strict")
+    workflows = map(str, Path(".github/workflows").glob("*.yml"))
+    run(session, "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    run(session, "check-jsonschema", "--builtin-schema", "vendor.citation-file-format", "CITATION.cff")
+    run(session, "zizmor", "--offline", "--quiet", ".github/workflows")
 
 
 @nox.session(name="format")
@@ -40,20 +46,20 @@ def format_(session: nox.Session) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Unit tests and training on the local engine; arguments after -- go to pytest."""
-    run(session, "pytest", *session.posargs)
+    """The README's test command; arguments after -- go to pytest."""
+    run(session, "pytest", "-n", "3", *session.posargs)
 
 
-@nox.session(name="test-all")
-def test_all(session: nox.Session) -> None:
-    """All tests except the nightly ones, with Ray and a local deployment; about eleven minutes on two cores."""
-    # Two processes more than cores: tests of deployments wait for most of their time.
-    run(session, "pytest", "-n", "4", "-m", "not nightly", "--durations=25", *session.posargs)
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Tests of all strategies on Ray, of Flower's runtime, of failing sites and of packages in a new environment."""
+    # Two processes more than cores: these tests wait for most of their time.
+    run(session, "pytest", "-n", "4", "-m", "slow and not nightly", "--durations=25", *session.posargs)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """The same tests, and the lines that they miss. Tracing nearly doubles the time of a test."""
+    """Both groups of tests, and the lines that they miss. Tracing nearly doubles the time of a test."""
     run(session, "pytest", "-n", "4", "-m", "not nightly", "--cov", *session.posargs)
 
 

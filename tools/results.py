@@ -175,7 +175,7 @@ def papers() -> Table:
     for paper, items in index.items():
         for title, item in items.items():
             done, seeds = status(item)
-            page = f" ([results](results/{item['page']}.md))" if "page" in item else ""
+            page = f" ([results]({item['page']}.md))" if "page" in item else ""
             rows.append((f"{paper}, {title}", f"`{item['experiment']}`", done + page, seeds))
     return ("item", "experiment", "measured", "seeds"), rows
 

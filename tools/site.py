@@ -44,7 +44,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(written)
         files.append(File.generated(config, f"strategies/{name}.md", content=content))
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    files.append(
-        File.generated(config, "changelog.md", content=changes.replace("[README](README.md#architecture)", "README"))
-    )
+    changes = changes.replace("[CONTRIBUTING](CONTRIBUTING.md#architecture)", "CONTRIBUTING")
+    files.append(File.generated(config, "changelog.md", content=changes))
     return files

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.command import PATIENCE, ROOT, fedbn
 from tests.support.network import Deployment, copy_app, wait_for
 from tests.support.sessions import BASE, Elsewhere, outcome, overrides, session
-
-pytestmark = pytest.mark.deployment
 
 EXPERIMENT = ROOT / "apps" / "experiments" / "quick.yaml"  # three clients, three rounds, FixBN from round 2 on
 
@@ -53,7 +52,15 @@ def test_one_process_and_several_give_the_same_arrays(local: Path, tmp_path: Pat
     assert arrays(tmp_path / "out") == arrays(local)
 
 
-def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        # Only arrays, node state, records beside the arrays, exchanges, stages of several messages.
+        pytest.param(["FedAvg", "FedBN", "FedTAN", "Scaffold", *declared("strategies").keys() & {"Secure"}], id="five"),
+        pytest.param(sorted(STRATEGIES), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_strategies_give_the_same_arrays_on_ray(strategies: list[str], tmp_path: Path) -> None:
     """Node state, records beside the arrays and layer-wise sessions survive Ray, where any actor serves any node."""
     special = {
         "HeteroBN": "strategy: {name: HeteroBN, statistics: query}, model: {norm: sbn}",
@@ -63,7 +70,7 @@ def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
         "Secure": "strategy: {name: Secure, base: {name: FedTAN}}",
         "Private": "strategy: {name: Private, noise_seed: 0}",
     }
-    runs = "".join(f"  {name}: {{{special.get(name, f'strategy: {{name: {name}}}')}}}\n" for name in sorted(STRATEGIES))
+    runs = "".join(f"  {name}: {{{special.get(name, f'strategy: {{name: {name}}}')}}}\n" for name in strategies)
     experiment = tmp_path / "every.yaml"
     experiment.write_text(
         "rounds: 2\nclients: 3\ndata: {name: digits, partition: {kind: dirichlet, alpha: 1.0}}\nmodel: {name: cnn}\n"
@@ -76,21 +83,17 @@ def test_every_strategy_gives_the_same_arrays_on_ray(tmp_path: Path) -> None:
     assert "communication rounds" in done.stdout
     different = [
         name
-        for name in sorted(STRATEGIES)
+        for name in strategies
         if (tmp_path / "local" / name / "model.safetensors").read_bytes()
         != (tmp_path / "ray" / name / "model.safetensors").read_bytes()
     ]
     assert different == []
 
 
-def test_flwr_run_of_this_checkout_gives_the_same_arrays(local: Path, tmp_path: Path) -> None:
-    run_config = f"experiment='quick' set='engine.device=cpu' out='{tmp_path / 'out'}'"
-    done = fedbn("flwr", "run", ROOT, "--run-config", run_config, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert arrays(tmp_path / "out") == arrays(local)
-
-
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])  # the first two as Ctrl-C
+@pytest.mark.slow
+@pytest.mark.parametrize(  # SIGTERM as Ctrl-C; SIGHUP as SIGTERM
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly), signal.SIGKILL]
+)
 def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app: Path, tmp_path: Path) -> None:
     home = tmp_path / ("temporary" + 60 * "x")  # too long for the paths of Ray's sockets
     home.mkdir()
@@ -144,6 +147,7 @@ def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: 
     assert (folder / "model.safetensors").read_bytes() == arrays(local)
 
 
+@pytest.mark.slow
 def test_too_few_nodes_are_named_although_flower_has_an_error_of_its_own(app: Path, tmp_path: Path) -> None:
     """No actor has 64 cores. Flower's simulation ends with that error, after the server's."""
     run_config = f"experiment='quick' set='engine.node_timeout=0.01' out='{tmp_path / 'out'}'"
@@ -163,6 +167,7 @@ def test_bad_input_to_flwr_run_ends_before_anything_is_started(capsys: pytest.Ca
     assert printed.out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -181,18 +186,27 @@ def test_a_wrong_setting_is_one_line_of_flower_s_log(deployment: Deployment, cha
 
 @pytest.fixture(scope="module")
 def resumed(app: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """One `flwr run` of a run that fails and of two that were stopped, on nodes whose states the server cannot read."""
+    """One `flwr run` of a whole run, one that fails and two that were stopped; the server cannot read nodes' states."""
     folder = tmp_path_factory.mktemp("resumed")
     out = folder / "out"
     for rule in ("FedAvg", "FedBN"):
         session(rule, out / rule, 2, grid=Elsewhere(rule, None))
     experiment = folder / "experiment.yaml"
-    runs = "runs:\n  Diverging: {train: {lr: 1.0e+30}}\n  FedAvg: {}\n  FedBN: {strategy: {name: FedBN}}"
+    runs = "runs:\n  Diverging: {train: {lr: 1.0e+30}}\n  FedAvg: {}\n  FedBN: {strategy: {name: FedBN}}\n"
+    runs += "  FixBN: {strategy: {name: FixBN, freeze_round: 2}}"
     experiment.write_text(BASE + runs)
     run_config = f"experiment='{experiment}' out='{out}' resume=true"
     return fedbn("flwr", "run", app, "--run-config", run_config, cwd=folder), out
 
 
+@pytest.mark.slow
+def test_flwr_run_gives_the_same_arrays(resumed: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path) -> None:
+    _, out = resumed
+    session("FixBN", tmp_path / "here")
+    assert outcome(out / "FixBN")[0] == outcome(tmp_path / "here")[0]
+
+
+@pytest.mark.slow
 def test_a_failed_flower_run_says_why_and_has_an_exit_code(
     resumed: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
@@ -204,6 +218,7 @@ def test_a_failed_flower_run_says_why_and_has_an_exit_code(
     assert json.loads((out / "Diverging" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(
     resumed: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
@@ -217,6 +232,7 @@ def test_a_stopped_run_resumes_under_flwr_run_or_names_lost_states(
     assert outcome(out / "FedAvg")[0] == outcome(tmp_path / "straight")[0]
 
 
+@pytest.mark.slow
 def test_supernodes_continue_from_their_state_folders(deployment: Deployment, tmp_path: Path) -> None:
     """FedBN's last round runs in other processes than its first two, for the nodes and for the server."""
     out = tmp_path / "out"

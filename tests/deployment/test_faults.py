@@ -20,7 +20,7 @@ from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, fedbn
 from tests.support.network import Deployment, wait_for
 
-pytestmark = pytest.mark.deployment
+pytestmark = pytest.mark.slow
 
 ADMITTED = "SuperNode ID:"  # a SuperNode logs this when the SuperLink has admitted it
 

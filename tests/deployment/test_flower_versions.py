@@ -31,7 +31,6 @@ def test_the_program_trains_here() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.deployment
 @needs_uv
 @pytest.mark.parametrize("minor", range(OLDEST, NEWEST + 1))
 def test_flowers_simulation_gives_the_model_of_the_local_engine(minor: int, wheel: Path, tmp_path: Path) -> None:

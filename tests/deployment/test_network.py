@@ -431,7 +431,7 @@ def test_sites_gives_the_number_of_keys(tmp_path: Path, monkeypatch: pytest.Monk
 # --- a run ---
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment) -> None:
     run = deployment.run_app({"experiment": json.dumps(EXPERIMENT), "set": "engine.device=cpu"})
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
@@ -446,7 +446,7 @@ def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment
     assert {node for _, node in said} == {str(node["node-id"]) for node in nodes}
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_the_log_has_the_reason_of_a_site_as_it_is(deployment: Deployment) -> None:
     """There is no such folder at the sites; the server needs none."""
     data = {"name": "/data", "classes": 10, "channels": 1, "size": 8, "normalise": "unit"}
@@ -457,7 +457,7 @@ def test_the_log_has_the_reason_of_a_site_as_it_is(deployment: Deployment) -> No
         assert re.search(rf"- node \d+: client {client} could not report its partition: DataError: .*'/data'", log), log
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> None:
     """Message 2004 of the SuperLink, exit code 305 of the node."""
     folder = deployment.folder / "stranger-keys"
@@ -471,7 +471,7 @@ def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> N
     assert "[code: 2004]" in stranger.output(), stranger.output()
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployment) -> None:
     address = f"127.0.0.1:{deployment.port('superlink', 8000)}/health"
     ours = ssl.create_default_context(cafile=str(deployment.keys / "ca.crt"))
@@ -485,7 +485,7 @@ def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployme
         urlopen(f"http://{address}", timeout=10)
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_registering_again_changes_nothing(deployment: Deployment) -> None:
     """`docker compose up` registers the nodes at every start, and the SuperLink's database is kept."""
     again = deployment.launch("register", "register-again")
@@ -509,7 +509,7 @@ def fedtan(deployment: Deployment, **more: Any) -> Path:
     return deployment.run_app({"experiment": json.dumps(experiment), "set": "engine.device=cpu"})
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_streams_and_messages_equal_the_local_engine(deployment: Deployment, tmp_path: Path) -> None:
     file = tmp_path / "fedtan.yaml"
     file.write_text(json.dumps(FEDTAN))
@@ -584,7 +584,7 @@ def history(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_a_client_killed_during_an_exchange_is_left_out_of_the_round(deployment: Deployment) -> None:
     with one_client_stopped(deployment) as (run, pids):
         os.kill(pids[1], signal.SIGKILL)
@@ -597,7 +597,6 @@ def test_a_client_killed_during_an_exchange_is_left_out_of_the_round(deployment:
 
 
 @pytest.mark.nightly
-@pytest.mark.deployment
 def test_a_client_that_stalls_during_an_exchange_is_not_waited_for(real_deployment: Deployment) -> None:
     """Its connection stays, but it answers no pings; the round's time for an exchange (600 s) need not pass."""
     with one_client_stopped(real_deployment) as (run, pids):
@@ -619,7 +618,7 @@ def test_a_client_that_stalls_during_an_exchange_is_not_waited_for(real_deployme
     assert first["messages_up"] - 2 in (2 + 2, 3 + 2)
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> None:
     services = [deployment.running[f"superexec-clientapp-{i}"] for i in range(3)]
     with one_client_stopped(deployment) as (run, pids):

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import fedbn_flwr
+from fedbn_flwr import cli
 from tests.support.command import ROOT, fedbn
 from tests.support.packages import CLEAN, UV, needs_uv, run
 
-pytestmark = [pytest.mark.deployment, needs_uv]
+pytestmark = needs_uv
 
 
 def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
@@ -32,25 +33,34 @@ def test_package_indices_accept_the_wheel_and_the_source(wheel: Path, tmp_path: 
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, source, cwd=tmp_path)
 
 
-def test_the_wheel_runs_a_federation_in_a_clean_environment(clean_environment: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "engines"),
+    [("installed", ["local"]), pytest.param("clean_environment", ["local", "ray"], marks=pytest.mark.slow)],
+)
+def test_the_wheel_runs_a_federation(
+    environment: str, engines: list[str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder: Path = request.getfixturevalue(environment)
     where = run(
-        clean_environment / "python",
+        folder / "python",
         "-c",
         "import fedbn_flwr.strategies as s; print(s.__file__, s.FixBN.__module__)",
         cwd=tmp_path,
         **CLEAN,
     )
-    assert str(clean_environment.parent) in where
+    assert str(folder.parent) in where
     assert "fedbn_flwr.strategies.fixbn" in where
-    command = clean_environment / "fedbn"
+    command = folder / "fedbn"
     assert "quick" in run(command, "list", "experiments", cwd=tmp_path, **CLEAN)
-    printed = run(command, "run", "quick", "--out", tmp_path / "local", cwd=tmp_path, **CLEAN)
-    assert "communication rounds" in printed
-    run(command, "run", "quick", "--engine", "ray", "--out", tmp_path / "ray", cwd=tmp_path, **CLEAN)
-    models = [(tmp_path / engine / "FixBN" / "model.safetensors").read_bytes() for engine in ("local", "ray")]
-    assert models[0] == models[1]
+    assert cli.main(["run", "quick", "--out", str(tmp_path / "here")]) == 0
+    expected = (tmp_path / "here" / "FixBN" / "model.safetensors").read_bytes()
+    for engine in engines:
+        printed = run(command, "run", "quick", "--engine", engine, "--out", tmp_path / engine, cwd=tmp_path, **CLEAN)
+        assert "communication rounds" in printed
+        assert (tmp_path / engine / "FixBN" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None:
     checkout = tmp_path / "fedbn-flwr"  # flwr build expects a folder name of this form
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*_cache", "__pycache__"))
@@ -76,6 +86,7 @@ def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None
     assert version == fedbn_flwr.__version__
 
 
+@pytest.mark.slow
 def test_two_projects_with_packages_of_the_same_name_do_not_mix(tmp_path: Path) -> None:
     """Ray imports from the SuperLink's folder first: a project started inside another must still get its own code."""
     other = tmp_path / "other"

@@ -32,7 +32,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn
 
-pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 CACHE = str(Path(tempfile.gettempdir()) / "fedbn-pycache")
 RAY = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": CACHE}  # or every actor compiles PyTorch again

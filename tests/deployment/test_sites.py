@@ -175,7 +175,7 @@ def test_a_site_whose_data_are_not_what_the_experiment_says_is_named(
         run(sites, tmp_path / "out", data=EXPERIMENT["data"] | {key: given})
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_a_deployment_whose_server_has_no_data(sites: list[Path], tmp_path: Path) -> None:
     """The compose file's services, each site with its own folder; the same model as on the local engine."""
     if missing_tools():

@@ -1,7 +1,7 @@
 """One hostile client of five: the run is, bit for bit, that of an absent client, and the log names the client.
 
 Half of the attacks are tried on one rule each; nightly, every attack is tried on every rule, by the strategy's own
-`start` and as `fedbn run` does it. docs/reliability.md has the counts.
+`start` and as `fedbn run` does it. docs/results/reliability.md has the counts.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def test_the_readme_s_lines_work() -> None:
 # --- on Flower's own runtime -------------------------------------------------
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 def test_flower_s_simulation_runs_the_project_as_it_is(tmp_path: Path) -> None:
     done = fedbn("flwr", "run", PROJECT, *OPTIONS, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -199,7 +199,7 @@ def test_flower_s_simulation_runs_the_project_as_it_is(tmp_path: Path) -> None:
     assert not re.search(r"and [1-9]\d* failures", done.stdout)
 
 
-@pytest.mark.deployment
+@pytest.mark.slow
 @needs_uv
 @pytest.mark.parametrize(
     "rule", [rule if rule == "FedTAN" else pytest.param(rule, marks=pytest.mark.nightly) for rule in SERVER]

@@ -48,7 +48,7 @@ from fedbn_flwr import BNClient, LocalGrid, Role, client_app
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
 from tests.support.network import Deployment
-from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
+from tests.support.packages import clean_environment, installed, wheel  # noqa: F401 (fixtures)
 
 # The same examples in every run, so that a failure can be reproduced.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=60)
@@ -56,7 +56,7 @@ settings.load_profile("fixed")
 
 
 # Session fixtures that take long to make: with `pytest -n`, all tests that use one of them run in one process.
-SHARED = ("deployment", "real_deployment", "clean_environment", "wheel")
+SHARED = ("deployment", "real_deployment", "clean_environment", "installed", "wheel")
 
 
 @pytest.hookimpl(tryfirst=True)

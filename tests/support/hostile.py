@@ -1,7 +1,7 @@
 """Runs with one hostile client of five, and the comparison with runs in which that client is absent or honest.
 
-`python -m tests.support.hostile` runs every attack against every rule and prints the counts; docs/reliability.md has
-them.
+`python -m tests.support.hostile` runs every attack against every rule and prints the counts, which
+docs/results/reliability.md has.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ import yaml
 from fedbn_flwr.experiment.find import load_experiment
 from tests.support.command import ROOT
 
-PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
+# The figures of speed and of attacks are medians that their scripts print; the script of "robustness" has a test.
+BY_HAND = {"papers", "performance", "privacy", "reliability", "robustness"}
+PAGES = sorted(page for page in (ROOT / "docs" / "results").glob("*.md") if page.stem not in BY_HAND)
 
 
 def test_each_table_of_a_results_page_is_generated() -> None:

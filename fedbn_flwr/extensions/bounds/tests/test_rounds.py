@@ -235,7 +235,7 @@ def test_the_experiments_of_the_page_are_valid() -> None:
 def test_the_figures_of_the_page_are_those_of_the_raw_output() -> None:
     tables = robust.tables()
     assert "| trimmed |" in tables
-    assert tables in (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
+    assert tables in (ROOT / "docs" / "results" / "robustness.md").read_text(encoding="utf-8")
 
 
 # --- what is refused ---
