@@ -90,15 +90,16 @@ _fedbn_words() {
 }
 
 _fedbn() {
-  local line=${COMP_LINE:0:COMP_POINT} before current found word
+  local line=${COMP_LINE:0:COMP_POINT} before current found word paths
   current=${line##*[[:space:]]}
   read -ra before <<<"${line:0:${#line}-${#current}}"
   found=$(_fedbn_words "${before[1]:-} ${before[-1]}" || _fedbn_words "${before[1]:-}")
   COMPREPLY=()
   for word in $found; do
     case $word in
-      "<files>") compopt -o filenames; mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -f -- "$current") ;;
-      "<folders>") compopt -o filenames; mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -d -- "$current") ;;
+      "<files>"|"<folders>") # other words are not quoted as names of files
+        [[ $word == "<files>" ]] && paths=$(compgen -f -- "$current") || paths=$(compgen -d -- "$current") || continue
+        compopt -o filenames; mapfile -t -O ${#COMPREPLY[@]} COMPREPLY <<<"$paths" ;;
       *=?*) [[ $current == *=* && $word == "$current"* ]] && COMPREPLY+=("${word#*=}") ;; # = ends a word of bash
       *=) [[ $current != *=* && $word == "$current"* ]] && { compopt -o nospace; COMPREPLY+=("$word"); } ;;
       *) [[ $word == "$current"* ]] && COMPREPLY+=("$word") ;;
