@@ -16,7 +16,7 @@ import tempfile
 
 from fedbn_flwr import run
 from fedbn_flwr.extensions.private.noise import epsilon_of
-from fedbn_flwr.results.folder import environment
+from fedbn_flwr.results.folder.environment import environment
 
 ROUNDS, DELTA, SEEDS = 15, 1e-5, (0,)
 BASE = f"""

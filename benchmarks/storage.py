@@ -31,7 +31,7 @@ from fedbn_flwr.client.node_state import stored_state
 from fedbn_flwr.engines.nodes import Contexts
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
-from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
+from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
 from fedbn_flwr.storage import replacing, write_store
 
 Entries = Iterable[tuple[str, bytes]]

@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from . import __version__
 from .commands import (
-    clean,
     completion,
     explain,
     flwr,
@@ -34,7 +33,6 @@ COMMANDS = (
     report,
     partition,
     listing,
-    clean,
     flwr,
     completion,
 )  # as in the help

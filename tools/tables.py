@@ -285,7 +285,6 @@ TABLES: dict[str, Callable[[], Table]] = {
             "partition",
             "list",
             "check",
-            "clean",
             "metrics",
             "completion",
         )

@@ -25,7 +25,8 @@ from cryptography import x509
 
 from fedbn_flwr.extensions.site.connection import presented
 from fedbn_flwr.extensions.site.status import FILE, read_status
-from fedbn_flwr.results.state import STATES, RunState, find_folders, read_state
+from fedbn_flwr.results.folder import find_folders
+from fedbn_flwr.results.read.state import STATES, RunState, read_state
 from fedbn_flwr.results.text import printable
 
 _SHOWN = 50  # runs, and states of sites: those that changed last

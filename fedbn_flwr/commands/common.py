@@ -73,8 +73,8 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, RunFailed, StorageError) as error:
-        from fedbn_flwr.results.state import stopped_runs
-        from fedbn_flwr.results.write import write_report
+        from fedbn_flwr.results.read.state import stopped_runs
+        from fedbn_flwr.results.report.write import write_report
 
         if out is not None and (stopped := stopped_runs(out)):
             error.add_note(f"{stopped}; continue with: {shlex.join(['fedbn', *words])}")
@@ -91,30 +91,6 @@ def check_seconds(option: str, seconds: float) -> None:
 def default_folder() -> Path:
     """The folder that `fedbn run` writes runs into by default."""
     return Path(os.environ.get("FEDBN_OUT") or "runs")
-
-
-def duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
-def size_text(size: float) -> str:
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while size >= 999.5 and len(units) > 1:
-        size /= 1000
-        del units[0]
-    return f"{size:.3g} {units[0]}"
-
-
-def about(value: float) -> str:
-    """Seconds that are estimated."""
-    if value >= 5400:
-        return f"{value / 3600:.1f} h"
-    if value >= 90:
-        return f"{value / 60:.0f} min"
-    return f"{value:.2g} s" if value >= 0.1 else f"{value * 1000:.2g} ms"
 
 
 def parse_pairs(values: Sequence[str], option: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .common import Commands, add_command
-from .listing import KINDS
+from .listing import KINDS, names
 
 FILES, FOLDERS = "<files>", "<folders>"  # the shell completes paths itself
 
@@ -42,67 +42,28 @@ def script(shell: str, commands: Commands) -> str:
 
 
 def states(commands: Commands) -> Iterator[tuple[str, list[str]]]:
-    """The words that can follow: by command and option, or by command and number of the argument.
-
-    The last number of a command holds for further arguments too.
-    """
-    yield "commands", ["--help", "--version", *commands.choices]
+    """The words that can follow `fedbn`, each command, and each option that has a value."""
+    yield "", ["--help", "--version", *commands.choices]
     for name, parser in commands.choices.items():
-        number = 0
+        words: list[str] = []
         for action in parser._actions:
-            words = _words(action)
-            if action.option_strings:
-                for option in action.option_strings if action.nargs != 0 else ():
-                    yield f"{name} {option}", words
-            elif name == "list" and action.dest == "names":
-                for kind in KINDS:
-                    yield f"list {kind}", _names(kind)
-            else:
-                number += 1
-                yield f"{name} {number}", words
-                if action.nargs in ("*", "+"):
-                    yield f"{name} more", words
-        yield f"{name} options", [option for action in parser._actions for option in action.option_strings]
+            found = _words(action)
+            for option in action.option_strings if action.nargs != 0 else ():
+                yield f"{name} {option}", found
+            words += action.option_strings or found
+        yield name, words
 
 
 def _words(action: argparse.Action) -> list[str]:
     if action.choices is not None:
         return list(map(str, action.choices))
     if action.dest in ("experiment", "source"):
-        return [*_names("experiments"), FILES]
+        return [*names("experiments"), FILES]
     if action.dest == "overrides":
         return _settings()
-    if action.type is Path:
-        return [FOLDERS if action.metavar == "DIR" else FILES]
-    return []
-
-
-def _names(kind: str) -> list[str]:
-    match kind:
-        case "strategies":
-            from fedbn_flwr.strategies import STRATEGIES
-
-            return list(STRATEGIES)
-        case "models":
-            from fedbn_flwr.models.build import MODELS
-
-            return list(MODELS)
-        case "norms":
-            from fedbn_flwr.norms.convert import NORMS
-
-            return list(NORMS)
-        case "datasets":
-            from fedbn_flwr.data.catalogue import CATALOGUE
-
-            return list(CATALOGUE)
-        case "partitions":
-            from fedbn_flwr.data.partition.kinds import KINDS
-
-            return list(KINDS)
-        case _:
-            from fedbn_flwr.experiment.content import shipped_experiments
-
-            return list(shipped_experiments())
+    if action.dest == "names":  # of `fedbn list`
+        return [name for kind in KINDS for name in names(kind)]
+    return [FOLDERS if action.metavar == "DIR" else FILES] if action.type is Path else []
 
 
 def _settings() -> list[str]:
@@ -110,11 +71,11 @@ def _settings() -> list[str]:
     from fedbn_flwr.experiment.template import setting_choices
 
     named = {
-        "strategy.name": _names("strategies"),
-        "model.name": _names("models"),
-        "model.norm": _names("norms"),
-        "data.name": _names("datasets"),
-        "data.partition.kind": _names("partitions"),
+        "strategy.name": names("strategies"),
+        "model.name": names("models"),
+        "model.norm": names("norms"),
+        "data.name": names("datasets"),
+        "data.partition.kind": names("partitions"),
     }
     values = {**setting_choices(), **named, "only": [], "seeds": []}
     return [f"{key}={value}" for key, allowed in values.items() for value in ["", *allowed]]
@@ -129,29 +90,16 @@ _fedbn_words() {
 }
 
 _fedbn() {
-  local line=${COMP_LINE:0:COMP_POINT} words before current state found word
+  local line=${COMP_LINE:0:COMP_POINT} before current found word paths
   current=${line##*[[:space:]]}
   read -ra before <<<"${line:0:${#line}-${#current}}"
-  local command=${before[1]:-} number=1 i
-  if ((${#before[@]} < 2)); then
-    found=$(_fedbn_words commands)
-  elif [[ $current == -* ]]; then
-    found=$(_fedbn_words "$command options")
-  elif ! found=$(_fedbn_words "$command ${before[-1]}"); then
-    for ((i = 2; i < ${#before[@]}; i++)); do
-      if [[ ${before[i]} == -* ]]; then
-        _fedbn_words "$command ${before[i]}" >/dev/null && ((i++))
-      else
-        ((number++))
-      fi
-    done
-    found=$(_fedbn_words "$command $number" || _fedbn_words "$command ${before[2]:-}" || _fedbn_words "$command more")
-  fi
+  found=$(_fedbn_words "${before[1]:-} ${before[-1]}" || _fedbn_words "${before[1]:-}")
   COMPREPLY=()
   for word in $found; do
     case $word in
-      "<files>") compopt -o filenames; mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -f -- "$current") ;;
-      "<folders>") compopt -o filenames; mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -d -- "$current") ;;
+      "<files>"|"<folders>") # other words are not quoted as names of files
+        [[ $word == "<files>" ]] && paths=$(compgen -f -- "$current") || paths=$(compgen -d -- "$current") || continue
+        compopt -o filenames; mapfile -t -O ${#COMPREPLY[@]} COMPREPLY <<<"$paths" ;;
       *=?*) [[ $current == *=* && $word == "$current"* ]] && COMPREPLY+=("${word#*=}") ;; # = ends a word of bash
       *=) [[ $current != *=* && $word == "$current"* ]] && { compopt -o nospace; COMPREPLY+=("$word"); } ;;
       *) [[ $word == "$current"* ]] && COMPREPLY+=("$word") ;;
@@ -171,22 +119,10 @@ _fedbn_words() {
 }
 
 _fedbn() {
-  local current=$words[CURRENT] command=$words[2] found word number=1 i
+  local current=$words[CURRENT] command= found word
   local -a plain keys
-  if ((CURRENT == 2)); then
-    found=$(_fedbn_words commands)
-  elif [[ $current == -* ]]; then
-    found=$(_fedbn_words "$command options")
-  elif ! found=$(_fedbn_words "$command $words[CURRENT-1]"); then
-    for ((i = 3; i < CURRENT; i++)); do
-      if [[ $words[i] == -* ]]; then
-        _fedbn_words "$command $words[i]" >/dev/null && ((i++))
-      else
-        ((number++))
-      fi
-    done
-    found=$(_fedbn_words "$command $number" || _fedbn_words "$command $words[3]" || _fedbn_words "$command more")
-  fi
+  ((CURRENT > 2)) && command=$words[2]
+  found=$(_fedbn_words "$command $words[CURRENT-1]" || _fedbn_words "$command")
   for word in ${=found}; do
     case $word in
       "<files>") _files ;;
@@ -215,27 +151,8 @@ function __fedbn_complete
   set -l before (commandline -opc)
   set -l current (commandline -ct)
   set -l command $before[2]
-  set -l number 1
-  set -l found
-  if test (count $before) -lt 2
-    set found (__fedbn_words commands)
-  else if string match -q -- '-*' "$current"
-    set found (__fedbn_words "$command options")
-  else if not set found (__fedbn_words "$command $before[-1]")
-    set -l skip 0
-    for word in $before[3..]
-      if test $skip = 1
-        set skip 0
-      else if string match -q -- '-*' "$word"
-        __fedbn_words "$command $word" >/dev/null; and set skip 1
-      else
-        set number (math $number + 1)
-      end
-    end
-    set found (__fedbn_words "$command $number")
-    or set found (__fedbn_words "$command $before[3]")
-    or set found (__fedbn_words "$command more")
-  end
+  set -l found (__fedbn_words "$command $before[-1]")
+  or set found (__fedbn_words "$command")
   for word in $found
     switch "$word"
       case '<files>'

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import Commands, about, add_command, add_experiment, loading, overrides_of, size_text
+from fedbn_flwr.results.text import duration, size_text
+
+from .common import Commands, add_command, add_experiment, loading, overrides_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,7 @@ def _as_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def _pages(explanation: Explanation, *, every: bool) -> list[str]:
-    from fedbn_flwr.results.partition import partition_picture
+    from fedbn_flwr.results.report.partition import partition_table
 
     experiment, runs = explanation.experiment, explanation.runs
     first, *others = runs
@@ -84,8 +85,7 @@ def _pages(explanation: Explanation, *, every: bool) -> list[str]:
     if others:
         for run in runs:
             pages.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
-    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    pages += [f"data {partition_picture(each, unicode=unicode)}" for each in explanation.partitions]
+    pages += [f"data {partition_table(each)}" for each in explanation.partitions]
     pages += list(dict.fromkeys(_model(run) for run in runs))
     pages += [_costs(run) for run in runs if run.measured is not None]
     if not explanation.partitions:
@@ -94,7 +94,7 @@ def _pages(explanation: Explanation, *, every: bool) -> list[str]:
 
 
 def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
-    from fedbn_flwr.results.report import as_text
+    from fedbn_flwr.results.report.tables import as_text
 
     shown = [each for each in settings if every or each.origin != "default"]
     rows = [(each.key, _value(each.value), each.origin) for each in shown]
@@ -108,7 +108,7 @@ def _value(value: Any) -> str:
 
 
 def _model(run: ExplainedRun) -> str:
-    from fedbn_flwr.results.report import as_text
+    from fedbn_flwr.results.report.tables import as_text
 
     values = {each.key: each.value for each in run.settings}
     rows = [(role, str(part.arrays), f"{part.values:,}", size_text(part.bytes)) for role, part in run.model.items()]
@@ -117,7 +117,7 @@ def _model(run: ExplainedRun) -> str:
 
 
 def _costs(run: ExplainedRun) -> str:
-    from fedbn_flwr.results.report import as_text
+    from fedbn_flwr.results.report.tables import as_text
 
     measured, estimate = run.measured, run.estimate
     assert measured is not None
@@ -137,9 +137,9 @@ def _costs(run: ExplainedRun) -> str:
     at_once = f"{estimate.workers} client{'s' if estimate.workers > 1 else ''} at a time"
     lines = [
         as_text(rows),
-        f"time:   about {about(estimate.run)} on this machine, {at_once}{seeds}",
-        f"        a round {about(estimate.train)}: {estimate.steps} steps at {about(measured.step)}; "
-        f"an evaluation {about(estimate.evaluate)}",
+        f"time:   about {duration(estimate.run)} on this machine, {at_once}{seeds}",
+        f"        a round {duration(estimate.train)}: {estimate.steps} steps at {duration(measured.step)}; "
+        f"an evaluation {duration(estimate.evaluate)}",
     ]
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.text import duration
 
 from .common import Commands, add_command
 
@@ -77,6 +78,15 @@ def list_names(arguments: argparse.Namespace) -> None:
         width = max(len(name) for name in shown)
         for name, line in shown.items():
             print(f"{name.ljust(width)}  {line}")
+
+
+def names(what: str) -> list[str]:
+    """Those that an experiment can have as they are, without the forms of others: MODULE:CALLABLE, OWNER/NAME."""
+    if what == "experiments":
+        from fedbn_flwr.experiment.content import shipped_experiments
+
+        return list(shipped_experiments())
+    return [name for name in _lines(what) if not name.replace("/", "").replace(":", "").isupper()]
 
 
 def _lines(what: str) -> Mapping[str, str]:

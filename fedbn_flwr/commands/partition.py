@@ -26,11 +26,12 @@ def add(commands: Commands) -> None:
 def partition(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.find import load_experiment
     from fedbn_flwr.experiment.partition import count_partitions
-    from fedbn_flwr.results.partition import partition_table, plot_partitions
+    from fedbn_flwr.results.report.partition import partition_table
+    from fedbn_flwr.results.report.pictures import partitions_plot, save
 
     out = arguments.out or Path("partition.png")
     if out.is_dir() or not out.suffix:
         raise SettingsError(f"--out is {str(out)!r}; expected a file, such as partition.png")
     counts = count_partitions(load_experiment(arguments.experiment, overrides_of(arguments)))
-    plot_partitions(counts, out)
+    save(partitions_plot(counts), out)
     print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")

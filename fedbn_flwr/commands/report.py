@@ -41,8 +41,8 @@ def add(commands: Commands) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.results.folder import default_out
-    from fedbn_flwr.results.report import Form
-    from fedbn_flwr.results.write import write_html, write_plot, write_report, write_table
+    from fedbn_flwr.results.report.tables import Form
+    from fedbn_flwr.results.report.write import write_html, write_plot, write_report, write_table
 
     form = Form(tuple(filter(None, arguments.columns.split(","))), arguments.baseline)
     look = {key: getattr(arguments, key) for key in ("measure", "axis", "size", "band")}

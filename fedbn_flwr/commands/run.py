@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.results.text import duration, size_text
 
-from .common import Commands, about, add_command, add_experiment, continued_by, loading, overrides_of, size_text
+from .common import Commands, add_command, add_experiment, continued_by, loading, overrides_of
 
 if TYPE_CHECKING:
     from fedbn_flwr.experiment.explain import Plan
@@ -77,15 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan_in_words(planned: Plan, out: Path) -> str:
-    from fedbn_flwr.results.report import as_text
+    from fedbn_flwr.results.report.tables import as_text
 
     rows = [("run", "seeds", "time of each", "disk of each")]
     for run, seeds in planned.runs:
         found = run.estimate
-        costs = ("-", "-") if found is None else (about(found.run), size_text(found.disk))
+        costs = ("-", "-") if found is None else (duration(found.run), size_text(found.disk))
         rows.append((run.label, str(seeds), *costs))
     runs = sum(seeds for _, seeds in planned.runs)
     return (
-        f"{as_text(rows)}\n\n{runs} run{'s' if runs != 1 else ''}: about {about(planned.seconds)} on this machine, "
+        f"{as_text(rows)}\n\n{runs} run{'s' if runs != 1 else ''}: about {duration(planned.seconds)} on this machine, "
         f"{size_text(planned.disk)} in {out}; all checks passed, and nothing was trained"
     )

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .common import Commands, add_command, check_seconds, default_folder, duration, size_text
+from fedbn_flwr.results.text import duration, printable, shorten, size_text
+
+from .common import Commands, add_command, check_seconds, default_folder
 
 if TYPE_CHECKING:
-    from fedbn_flwr.results.state import RunState
+    from fedbn_flwr.results.read.state import RunState
 
 
 def add(commands: Commands) -> None:
@@ -39,8 +41,8 @@ def add(commands: Commands) -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from fedbn_flwr.results.state import find_folders, read_state
-    from fedbn_flwr.results.text import printable
+    from fedbn_flwr.results.folder import find_folders
+    from fedbn_flwr.results.read.state import read_state
 
     check_seconds("--every", arguments.every)
     folders = arguments.folders or [default_folder()]
@@ -74,25 +76,15 @@ def _as_json(run: RunState) -> dict[str, object]:
 
 
 def _table(runs: list[RunState]) -> str:
-    from fedbn_flwr.results.text import printable, shorten
+    from fedbn_flwr.results.report.tables import as_text
 
     now = time.time()
     rows = [("run", "status", "round", "accuracy", "changed", "left", "size")]
     for run in runs:
-        rows.append(
-            (
-                printable(run.folder),
-                run.status,
-                f"{run.round}/{run.rounds}",
-                "" if run.accuracy is None else f"{run.accuracy:.4f}",
-                f"{duration(now - run.changed)} ago",
-                "" if run.seconds_left is None else duration(run.seconds_left),
-                size_text(run.size or 0),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for number, run in reversed([*enumerate(runs, start=1)]):
-        if run.error:
-            lines.insert(number + 1, f"  {shorten(printable(run.error), 110)}")
-    return "\n".join(lines)
+        accuracy = "" if run.accuracy is None else f"{run.accuracy:.4f}"
+        left = "" if run.seconds_left is None else duration(run.seconds_left)
+        rounds, ago = f"{run.round}/{run.rounds}", f"{duration(max(1.0, now - run.changed))} ago"
+        rows.append((run.folder, run.status, rounds, accuracy, ago, left, size_text(run.size or 0)))
+    head, rule, *lines = as_text(rows).splitlines()
+    errors = (f"\n  {shorten(printable(run.error), 110)}" if run.error else "" for run in runs)
+    return "\n".join([head, rule, *map("".join, zip(lines, errors, strict=True))])

@@ -24,7 +24,7 @@ from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.data.random_images import random_images
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.results.summary import SPREAD
+from fedbn_flwr.results.folder.summary import SPREAD
 
 from . import settings
 from .settings import AUGMENTATIONS, Part, Settings

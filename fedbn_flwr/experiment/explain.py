@@ -29,8 +29,8 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.partition import PartitionCounts
+from fedbn_flwr.results.folder.counts import PartitionCounts
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import CannotSave, Rule, state_of
 
 from .check import Faults

@@ -21,7 +21,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.protocol import METRICS
 from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
-from fedbn_flwr.results.summary import is_taken
+from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
 from . import trackers

@@ -32,10 +32,10 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
 from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
-from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.summary import is_taken
+from fedbn_flwr.results.folder.ledger import MeteredGrid
+from fedbn_flwr.results.folder.summary import is_taken
+from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
-from fedbn_flwr.results.write import write_report
 from fedbn_flwr.strategies import restore
 
 from .cost import images_of
@@ -89,7 +89,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             progress.message(held)
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared, [run.seed])
-            folder.write_partition(asdict(counts_of(run, prepared.dataset, prepared.partition)))
+            folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         state.nodes = {client: node for client, node in nodes.ids.items() if trains(run, client)}
         if run.evaluate.unseen:
             state.unseen = {client: node for client, node in nodes.ids.items() if client not in state.nodes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,18 +9,19 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
 
 from fedbn_flwr.errors import UserError, did_you_mean, needs
 
-from . import paper
-from .folder import RunFolder
-from .plot import Look, plot
-from .report import Form, tables, tables_as_text
-from .rows import Row, Run, find_runs, group
-from .summary import Summary
+from .folder.summary import Summary
+from .read.runs import Run, find_runs
+from .report import paper
+from .report.pictures import Look, plot
+from .report.rows import Row, group
+from .report.tables import Form, as_html, tables, tables_as_text
+from .text import in_html
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
-    from .figure import Plot
+    from .report.figure import Plot
 
 
 class Result:
@@ -59,10 +59,10 @@ class Result:
         """The content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict."""
         return self._run.summary
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any]:
         """All settings; `run(result.config, rounds=20)` repeats the run with a change."""
-        return RunFolder(self.folder).config()
+        return self._run.config
 
     @cached_property
     def history(self) -> pd.DataFrame:
@@ -72,7 +72,7 @@ class Result:
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the model's outputs; empty if the server had no data."""
-        return tuple(RunFolder(self.folder).model_description()["classes"] or ())
+        return tuple(self._run.folder.model_description()["classes"] or ())
 
     def model(self, client: int | None = None, *, file: str = "model.safetensors") -> nn.Module:
         """The network with its trained weights, in evaluation mode, on the CPU.
@@ -85,26 +85,26 @@ class Result:
         file
             The file of the run folder with the global model.
         """
-        from .trained import global_model, personal_model
+        from .read.trained import global_model, personal_model
 
-        run_folder = RunFolder(self.folder)
-        return global_model(run_folder, file) if client is None else personal_model(run_folder, client)
+        folder = self._run.folder
+        return global_model(folder, file) if client is None else personal_model(folder, client)
 
     def normalise(self) -> nn.Module:
         """The normalisation of the model's inputs: a function of images with pixel values from 0 to 1.
 
         If `data.normalise` names a function of your own, it is that function, of images as the data set stores them.
         """
-        from .trained import normalisation
+        from .read.trained import normalisation
 
-        return normalisation(RunFolder(self.folder))
+        return normalisation(self._run.folder)
 
     def plot(self, **look: Unpack[Look]) -> Plot:
         """Accuracy against rounds, communication rounds and bytes, as a matplotlib figure; a notebook shows it.
 
         The options are those of `Results.plot`.
         """
-        return plot(group([self._run]), **look)
+        return Results([self]).plot(**look)
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -113,7 +113,7 @@ class Result:
         return f"<Result {self.label!r}: {summary.status}, {rounds}{accuracy}, in {str(self.folder)!r}>"
 
     def _repr_html_(self) -> str:
-        return _as_html(tables(group([self._run]))) + f"<p>{html.escape(str(self.folder))}</p>"
+        return Results([self])._repr_html_() + f"<p>{in_html(str(self.folder))}</p>"
 
 
 class Results(Sequence[Result]):
@@ -168,17 +168,12 @@ class Results(Sequence[Result]):
     @property
     def history(self) -> pd.DataFrame:
         """A row per run and round: label, seed, and the columns of history.jsonl; without pandas a list of dicts."""
-        return _frame(
-            [
-                {"label": result.label, "seed": result.summary.seed, **line}
-                for result in self
-                for line in result._run.history
-            ]
-        )
+        seeds = [({"label": result.label, "seed": result.summary.seed}, result._run.history) for result in self]
+        return _frame([{**names, **line} for names, history in seeds for line in history])
 
     def table(self) -> str:
         """The table of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
-        return tables_as_text(self._rows)
+        return tables_as_text(tables(self._rows))
 
     def frame(self, columns: Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
         """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per figure.
@@ -210,7 +205,7 @@ class Results(Sequence[Result]):
         return self.table()
 
     def _repr_html_(self) -> str:
-        return _as_html(tables(self._rows))
+        return "".join(as_html(*table) for table in tables(self._rows))
 
 
 def _frame(lines: Sequence[Mapping[str, Any]], index: str | None = None) -> pd.DataFrame:
@@ -220,14 +215,3 @@ def _frame(lines: Sequence[Mapping[str, Any]], index: str | None = None) -> pd.D
         return list(lines)
     frame = pd.DataFrame(lines)
     return frame if index is None or frame.empty else frame.set_index(index)
-
-
-def _as_html(titled: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
-    parts = []
-    for title, lines in titled:
-        head, *body = [[html.escape(cell) for cell in line] for line in lines]
-        rows = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in body)
-        heading = f"<tr><th>{'</th><th>'.join(head)}</th></tr>"
-        caption = f"<caption>{html.escape(title)}</caption>" if title else ""
-        parts.append(f"<table>{caption}<thead>{heading}</thead><tbody>{rows}</tbody></table>")
-    return "".join(parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -51,21 +50,30 @@ def in_latex(text: str) -> str:
     return "".join(_LATEX.get(char, char) for char in printable(text))
 
 
-def in_plot(text: str) -> str:
+def in_plot(text: str, length: int = 60) -> str:
     """Text in which matplotlib finds no formula."""
-    return printable(text).replace("$", r"\$")
+    return shorten(printable(text), length).replace("$", r"\$")
 
 
 def in_html(text: str) -> str:
     return html.escape(printable(text))
 
 
-def in_script(data: Any) -> str:
-    """JSON that cannot end the script element that contains it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def in_csv(value: Any) -> Any:
     """A value that a spreadsheet does not take for a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.{0 if seconds >= 10 * length else 1}f} {unit}"
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{max(seconds, 0) * 1000:.2g} ms"
+
+
+def size_text(size: float) -> str:
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.3g} {units[0]}"

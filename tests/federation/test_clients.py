@@ -81,7 +81,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def test_the_matrix_has_each_personal_model_on_each_client_s_data(page: dict[str, Path]) -> None:
     """The models are built from the run's checkpoint, which has the clients' states."""
-    matrix = RunFolder(page["matrix"]).matrix()
+    matrix = RunFolder(page["matrix"]).read("matrix.json")
     assert matrix is not None
     assert matrix["clients"] == ["0", "1", "2", "3"]
     (result,) = Results.read(page["matrix"])
@@ -112,7 +112,7 @@ def test_a_client_refuses_to_send_its_personal_model_unless_it_was_made_to(tmp_p
     folder.begin(prepared.run.model_dump(mode="json"))
     with LocalGrid(client_app(make_client), 2, run_config={"experiment": text, "set": ""}) as grid:
         run_one(prepared, grid, folder, Reporter(), 0)
-    assert folder.matrix() == {"clients": ["0", "1"], "accuracy": [[None, None], [None, None]]}
+    assert folder.read("matrix.json") == {"clients": ["0", "1"], "accuracy": [[None, None], [None, None]]}
 
 
 # --- clients that never trained ----------------------------------------------

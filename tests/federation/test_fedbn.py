@@ -17,7 +17,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, SiloBN, Standalone
 from tests.support.federations import replaced
 from tests.support.foreign import Foreign

@@ -22,7 +22,7 @@ from fedbn_flwr.exchange.round import Answers
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg
 from tests.support.cohort import run_cohort
 from tests.support.federations import last_model, nodes_in_means, same

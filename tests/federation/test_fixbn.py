@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.federations import Arrays, models_of
 from tests.support.foreign import Foreign

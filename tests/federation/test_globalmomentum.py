@@ -21,7 +21,7 @@ from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import size_in, unpack
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum
 from tests.support.federations import Arrays, models_of
 from tests.support.records import BAD_RECORDS, between

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.static import StaticBatchNorm
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, Round
 from tests.support.fixtures import small_net
 

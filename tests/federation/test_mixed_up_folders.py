@@ -14,10 +14,10 @@ from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError, UserError
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.run import carry_out
-from fedbn_flwr.results.files import write_text
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.rows import find_runs
-from fedbn_flwr.results.state import read_state
+from fedbn_flwr.results.folder.files import write_text
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.read.state import read_state
 from fedbn_flwr.storage import Store, write_store
 from tests.support.sessions import session
 
@@ -140,16 +140,27 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 
 
 NAMES = ["config.yaml", "environment.json", "history.jsonl", "partition.json", "clients.jsonl", "norms.jsonl",
-         "checksums.txt", "summary.json", "model.json", "matrix.json", "checkpoint", "promises"]  # fmt: skip
+         "summary.json", "model.json", "matrix.json", "checkpoint", "promises"]  # fmt: skip
 
 
 def readers(folder: Path) -> dict[str, Any]:
     run = RunFolder(folder)
     return {
         "resume": lambda: resume(folder),
-        "report": lambda: [run.config(), find_runs([folder]), run.partition(), run.matrix(), run.model_description()],
+        "report": lambda: [
+            run.config(),
+            find_runs([folder]),
+            run.read("partition.json"),
+            run.read("matrix.json"),
+            run.model_description(),
+        ],
         "status": lambda: read_state(folder),
-        "rest": lambda: [run.environment(), run.promises(), run.checkpoint.state(), run.lines("norms.jsonl")],
+        "rest": lambda: [
+            run.read("environment.json"),
+            run.promises(),
+            run.checkpoint.state(),
+            run.lines("norms.jsonl"),
+        ],
     }
 
 

@@ -17,7 +17,7 @@ from fedbn_flwr import client_app
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import COHORT_QUERY
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from tests.support.federations import last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedTAN

@@ -24,9 +24,9 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run import serve
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.results.checkpoint import CheckpointFile
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.rows import find_runs
+from fedbn_flwr.results.folder.checkpoint import CheckpointFile
+from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.strategies import (
     CannotSave,
     FedBS,

@@ -37,7 +37,7 @@ from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import Traffic
+from fedbn_flwr.results.folder.ledger import Traffic
 from fedbn_flwr.strategies import STRATEGIES
 
 from .attacks import BAD, EITHER, HARMLESS, LIE, REFUSED, Attack, Hostile, Spoil, Unfit, all_attacks

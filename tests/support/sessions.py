@@ -18,8 +18,8 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.summary import Summary
+from fedbn_flwr.results.folder.ledger import MeteredGrid
+from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.strategies import STRATEGIES, MeanStatistics, Rule
 
 PLAIN: dict[str, Callable[[], Strategy]] = {

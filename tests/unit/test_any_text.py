@@ -23,7 +23,7 @@ from fedbn_flwr.experiment.find import from_run_config, parse_overrides, split_c
 from fedbn_flwr.experiment.node import check_node_keys, number_of
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
+from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
 from fedbn_flwr.storage import Store, write_store
 from tests.support.fuzz import VALUES, cases, changed, check_refusal, damaged, frames, with_header
 

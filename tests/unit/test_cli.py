@@ -14,7 +14,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.folder import RunFolder, mark_interrupted
-from fedbn_flwr.results.summary import Status, Summary
+from fedbn_flwr.results.folder.summary import Status, Summary
 from tests.support.command import PATIENCE, ROOT, environment
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")

@@ -6,8 +6,8 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.results.checkpoint import Snapshot
 from fedbn_flwr.results.folder import RunFolder, deciding
+from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.strategies import CannotSave, state_of
 
 from ..resume import promises_of
@@ -20,7 +20,7 @@ class Checkpoint(Listener):
         self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
 
     def on_start(self, state: RunState) -> None:
-        self.folder.write_model_description(state.prepared.model_description)
+        self.folder.write("model.json", state.prepared.model_description, indent=2)
 
     def on_round(self, state: RunState) -> None:
         run = state.run

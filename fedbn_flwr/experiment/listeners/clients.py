@@ -11,7 +11,7 @@ from flwr.app import Message
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
 from fedbn_flwr.messages.gate import number_of
-from fedbn_flwr.results.clients import is_count, spread
+from fedbn_flwr.results.folder.clients import is_count, spread
 
 ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
 

@@ -69,7 +69,7 @@ class Dynamics(Listener):
 
     def on_end(self, state: RunState) -> None:
         if lines := self.folder.lines("norms.jsonl"):
-            from fedbn_flwr.results.dynamics import plot_dynamics
+            from fedbn_flwr.results.report.pictures import dynamics_plot
 
             with suppress(MissingPackage):  # the report says that there are no plots
-                plot_dynamics(lines, self.folder.path / "norms.png")
+                dynamics_plot(lines).write(self.folder.path / "norms.png")

@@ -15,8 +15,8 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import arrays_of, number_of, one_line
-from fedbn_flwr.results.clients import is_count
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.clients import is_count
 
 from .base import Listener, RunState
 from .clients import by_metric, values_of
@@ -35,7 +35,7 @@ class Final(Listener):
             self._evaluate_matrix(state)
 
     def _evaluate_matrix(self, state: RunState) -> None:
-        from fedbn_flwr.results.clients import plot_matrix
+        from fedbn_flwr.results.report.pictures import matrix_plot
 
         personal = personal_models(state)
         clients = sorted(state.nodes)
@@ -47,9 +47,9 @@ class Final(Listener):
                 measured = values_of(replies, "test_images")
             rows.append([measured.get(other, {}).get("own_accuracy") for other in clients])
         matrix = {"clients": [str(client) for client in clients], "accuracy": rows}
-        self.folder.write_matrix(matrix)
+        self.folder.write("matrix.json", matrix)
         with suppress(MissingPackage):  # the report says that there are no plots
-            plot_matrix(matrix, self.folder.path / "matrix.png")
+            matrix_plot(matrix).write(self.folder.path / "matrix.png")
 
 
 def evaluate_unseen(state: RunState) -> None:

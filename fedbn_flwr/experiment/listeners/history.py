@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from fedbn_flwr.client.metrics import name_of
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import MeteredGrid
-from fedbn_flwr.results.summary import GLOBAL_MODEL, Summary
+from fedbn_flwr.results.folder.ledger import MeteredGrid
+from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
 
 from ..expansion import PAPER
 from ..parts import Parts

@@ -27,8 +27,9 @@ from fedbn_flwr.experiment.listeners.clients import own_means, values_of
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run import carry_out
 from fedbn_flwr.norms.statistics import reestimate
-from fedbn_flwr.results.report import table
-from fedbn_flwr.results.rows import find_runs, group
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.tables import table
 from fedbn_flwr.strategies import STRATEGIES, as_rule, build_strategy
 from tests.support.nets import net, some_batches
 

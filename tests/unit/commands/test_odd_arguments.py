@@ -27,7 +27,6 @@ LONG = "x" * 300  # longer than file systems allow
         ["run", "quick", "--out", LONG],
         ["report", LONG],
         ["partition", "quick", "--out", f"{LONG}/x.png"],
-        ["clean", "--states", LONG],
         ["explain", "quick", f"data.name=/{LONG}"],
     ],
 )
@@ -120,13 +119,6 @@ def test_a_new_experiment_is_named_as_a_shell_reads_it(
 def test_seconds_have_bounds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--watch", f"--every={seconds}"]) == 2
     assert "expected seconds, more than 0 and at most 86400" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("digits", [6, 400, 5000])
-def test_ages_have_bounds(digits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["clean", str(tmp_path), "--older-than", "9" * digits + "d"]) == 2
-    assert "at most 99999" in capsys.readouterr().err
-    assert cli.main(["clean", str(tmp_path), "--older-than", "99999w"]) == 0
 
 
 def test_the_status_of_a_run_that_diverged_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines.base import GridAround, capabilities
 from fedbn_flwr.engines.network import PollingGrid
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 Federations = Callable[..., Any]
 

@@ -12,7 +12,6 @@ from fedbn_flwr import cli
 from fedbn_flwr.experiment.explain import explain, plan
 from fedbn_flwr.experiment.find import load_experiment, settings_of
 from fedbn_flwr.experiment.run import carry_out
-from fedbn_flwr.results.partition import PartitionCounts, partition_picture
 
 SMALL = """
 rounds: 5
@@ -111,14 +110,6 @@ def test_published_figures_are_no_settings() -> None:
     run = experiment.runs[0]
     assert run.published is not None
     assert not [each for each in settings_of(experiment, run) if each.key.startswith("published")]
-
-
-def test_the_picture_has_a_mark_where_a_client_has_a_class() -> None:
-    counts = PartitionCounts("digits: iid", ("zero", "one"), ((100, 0), (1, 0), (50, 7)))
-    for unicode, expected in ((False, ["zero    # . :", "one         #"]), (True, ["zero    █ ░ ▒", "one         █"])):
-        lines = partition_picture(counts, unicode=unicode).splitlines()
-        assert lines[2:5] == ["client  0 1 2", *expected]
-        assert lines[-1] == "images per client: 1 to 100, median 57"
 
 
 def test_explain_prints_all_parts_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,14 +27,16 @@ from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
-from fedbn_flwr.results.files import read_lines
 from fedbn_flwr.results.folder import LINES, RunFolder
-from fedbn_flwr.results.ledger import Traffic
-from fedbn_flwr.results.page import write_page
-from fedbn_flwr.results.report import tables_as_text
-from fedbn_flwr.results.rows import find_runs, group
-from fedbn_flwr.results.state import read_state
-from fedbn_flwr.results.summary import Summary
+from fedbn_flwr.results.folder.files import read_lines
+from fedbn_flwr.results.folder.ledger import Traffic
+from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.read.state import read_state
+from fedbn_flwr.results.report.page import write_page
+from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.tables import tables
+from fedbn_flwr.results.report.write import write_html
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 from tests.support.hostile import kept_log
 
@@ -44,7 +46,7 @@ EXPERIMENT = (
 )
 JSON = ("history.jsonl", "clients.jsonl", "norms.jsonl", "summary.json", "environment.json", "partition.json",
         "matrix.json", "model.json")  # fmt: skip
-FILES = (*JSON, "config.yaml", "checksums.txt", "checkpoint")
+FILES = (*JSON, "config.yaml", "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +75,10 @@ def read_all(folder: Path) -> None:
     """What a report and `fedbn status` read."""
     read_state(folder)
     rows = group(find_runs([folder]))
-    tables_as_text(rows)
-    write_page(rows, folder / "page.html")
+    write_page(rows, folder / "page.html", tables(rows), {})
+    for run in find_runs([folder]):
+        for name in ("partition.json", "matrix.json", "norms.jsonl", "clients.jsonl"):
+            RunFolder(run.path).lines(name) if name.endswith("l") else RunFolder(run.path).read(name)
     RunFolder(folder).model_description()
 
 
@@ -92,10 +96,9 @@ def resume(folder: Path) -> None:
     name=st.sampled_from(FILES),
     seed=st.integers(0, 2**32),
     values=st.booleans(),
-    sums=st.booleans(),
     act=st.sampled_from([read_all, resume]),
 )
-def test_any_damage(whole: Path, name: str, seed: int, values: bool, sums: bool, act: Callable[[Path], None]) -> None:
+def test_any_damage(whole: Path, name: str, seed: int, values: bool, act: Callable[[Path], None]) -> None:
     folder = whole.parent.parent / "damaged"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
@@ -104,8 +107,6 @@ def test_any_damage(whole: Path, name: str, seed: int, values: bool, sums: bool,
         with_other_value(content, seed, name) if values and name in (*JSON, "config.yaml") else damaged(content, seed)
     )
     (folder / name).write_bytes(change)
-    if not sums:
-        (folder / "checksums.txt").unlink()
     try:
         act(folder)
     except UserError as error:
@@ -171,7 +172,6 @@ def check_folder(folder: Path) -> None:
             json.loads(text, parse_constant=no_literal)
     read_all(folder)
     assert read_state(folder) is not None
-    write_page(group(find_runs([folder])), folder / "page.html")
 
 
 def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], added: Mapping[str, Any]) -> None:
@@ -187,6 +187,7 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
             settings = prepared.run.model_dump(mode="json")
             run_one(item, grid, folder, Reporter(), folder.begin(settings))
         check_folder(folder.path)
+    write_html([folder.path], folder.path / "page.html")
 
 
 @settings(max_examples=cases(40), phases=[phase for phase in Phase if phase is not Phase.shrink])  # each takes a second
@@ -245,7 +246,7 @@ def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_rea
     summary.notes = {"freeze_round": None, "epsilon": math.inf}
     summary.account(line)
     folder.write_summary(summary)
-    folder.write_matrix({"clients": ["0"], "accuracy": [[math.nan]]})
+    folder.write("matrix.json", {"clients": ["0"], "accuracy": [[math.nan]]})
     for file in folder.path.glob("*.json*"):
         assert "NaN" not in file.read_text()
         assert "Infinity" not in file.read_text()
@@ -256,26 +257,24 @@ def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_rea
     assert again is not None
     assert (repr(again.loss), again.notes) == ("nan", {"freeze_round": None, "epsilon": None})
     again.check(folder.history())
-    assert folder.matrix() == {"clients": ["0"], "accuracy": [[None]]}
+    assert folder.read("matrix.json") == {"clients": ["0"], "accuracy": [[None]]}
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_changed_digit_is_found(name: str, whole: Path, tmp_path: Path) -> None:
+def test_a_damaged_line_is_found(name: str, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     file = tmp_path / "run" / name
-    text = file.read_text()
-    first, second = text.splitlines(keepends=True)
-    at = next(i for i, char in enumerate(second) if char.isdigit() and i > 12)
-    file.write_text(first + second[:at] + ("1" if second[at] != "1" else "2") + second[at + 1 :])
-    with pytest.raises(
-        UserError, match=rf"{name}', line 2: it does not have its checksum in checksums\.txt, so it was"
-    ):
-        read_lines(file)
-    assert cli.main(["report", str(tmp_path / "run"), "--html", "--out", str(tmp_path / "page.html")]) == 2
+    first, second = file.read_text().splitlines(keepends=True)
     file.write_text(first + second.rstrip("\n"))  # as after a crash in the middle of the line
     assert len(read_lines(file)) == 1
-    file.write_text("")
-    with pytest.raises(UserError, match=rf"{name}': it has 0 lines, but checksums\.txt has 2 of them"):
+    file.write_text(first + second.replace(":", ";", 1))
+    with pytest.raises(UserError, match=rf"{name}', line 2: it is no JSON: .*; restore the file from a copy"):
+        read_lines(file)
+    file.write_text(first + second.replace('"round": 2', '"round": true'))
+    with pytest.raises(UserError, match=rf"{name}', line 2: round is True; expected a valid integer; restore"):
+        read_lines(file)
+    file.write_text(first + first)
+    with pytest.raises(UserError, match=rf"{name}', line 2: round 1 follows round 1"):
         read_lines(file)
 
 

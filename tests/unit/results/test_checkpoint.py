@@ -13,8 +13,8 @@ from flwr.app import RecordDict
 
 from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.results.checkpoint import CheckpointFile, Snapshot
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
 from fedbn_flwr.storage import Store
 from tests.support.records import content
 

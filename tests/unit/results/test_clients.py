@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedbn_flwr.results.clients import Spread, evaluated, last_values, spread
-from fedbn_flwr.results.report import client_table
-from fedbn_flwr.results.rows import find_runs, group
-from fedbn_flwr.results.write import write_report
+from fedbn_flwr.results.folder.clients import Spread, last_values, spread
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.tables import client_table
+from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
 
@@ -45,9 +46,14 @@ def test_the_last_round_in_which_a_metric_was_measured_counts() -> None:
     assert last_values(lines) == {"train_loss": {"1": 1.0}, "own_accuracy": {"0": 0.1, "1": 0.2}}
 
 
-def test_own_test_images_come_first_and_losses_are_not_shown() -> None:
+def test_own_test_images_come_first_and_losses_are_not_shown(tmp_path: Path) -> None:
     names = ("images", "train_loss", "loss", "accuracy", "test_images", "macro_f1", "own_loss", "own_accuracy")
-    assert list(evaluated({name: {"0": 1.0} for name in names})) == ["own_accuracy", "accuracy", "macro_f1"]
+    clients = [{"round": 3, "clients": {"0": dict.fromkeys(names, 0.5)}}]
+    write_run(tmp_path / "run", "FedBN", files={"clients.jsonl": clients})
+    lines = client_table(group(find_runs([tmp_path])), every=True)
+    assert [line[1] for line in lines[1:]] == [
+        "accuracy (own test images)", "accuracy (all test images)", "macro F1 (all test images)",
+    ]  # fmt: skip
 
 
 def write_clients(folder: Path, label: str, accuracies: list[float], seed: int = 0) -> None:
@@ -64,7 +70,7 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     deviations = [100 * np.std([0.5, 0.75, 1.0]), 100 * np.std([0.25, 0.75, 1.0])]
     deviation = f"{np.mean(deviations):.2f}% ± {np.std(deviations, ddof=1):.2f}"
     assert client_table(rows, every=True)[1:] == [
-        ("FedBN", "accuracy on own test images", "3", "70.83% ± 5.89", deviation, "37.50% ± 17.68")
+        ("FedBN", "accuracy (own test images)", "3", "70.83% ± 5.89", deviation, "37.50% ± 17.68")
     ]
     text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
     assert "37.50% ± 17.68" in text
@@ -80,10 +86,10 @@ def test_a_terminal_and_the_plot_have_the_main_metrics_only_and_report_md_all(tm
     values = {name: 0.5 for kind in ("", "own_", "validation_") for name in (kind + name for name in names)}
     (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": {"0": values, "1": values}}) + "\n")
     text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
-    assert "accuracy on own test images" in text
+    assert "accuracy (own test images)" in text
     assert "kappa" not in text
     assert "accuracy new" not in text
-    assert "| kappa on own test images | 2 | 0.5000 | 0.0000 | 0.5000 |" in page.read_text()
+    assert "| kappa (own test images) | 2 | 0.5000 | 0.0000 | 0.5000 |" in page.read_text()
     with Image.open(tmp_path / "out" / "clients.png") as picture:
         assert picture.width < 3000
 

@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import build_model
 from fedbn_flwr.messages.arrays import pack, size_in
-from fedbn_flwr.results.ledger import MeteredGrid, Traffic
+from fedbn_flwr.results.folder.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FedAvg
 
 Federations = Callable[..., Any]

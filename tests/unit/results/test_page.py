@@ -1,13 +1,13 @@
-"""The page of a report: its data, and that text of run folders stays text. test_browser.py looks at it in a browser."""
+"""The page of a report: its tables and pictures, and that text of run folders stays text."""
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
-import json
+import itertools
 import math
 import re
-import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.results.curves import POINTS, Measure, curves, measures, thinned
-from fedbn_flwr.results.page import write_page
-from fedbn_flwr.results.report import as_markdown, as_text, table
-from fedbn_flwr.results.rows import find_runs, group
-from fedbn_flwr.results.write import write_html, write_report
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.curves import POINTS, Measure, curve, measures, thinned
+from fedbn_flwr.results.report.pictures import plot
+from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.tables import as_markdown, as_text, table
+from fedbn_flwr.results.report.write import write_html, write_report
 from tests.support.runs import TRAFFIC, write_run
 
 HOSTILE = (
@@ -35,7 +36,7 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text of its table cells, summaries and script elements."""
+    """The elements of a page, and the text of its table cells, headings, titles of points and so on."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -57,14 +58,16 @@ class Page(HTMLParser):
         if self._open:
             self.texts[self._open[-1]][-1] += data
 
-    @property
-    def data(self) -> Any:
-        return json.loads(self.texts["script"][0])
+    def csv(self, name: str) -> list[dict[str, str]]:
+        """A file that the page offers."""
+        (link,) = [attributes["href"] for tag, attributes in self.tags if attributes.get("download") == name]
+        text = base64.b64decode(str(link).removeprefix("data:text/csv;base64,")).decode()
+        return list(csv.DictReader(io.StringIO(text)))
 
 
 def page_of(folder: Path) -> Page:
     file = folder / "page.html"
-    write_page(group(find_runs([folder])), file)
+    write_html([folder], file)
     return Page(file)
 
 
@@ -80,28 +83,22 @@ def history(count: int, every: int = 1, **more: Any) -> list[dict[str, Any]]:
 
 def test_a_curve_has_the_rounds_of_all_runs_and_what_was_spent_until_then() -> None:
     slow = [{**line, "seconds": 1.5} for line in history(4)]
-    found = curves([history(6, every=2), slow], ["accuracy"])
-    assert found.rounds == [2, 4]
-    assert found.axes == {
-        "round": [2, 4],
-        "communication_rounds": [2, 4],
-        "mib": [4, 8],
-        "seconds": [2.0, 4.0],  # mean of 1 and 3, of 2 and 6
-    }
-    assert found.points("accuracy", "seconds") == ([2.0, 4.0], [[0.02, 0.02], [0.04, 0.04]])
+    runs = [history(6, every=2), slow]
+    places = {"round": [2, 4], "communication_rounds": [2, 4], "mib": [4, 8], "seconds": [2.0, 4.0]}
+    for axis, at in places.items():  # seconds: mean of 1 and 3, of 2 and 6
+        assert curve(runs, "accuracy", axis) == (at, [[0.02, 0.02], [0.04, 0.04]])
 
 
 def test_a_round_that_diverged_is_left_out() -> None:
     lines = history(3)
     lines[1]["accuracy"] = math.nan
-    assert curves([lines], ["accuracy"]).points("accuracy", "round") == ([1, 3], [[0.01], [0.03]])
+    assert curve([lines], "accuracy", "round") == ([1, 3], [[0.01], [0.03]])
 
 
 def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
-    found = curves([history(10_000, every=7)], ["accuracy"])
-    assert len(found.rounds) == POINTS
-    assert (found.rounds[0], found.rounds[-1], found.total) == (7, 9996, 10_000)
-    assert {later - earlier for earlier, later in zip(found.rounds, found.rounds[1:], strict=False)} <= {21, 28}
+    rounds, _ = curve([history(10_000, every=7)], "accuracy", "round")
+    assert (len(rounds), rounds[0], rounds[-1]) == (POINTS, 7, 9996)
+    assert {later - earlier for earlier, later in itertools.pairwise(rounds)} <= {21, 28}
     assert thinned(range(5), 5) == [0, 1, 2, 3, 4]
 
 
@@ -139,10 +136,9 @@ def test_traffic_and_seconds_are_no_measures() -> None:
 # --- content ------------------------------------------------------------------
 
 
-def test_the_page_has_the_charts_whose_files_exist(tmp_path: Path) -> None:
+def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "FedAvg")
-    data = page_of(tmp_path).data
-    assert [data[key] for key in ("clients", "partitions", "matrices", "layers", "domains")] == [None, [], [], [], []]
+    assert page_of(tmp_path).texts["h2"] == ["Results", "Pictures", "Curves", "Settings", "Downloads"]
     norms = [
         {"round": i, "layers": {"bn1": {"mean_drift": 1 / i}}, "clients": {"0": {"bn1": {"mean_deviation": 0.5}}}}
         for i in (1, 2)
@@ -154,45 +150,61 @@ def test_the_page_has_the_charts_whose_files_exist(tmp_path: Path) -> None:
         "norms.jsonl": norms,
     }
     write_run(tmp_path / "full", "FedBN", files=files, accuracy_sea=0.5)
-    data = page_of(tmp_path).data
-    box = data["clients"]["boxes"]["own_accuracy"][1]
-    values = [i / 10 for i in range(11)]
-    assert box["mean"] == pytest.approx(0.5)
-    assert box["deviation"] == pytest.approx(statistics.pstdev(values))
-    assert box["worst"] == pytest.approx(0.05), "the mean of the two worst of eleven"
-    assert box["quartiles"] == pytest.approx([0.25, 0.5, 0.75])
-    assert data["clients"]["boxes"]["own_accuracy"][0] is None
-    assert data["partitions"][0]["counts"] == [[3, 0], [1, 2]]
-    assert data["partitions"][0]["clients"] == ["0", "1"]
-    assert data["matrices"][0]["values"] == [[0.9, None], [0.1, 0.8]]
-    (layers,) = data["layers"]
-    assert layers["series"] == {"mean_drift": [[1, 0.5]], "mean_deviation, mean over clients": [[0.5, 0.5]]}
-    assert layers["by_client"] == {"mean_deviation": [[0.5]]}
-    assert [bars for kind in data["domains"] for bars in kind["bars"]] == [[None, None], [[0.5, 0], [0.5, 0]]]
+    page = page_of(tmp_path)
+    assert page.texts["h2"] == [
+        "Results", "Pictures", "Curves", "Personal models on other clients' images", "Batch norm by layer",
+        "Data of the clients", "Settings", "Downloads",
+    ]  # fmt: skip
+    names = page.texts["summary"]
+    assert {"loss (global model)", "digits: iid: FedBN, seed 0", "accuracy, domain sea (global model)"} <= set(names)
+    assert "accuracy of the global model, by domain" in page.texts["caption"]
+    shown = set(page.texts["title"])
+    assert {
+        "FedBN: 40% at 2 rounds",
+        "FedBN, sea: 50%",
+        "FedBN, seed 0, client 10: 100%",
+        "client 1, b: 2 images",
+        "model of 0, images of 1: -%",
+        "bn1, round 2: 0.5",
+    } <= shown
 
 
-def test_measures_of_clients_name_their_images(tmp_path: Path) -> None:
-    names = ("images", "accuracy", "own_auc_macro", "validation_accuracy", "unseen_accuracy", "unseen_accuracy_tuned")
-    lines = [{"round": 3, "clients": {"0": dict.fromkeys(names, 0.5)}}]
-    write_run(tmp_path / "run", "FedBN", files={"clients.jsonl": lines})
-    assert [(each["title"], each["fraction"]) for each in page_of(tmp_path).data["clients"]["measures"]] == [
-        ("accuracy (all test images)", True),
-        ("auc macro (own test images)", False),
-        ("accuracy (held-out training images)", True),
-        ("accuracy (new clients, own test images)", True),
-        ("accuracy, fine-tuned (new clients, own test images)", True),
-        ("training images", False),
+def points(picture: str) -> list[tuple[float, float, str]]:
+    found = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>(.*?)</title>', picture)
+    return [(float(x), float(y), words) for x, y, words in found]
+
+
+def test_a_point_is_where_the_picture_shows_its_value(tmp_path: Path) -> None:
+    """The circles of an SVG are at the corners of the line that matplotlib draws."""
+    write_run(tmp_path / "run", "FedAvg", lines=[{"accuracy": a, "loss": 1.0} for a in (0.1, 0.7, 0.4)])
+    picture = plot(group(find_runs([tmp_path])), axis="round").svg()
+    assert [words for *_, words in points(picture)] == [
+        f"FedAvg: {n}% at {i} rounds" for i, n in ((1, 10), (2, 70), (3, 40))
     ]
+    (line,) = re.findall(r'<path d="M ([-\d. \nL]+)" clip-path="[^"]*" style="fill: none; stroke: #0072b2', picture)
+    corners = [tuple(map(float, corner.split())) for corner in line.split("L")]
+    assert [point[:2] for point in points(picture)] == [pytest.approx(corner, abs=0.06) for corner in corners]
 
 
-def test_a_large_matrix_is_averaged_in_blocks(tmp_path: Path) -> None:
-    names = [str(i) for i in range(150)]
-    values = [[float(i // 2) for _ in names] for i in range(150)]
-    write_run(tmp_path / "run", "FedBN", files={"matrix.json": {"clients": names, "accuracy": values}})
-    (matrix,) = page_of(tmp_path).data["matrices"]
-    assert matrix["block"] == 2
-    assert matrix["clients"][:2] == ["0 to 1", "2 to 3"]
-    assert [row[0] for row in matrix["values"]] == list(range(75))
+def test_pictures_of_a_page_share_no_identity(tmp_path: Path) -> None:
+    """An element that is defined in a closed part of the page would not be drawn elsewhere."""
+    write_run(tmp_path / "run", "FedAvg", clients_own_accuracy=0.5)
+    pictures = (page_of(tmp_path), (tmp_path / "page.html").read_text().split("<svg")[1:])[1]
+    found = [set(re.findall(r' id="([^"]+)"', picture)) for picture in pictures]
+    assert len(pictures) > 3
+    assert len(set().union(*found)) == sum(map(len, found))
+    for picture, known in zip(pictures, found, strict=True):
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', picture)) <= known
+
+
+def test_colours_of_text_and_axes_are_those_of_the_page(tmp_path: Path) -> None:
+    """Black and white of matplotlib, in the words that the style of the page replaces in a dark setting."""
+    write_run(tmp_path / "run", "FedAvg")
+    page_of(tmp_path)
+    style, *pictures = (tmp_path / "page.html").read_text().split("<svg")
+    replaced = re.findall(r'svg \[style\*="([^"]+)"\]', style)
+    assert replaced == ["fill: #ffffff", "stroke: #000000", "fill: #000000"]
+    assert all(words in pictures[0] for words in replaced[:2])
 
 
 def test_a_damaged_file_is_reported_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,36 +246,43 @@ def write_hostile(folder: Path) -> None:
         write_run(folder / str(number), label, number, config=config, files=files, **{f"accuracy_{label}": 0.5})
 
 
-def test_hostile_text_is_text_in_the_page(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report on runs with hostile names."""
+    folder = tmp_path_factory.mktemp("hostile")
+    write_hostile(folder / "runs")
+    write_report([folder / "runs"], folder / "out")
+    return folder
+
+
+def test_hostile_text_is_text_in_the_page(tmp_path: Path, hostile: Path) -> None:
     write_run(tmp_path / "plain", "FedAvg")
     known = {tag for tag, _ in page_of(tmp_path).tags}
-    write_hostile(tmp_path)
-    page = page_of(tmp_path)
-    assert {tag for tag, _ in page.tags} - known <= {"td", "details", "summary", "pre", "small"}, "no img"
-    assert [attributes for tag, attributes in page.tags if tag == "script"] == [
-        {"type": "application/json", "id": "data"}, {},
-    ]  # fmt: skip
+    page = Page(hostile / "out" / "report.html")
+    new = {tag for tag, _ in page.tags} - known
+    assert not {"script", "img", "iframe", "object", "embed", "a"} & new
+    assert "script" not in known
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
-    assert not [name for tag, attributes in page.tags if tag != "link" for name in ("src", "href") if name in attributes
-                and not str(attributes[name]).startswith("#")]  # fmt: skip
-    labels = [row["label"] for row in page.data["rows"]]
+    links = [
+        each for tag, of in page.tags if tag != "link" for name, each in of.items() if name.endswith(("src", "href"))
+    ]
+    assert not [each for each in links if not str(each).startswith(("#", "data:text/csv;", "data:image/png;"))]
+    labels = page.texts["bdi"]
     assert "<script>alert(1)</script>" in labels
     assert "{{data}} | \N{REPLACEMENT CHARACTER}[31m line" in labels
 
 
-def test_a_spreadsheet_sees_no_formula(tmp_path: Path) -> None:
-    write_hostile(tmp_path)
-    files = page_of(tmp_path).data["files"]
-    runs, rounds = (list(csv.DictReader(io.StringIO(files[name]))) for name in ("runs.csv", "curves.csv"))
+def test_a_spreadsheet_sees_no_formula(hostile: Path) -> None:
+    page = Page(hostile / "out" / "report.html")
+    runs, rounds = page.csv("runs.csv"), page.csv("curves.csv")
     assert {line["row"] for line in runs} == {line["row"] for line in rounds}
     assert '\'=HYPERLINK("http://x.example")' in {line["row"] for line in runs}
     assert [line["accuracy"] for line in rounds[:3]] == ["0.2", "0.4", "0.6"]
     assert float(runs[0]["bytes_up"]) == 3 * 2**20
 
 
-def test_markdown_and_terminal_show_text(tmp_path: Path) -> None:
-    write_hostile(tmp_path)
-    lines = table(group(find_runs([tmp_path])))
+def test_markdown_and_terminal_show_text(hostile: Path) -> None:
+    lines = table(group(find_runs([hostile / "runs"])))
     marked = as_markdown(lines)
     assert len(marked.splitlines()) == 2 + len(HOSTILE), "a line break in a label would begin another row"
     assert all(len(re.findall(r"(?<!\\)\|", line)) == len(lines[0]) + 1 for line in marked.splitlines())
@@ -271,11 +290,9 @@ def test_markdown_and_terminal_show_text(tmp_path: Path) -> None:
     assert all(line.isprintable() for line in as_text(lines).splitlines())
 
 
-def test_plots_find_no_formula_in_a_label(tmp_path: Path) -> None:
-    write_hostile(tmp_path / "runs")
-    write_report([tmp_path / "runs"], tmp_path / "out")
+def test_plots_find_no_formula_in_a_label(hostile: Path) -> None:
     for name in ("report.png", "clients.png"):
-        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+        assert (hostile / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
 # --- files ----------------------------------------------------------------------
@@ -307,4 +324,4 @@ def test_ten_thousand_rounds_of_twenty_runs_fit_in_a_page(tmp_path: Path) -> Non
         (folder / "summary.json").write_text(text.replace('"label": "0"', f'"label": "{number}"'))
     write_html([tmp_path], tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 10e6
-    assert len(Page(tmp_path / "page.html").data["rows"]) == 20
+    assert len(Page(tmp_path / "page.html").csv("runs.csv")) == 20

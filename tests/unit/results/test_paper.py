@@ -19,9 +19,10 @@ from scipy import stats
 
 from fedbn_flwr import Results, cli
 from fedbn_flwr.errors import MissingPackage, UserError
-from fedbn_flwr.results.paired import paired
-from fedbn_flwr.results.plot import plot
-from fedbn_flwr.results.rows import find_runs, group
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.paired import paired
+from fedbn_flwr.results.report.pictures import plot
+from fedbn_flwr.results.report.rows import group
 from tests.support.runs import write_run
 
 ACCURACIES = {"FedAvg & co": (0.70, 0.72, 0.74), "Fix_BN 100%": (0.75, 0.74, 0.80), "[c] Fed#TAN": (0.9, 0.9, 0.9)}
@@ -146,7 +147,7 @@ def test_tables_are_written_to_a_file(runs: Path, tmp_path: Path, capsys: pytest
     assert printed(capsys, "--csv", runs, "--out", file) == f"table: {file}\n"
     assert file.read_text() == text
     assert cli.main(["report", "--csv", str(runs), "--out", str(tmp_path)]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_columns_and_baseline_are_those_of_the_whole_report(runs: Path, tmp_path: Path, capsys: Any) -> None:

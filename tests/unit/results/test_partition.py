@@ -12,8 +12,9 @@ from PIL import Image
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.partition import count_partitions
-from fedbn_flwr.results.figure import Plot
-from fedbn_flwr.results.partition import PartitionCounts, class_colours, partition_table, plot_partitions
+from fedbn_flwr.results.folder.counts import PartitionCounts
+from fedbn_flwr.results.report.partition import partition_table
+from fedbn_flwr.results.report.pictures import class_colours, partitions_plot, save
 
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
 
@@ -45,7 +46,7 @@ def test_each_class_has_a_colour_of_its_own(classes: int) -> None:
 
 def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
     """Read from the picture: the second client's bar, all of the second class, is three times the first's."""
-    plot_partitions([SMALL], tmp_path / "held.png")
+    save(partitions_plot([SMALL]), tmp_path / "held.png")
     picture = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).astype(int)
     colours = [np.rint(np.array(colour) * 255) for colour in class_colours(3)]
     # Columns of pixels that are bars: the legend's patches are far lower.
@@ -54,11 +55,10 @@ def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
     assert heights[0] == pytest.approx(3 * heights[2], rel=0.15)
 
 
-def test_the_legend_has_every_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Plot] = []
-    monkeypatch.setattr(Plot, "savefig", lambda figure, *_, **__: kept.append(figure))
-    plot_partitions([replace(SMALL, classes=("_background", "cat", "dog"))], tmp_path / "held.png")
-    legend = kept[0].axes[0].get_legend()
+def test_the_legend_has_every_class() -> None:
+    figure = partitions_plot([replace(SMALL, classes=("_background", "cat", "dog"))])
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["dog", "cat", "_background"]
     colours = [patch.get_facecolor() for patch in legend.get_patches()]
     assert colours == [(*colour, 1) for colour in reversed(class_colours(3))]
@@ -91,7 +91,7 @@ def test_the_command_prints_the_table_and_writes_the_plot(tmp_path: Path, capsys
     [
         (["clients=2000"], "clients is 2000"),
         (["data.partition={kind: domain}"], "the data has no domains"),
-        (["--out", "held.nosuchformat"], "cannot write the plot 'held.nosuchformat'"),
+        (["--out", "held.nosuchformat"], "the plot 'held.nosuchformat' has no known format"),
     ],
 )
 def test_what_cannot_be_shown_is_one_message(

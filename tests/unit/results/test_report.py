@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-import re
 import shutil
 import statistics
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
-from matplotlib.markers import MarkerStyle
 from PIL import Image
 
 from fedbn_flwr import cli
-from fedbn_flwr.results import sections
-from fedbn_flwr.results.plot import plot
-from fedbn_flwr.results.report import by_domain, client_table, figure, table
-from fedbn_flwr.results.rows import COLOURS, MARKERS, find_runs, group, headline
-from fedbn_flwr.results.write import write_report
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.pictures import plot
+from fedbn_flwr.results.report.rows import group, headline
+from fedbn_flwr.results.report.tables import by_domain, client_table, figure, table
+from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
+from tests.unit.results.test_page import Page
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 
@@ -159,7 +154,6 @@ def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
     for shown in (text, page.read_text()):
         assert "+inf" in shown
         assert "no spread" in shown
-    assert 'data-value="inf"' not in (tmp_path / "out" / "report.html").read_text()
 
 
 def change_summary(run: Path, **values: Any) -> None:
@@ -223,13 +217,8 @@ def test_all_figures_of_a_row_are_of_the_seeds_that_finished(tmp_path: Path) -> 
     (line, *_) = plot(rows).axes[0].get_lines()
     assert line.get_xydata().tolist() == [[1, 70], [2, 70], [3, 70]]
     write_report([tmp_path], tmp_path / "out")
-    page = (tmp_path / "out" / "report.html").read_text()
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert data["curves"][0]["values"]["accuracy"] == [[0.7] * 3]
-    assert [line.split(",")[:3] for line in data["files"]["curves.csv"].splitlines()[1:]] == [
-        ["FedTAN", "2", str(number)] for number in (1, 2, 3)
-    ]
-    assert [data["clients"]["boxes"]["own_accuracy"][0][key] for key in ("runs", "mean")] == [1, 0.2]
+    rounds = Page(tmp_path / "out" / "report.html").csv("curves.csv")
+    assert [(line["row"], line["seed"], line["round"]) for line in rounds] == [("FedTAN", "2", n) for n in "123"]
 
 
 def test_a_row_that_no_seed_finished_has_the_figures_of_those_that_were_evaluated(tmp_path: Path) -> None:
@@ -258,18 +247,12 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
 
 def test_curves_csv_has_the_cost_of_each_seed(tmp_path: Path) -> None:
     write_seeds(tmp_path, "A")
-    written = write_and_read_files(tmp_path)
-    assert [(line["seed"], line["round"], line["seconds"]) for line in written["curves.csv"]] == [
-        (str(seed), str(number), str((seed + 1.0) * number)) for seed in range(3) for number in (1, 2, 3)
+    write_report([tmp_path], tmp_path / "out")
+    rounds = Page(tmp_path / "out" / "report.html").csv("curves.csv")
+    assert [(line["seed"], line["round"], line["seconds"]) for line in rounds] == [
+        (str(seed), str(number), f"{(seed + 1.0) * number:g}") for seed in range(3) for number in (1, 2, 3)
     ]
-    assert {line["communication_rounds"] for line in written["curves.csv"]} == {"1", "2", "3"}
-
-
-def write_and_read_files(folder: Path) -> dict[str, list[dict[str, str]]]:
-    write_report([folder], folder / "out")
-    page = (folder / "out" / "report.html").read_text()
-    found = json.loads(page.split('id="data">')[1].split("</script>")[0])["files"]
-    return {name: list(csv.DictReader(io.StringIO(text))) for name, text in found.items()}
+    assert {line["communication_rounds"] for line in rounds} == {"1", "2", "3"}
 
 
 # --- order and names of rows ----------------------------------------------------
@@ -287,46 +270,6 @@ def test_rows_follow_the_given_folders_and_in_them_the_file(tmp_path: Path) -> N
     assert [run.path.name for run in found] == names
     assert [run.path.name for run in find_runs([tmp_path])] == [names[-1], *names[:-1]]
     assert find_runs([tmp_path / "b" / "FedBN-1", tmp_path / "b"])[0].path.name == "FedBN-1"
-
-
-def test_markers_are_the_same_in_picture_and_page(tmp_path: Path) -> None:
-    """Each marker of the page has its corners where matplotlib's has them: both are compared by their outline."""
-    program = (resources.files("fedbn_flwr.results") / "html" / "page.js.md").read_text()
-    shapes = re.findall('"([^"]+)"', program.split("const MARKS = [")[1].split("];")[0])
-    assert len(shapes) == len(MARKERS)
-    for shape, marker in zip(shapes, MARKERS, strict=True):
-        style = MarkerStyle(marker)
-        drawn = style.get_path().transformed(style.get_transform())
-        corners = [(x, -y) for x, y in np.asarray(drawn.to_polygons()[0]).tolist()]
-        assert directions(outline(shape)) == directions(corners), marker
-
-
-def directions(points: Any) -> set[tuple[int, int]]:
-    """The corners around their centre, as those of eight directions in which they are; of a circle all eight."""
-    centre = [(min(values) + max(values)) / 2 for values in zip(*points, strict=True)]
-    turns = [math.atan2(y - centre[1], x - centre[0]) / (math.pi / 4) for x, y in points]
-    return {(round(turn) % 8, 0) for turn in turns}
-
-
-def outline(shape: str) -> list[tuple[float, ...]]:
-    """The corners of an SVG path that begins with M, with y downwards."""
-    place, points = [0.0, 0.0], []
-    for letter, text in re.findall(r"([A-Za-z])([^A-Za-z]*)", shape):
-        if letter == "a":  # a circle
-            return [(math.cos(k * math.pi / 4), math.sin(k * math.pi / 4)) for k in range(8)]
-        numbers = [float(each) for each in re.findall(r"-?\d*\.?\d+", text)]
-        axes = {"h": [0], "v": [1]}.get(letter.lower(), [0, 1])
-        for start in range(0, len(numbers), len(axes)):
-            for axis, number in zip(axes, numbers[start:], strict=False):
-                place[axis] = number + (place[axis] if letter.islower() else 0)
-            points.append(tuple(place))
-    return points
-
-
-def test_colours_are_the_same_in_picture_and_page() -> None:
-    style = (resources.files("fedbn_flwr.results") / "html" / "page.css.md").read_text()
-    light = style.split("@media")[0]
-    assert tuple(re.findall(r"--c\d: (#\w+)", light)) == tuple(map(str.lower, COLOURS))
 
 
 def write_differing(folder: Path, name: str, value: int, more: int = 12) -> None:
@@ -358,11 +301,3 @@ def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_pa
     assert "settings that differ:" in rest
     assert rest[rest.index("settings that differ:") + 1].splitlines()[2:] == ["| A | 3 |", "| B | 4 |"]
     assert "name: digits, cnn, 4 clients, seeds 0, 2. 3 runs" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_clients_open_on_a_measure_and_not_on_numbers_of_images(tmp_path: Path) -> None:
-    clients = [{"round": 3, "clients": {"0": {"images": 9, "train_loss": 0.5, "odd": 0.3}}}]
-    write_run(tmp_path / "a", "A", files={"clients.jsonl": clients})
-    found = sections.clients(group(find_runs([tmp_path])))
-    assert found is not None
-    assert [measure["key"] for measure in found["measures"]] == ["odd", "train_loss", "images"]

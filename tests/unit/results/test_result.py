@@ -161,7 +161,7 @@ def test_runs_are_joined_in_frames_a_table_and_a_plot(results: Results) -> None:
     means = results.summaries.groupby("label")["accuracy"].mean()
     assert f"{100 * means['FedAvg']:.2f}%" in results.table()
     assert "FedAvg (2 seeds)" in repr(results)
-    assert "<td>FedAvg (2 seeds)</td>" in results._repr_html_()
+    assert "<bdi>FedAvg (2 seeds)</bdi>" in results._repr_html_()
     assert len(results.history) == 8
     assert set(results.history["seed"]) == {0, 1}
     assert results.plot()._repr_png_().startswith(b"\x89PNG")
@@ -181,7 +181,7 @@ def test_runs_are_read_from_several_folders(results: Results, fixbn: Result) -> 
 def test_personal_models_are_those_that_the_clients_evaluated(results: Results) -> None:
     result = results["FedBN-seed0"]
     accuracies = [accuracy(result, result.model(client)) for client in range(2)]
-    assert sum(accuracies) / 2 == pytest.approx(result.summary.clients_accuracy, abs=1e-6)
+    assert sum(accuracies) / 2 == pytest.approx(result.summary.figures["clients_accuracy"], abs=1e-6)
     assert accuracies[0] != accuracies[1]
     with pytest.raises(UserError, match="there is no client 2; the run has the clients 0 to 1"):
         result.model(2)
@@ -194,7 +194,7 @@ def test_a_run_without_a_global_model_has_those_of_its_clients(tmp_path: Path) -
     with pytest.raises(UserError, match=r"has no global model.*model\(client=0\)"):
         result.model()
     accuracies = [accuracy(result, result.model(client)) for client in range(2)]
-    assert sum(accuracies) / 2 == pytest.approx(result.summary.clients_accuracy, abs=1e-6)
+    assert sum(accuracies) / 2 == pytest.approx(result.summary.figures["clients_accuracy"], abs=1e-6)
 
 
 @pytest.mark.parametrize("norm", NORMS)

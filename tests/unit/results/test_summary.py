@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import Traffic
-from fedbn_flwr.results.summary import Summary
+from fedbn_flwr.results.folder.ledger import Traffic
+from fedbn_flwr.results.folder.summary import Summary
 
 
 def begun() -> Summary:
@@ -35,8 +35,9 @@ def accounted() -> Summary:
 def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
     found = accounted()
     assert (found.rounds, found.seconds) == (4, 1.0)
-    assert (found.accuracy, found.best_test_accuracy, found.loss) == (0.25, 0.75, 1.5)
-    assert (found.evaluated_with, found.mean_iou, found.clients_accuracy) == ("reestimated", 0.125, 0.625)
+    assert (found.accuracy, found.figures["best_test_accuracy"], found.loss) == (0.25, 0.75, 1.5)
+    of = found.figures
+    assert (of["evaluated_with"], of["mean_iou"], of["clients_accuracy"]) == ("reestimated", 0.125, 0.625)
     assert found.domains == {"accuracy_sea": 0.5, "clients_own_accuracy_sea": 0.875}
     assert found.traffic == Traffic(4, 8, 8, 400, 200, 600, elements_up_per_client=4)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fedbn_flwr import build_model
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.results.folder import environment
+from fedbn_flwr.results.folder.environment import environment
 
 STEPS, PART = 400, 100
 WITHOUT = {

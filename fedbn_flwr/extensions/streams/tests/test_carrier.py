@@ -23,7 +23,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.results.ledger import MeteredGrid, Traffic
+from fedbn_flwr.results.folder.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
 from tests.support.federations import nodes_in_means
 from tests.support.models import two_norms, two_norms_with_dropout

@@ -32,9 +32,9 @@ from fedbn_flwr.experiment.side_by_side import reporter_to
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.ledger import MeteredGrid
+from fedbn_flwr.results.folder.ledger import MeteredGrid
+from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.result import Result
-from fedbn_flwr.results.rows import find_runs
 from fedbn_flwr.yaml_text import parse_yaml
 
 EXPERIMENT = """

@@ -1,20 +1,27 @@
-"""Groups runs into the rows of a report, and makes its tables, for `fedbn report DIR...`."""
+"""The tables of a report on rows, for `fedbn report DIR...`, and tables as text of each format."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
 
-from .clients import evaluated, heading, main, spread
+from ..folder.clients import is_count, is_loss, spread
+from ..folder.summary import BY_DOMAIN, keys_of
+from ..read.runs import Run
+from ..text import in_csv, in_html, in_markdown, printable
 from .curves import MIB, Measure
 from .paired import Paired, paired
 from .rows import Row, deviation, differing, mean, repetitions
-from .summary import BY_DOMAIN, keys_of
-from .text import in_markdown, printable
+
+Lines = list[tuple[str, ...]]  # of a table: the headings, and the cells of each row
+Table = tuple[str, Lines]  # with its title; the first one of a report has none
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,11 @@ def _column(key: str) -> Column:
     return _percent(title) if Measure.of(key).is_fraction else Column(title, 1, 4)
 
 
-def table(rows: Sequence[Row], form: Form = DEFAULT) -> list[tuple[str, ...]]:
+def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     shown, compared = columns(rows, form), against(rows, form)
     headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
-    lines: list[tuple[str, ...]] = [("run", *(each.title for each in shown.values()), *headings)]
+    lines: Lines = [("run", *(each.title for each in shown.values()), *headings)]
     for row in rows:
         cells = [figure(row.figures(key), each.scale, each.digits, each.unit) for key, each in shown.items()]
         if compared:
@@ -113,16 +120,16 @@ def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
     return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items()}
 
 
-def of_pairs(found: Paired | None, column: Column) -> list[Cell]:
+def of_pairs(found: Paired | None, column: Column) -> list[str]:
     """Cells of a comparison; the baseline's are empty."""
     if found is None:
-        return [Cell("-")] * 4
+        return ["-"] * 4
     difference, low, high = (
         f"{column.scale * value:+,.{column.digits}f}" if math.isfinite(value) else "-"
         for value in (found.difference, found.low, found.high)
     )
     p = "-" if math.isnan(found.p) else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
-    return [Cell(difference), Cell("-" if low == "-" else f"{low} to {high}"), Cell(p), Cell(found.pairs)]
+    return [difference, "-" if low == "-" else f"{low} to {high}", p, str(found.pairs)]
 
 
 @dataclass(frozen=True)
@@ -133,58 +140,61 @@ class Domains:
     prefix: str
     names: tuple[str, ...]
 
-    def averages(self, row: Row) -> list[float]:
-        """The unweighted mean over domains of each run, if all of them have all domains."""
+    def columns(self, row: Row) -> list[list[float]]:
+        """The values of its runs in each domain, and their unweighted mean, if all runs have all domains."""
         figures = [row.figures(self.prefix + name) for name in self.names]
-        return list(map(statistics.fmean, zip(*figures, strict=True))) if all(figures) else []
+        return [*figures, list(map(statistics.fmean, zip(*figures, strict=True))) if all(figures) else []]
 
-    def table(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
-        lines: list[tuple[str, ...]] = [("run", *self.names, "average")]
+    def table(self, rows: Sequence[Row]) -> Lines:
+        lines: Lines = [("run", *self.names, "average")]
         for row in rows:
-            columns = [*(row.figures(self.prefix + name) for name in self.names), self.averages(row)]
-            if any(columns):
+            if any(columns := self.columns(row)):
                 lines.append((row.title, *(figure(values, 100, 1, "%") for values in columns)))
         return lines
 
 
 def by_domain(rows: Sequence[Row]) -> list[Domains]:
     """The kinds of accuracy by domain that at least one run has."""
-    found = []
-    for prefix, title in BY_DOMAIN.items():
-        names = {
-            key.removeprefix(prefix): None
-            for row in rows
-            for run in row.runs
-            for key in run.summary.domains
-            if key.startswith(prefix)
-        }
-        if names:
-            found.append(Domains(title, prefix, tuple(names)))
-    return found
+    keys = dict.fromkeys(key for row in rows for run in row.runs for key in run.summary.domains)
+    kinds = (
+        Domains(title, prefix, tuple(key.removeprefix(prefix) for key in keys if key.startswith(prefix)))
+        for prefix, title in BY_DOMAIN.items()
+    )
+    return [kind for kind in kinds if kind.names]
 
 
 CLIENTS = "clients with equal weights, last evaluated round"
+_FIRST_OF_CLIENTS = ("accuracy", "own_accuracy")
+_MAIN = (*_FIRST_OF_CLIENTS, "mean_iou", "own_mean_iou", "unseen_accuracy", "unseen_accuracy_tuned")
 
 
-def client_table(rows: Sequence[Row], *, every: bool) -> list[tuple[str, ...]]:
+def measures_of_clients(run: Run, *, every: bool) -> dict[str, Measure]:
+    """The metrics without losses and numbers of images; those on the clients' own test images come first.
+
+    Without `every` only those that a terminal and a picture have room for: not those of domains and of the user.
+    """
+    keys = [key for key in run.clients if not (is_count(key) or is_loss(key)) and (every or key in _MAIN)]
+    keys.sort(key=lambda key: (not key.startswith("own_"), key not in _FIRST_OF_CLIENTS))
+    return {key: Measure.of_client(key, run.clients) for key in keys}
+
+
+def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
     """Mean, deviation and worst tenth over clients of each metric, or of the main ones; maybe only headings."""
-    chosen = evaluated if every else main
-    lines: list[tuple[str, ...]] = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
+    lines: Lines = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric in chosen(row.counted[0].clients):
+        for metric, measure in measures_of_clients(row.counted[0], every=every).items():
             if not all(metric in run.clients for run in row.counted):
                 continue
             seeds = [list(run.clients[metric].values()) for run in row.counted]
             measured = [spread(values, metric) for values in seeds]
             figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
-            names = [name for run in row.counted for name in run.clients]
-            unit = (100, 2, "%") if Measure.of_client(metric, names).is_fraction else (1, 4, "")
+            unit = (100, 2, "%") if measure.is_fraction else (1, 4, "")
             shown = (figure(values, *unit) for values in figures)
-            lines.append((row.title, heading(metric), figure([len(values) for values in seeds], 1, 0), *shown))
+            lines.append((row.title, measure.of_clients, figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
 
 
-def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def differing_settings(rows: Sequence[Row]) -> Lines:
     """A table of the settings that differ between rows; empty if none do."""
     settings = [row.runs[0].settings for row in rows]
     different = differing(settings)
@@ -205,24 +215,14 @@ def set_up(rows: Sequence[Row]) -> str:
     return f"{names}: {', '.join(found)}."
 
 
-class Cell(str):
-    """The text of a cell, and the number that a table is sorted by."""
-
-    value: float | None = None
-
-
-def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *, mark: str = "") -> Cell:
+def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *, mark: str = "") -> str:
     """The mean, and the standard deviation if values differ; and a mark."""
     mark = f" [{mark}]" if mark else ""
     if not values:
-        return Cell("-" + mark)
+        return "-" + mark
     scaled = [value * scale for value in values]
-    text = f"{mean(scaled):,.{digits}f}{unit}"
-    if spread := deviation(scaled):
-        text += f" ± {spread:,.{digits}f}"
-    cell = Cell(text + mark)
-    cell.value = mean(scaled)
-    return cell
+    spread = deviation(scaled)
+    return f"{mean(scaled):,.{digits}f}{unit}" + (f" ± {spread:,.{digits}f}" if spread else "") + mark
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -244,15 +244,29 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def tables(
-    rows: Sequence[Row], form: Form = DEFAULT, *, every: bool = False
-) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The tables of a report, each with its title; the first one has none. `every`: with all metrics of clients."""
+def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
+    head, *body = [[in_html(cell) for cell in line] for line in lines]
+    heads = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    rows = (
+        f'<tr><th scope="row"><bdi>{first}</bdi></th><td>{"</td><td>".join(rest)}</td></tr>' for first, *rest in body
+    )
+    caption = f"<caption>{in_html(title)}</caption>" if title else ""
+    return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def as_csv(lines: Iterable[Iterable[Any]]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows([map(in_csv, line) for line in lines])
+    return stream.getvalue()
+
+
+def tables(rows: Sequence[Row], form: Form = DEFAULT, *, every: bool = False) -> list[Table]:
+    """The tables of the rows. `every`: with all metrics of clients."""
     found = [("", table(rows, form)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
     if len(individuals := client_table(rows, every=every)) > 1:
         found.append((CLIENTS, individuals))
     return found
 
 
-def tables_as_text(rows: Sequence[Row], form: Form = DEFAULT) -> str:
-    return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in tables(rows, form))
+def tables_as_text(found: Iterable[Table]) -> str:
+    return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in found)

@@ -18,8 +18,8 @@ from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
 
-from .files import damaged
-from .folder import RunFolder
+from ..folder import RunFolder
+from ..folder.files import damaged
 
 
 def global_model(folder: RunFolder, file: str) -> nn.Module:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from . import page
-from .clients import is_loss
+from ..folder.clients import is_loss
+from ..folder.summary import keys_of
+from ..text import in_latex, printable
+from . import tables
 from .curves import Measure
 from .paired import Paired
-from .report import Column, Form, against, columns, of_pairs, set_up
 from .rows import Row, deviation, mean
-from .summary import keys_of
-from .text import in_latex, printable
+from .tables import Column, Form, against, columns, of_pairs, set_up
 
 
 def lines(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def lines(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
 
 def as_csv(rows: Sequence[Row], form: Form) -> str:
     found = lines(rows, form)
-    return page.as_csv([list(found[0]), *(list(line.values()) for line in found)])
+    return tables.as_csv([list(found[0]), *(list(line.values()) for line in found)])
 
 
 def latex(rows: Sequence[Row], form: Form) -> str:

@@ -3,119 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import UserError
-
-from .clients import last_values
-from .files import damaged
-from .folder import RunFolder, deciding, flat_settings
-from .summary import GLOBAL_MODEL, Summary
-
-# Okabe and Ito's palette, whose colours colour-blind readers can distinguish, with a darker yellow; and markers. The
-# page has the same ones in the same order.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#A69B00")
-MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "p")
+from ..folder.summary import GLOBAL_MODEL
+from ..read.runs import Run
 
 _ENDING = 32  # characters of the ending of a row's name; what differs is also a table
-
-
-@dataclass(frozen=True)
-class Run:
-    path: Path
-    summary: Summary
-    history: list[dict[str, Any]]
-
-    @property
-    def label(self) -> str:
-        return self.summary.label
-
-    @cached_property
-    def figures(self) -> dict[str, Any]:
-        return self.summary.to_json()
-
-    @cached_property
-    def clients(self) -> dict[str, dict[str, float]]:
-        """The values by metric and client, of the last evaluated round."""
-        return last_values(RunFolder(self.path).lines("clients.jsonl"))
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """All settings."""
-        return RunFolder(self.path).config()
-
-    @property
-    def cell(self) -> Mapping[str, Any]:
-        """The run's place in its experiment: its row, its condition (`sweep`), and the values to try (`tune`)."""
-        found = self.config.get("cell")
-        return found if isinstance(found, Mapping) else {}
-
-    @property
-    def place(self) -> tuple[str, list[int], int]:
-        """What the runs of a folder are sorted by: their experiment, and their place in its file."""
-        found = self.cell.get("place")
-        place = found if isinstance(found, list) and all(type(each) is int for each in found) else []
-        return str(self.path.parent), place, self.summary.seed
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The settings that affect results, without the seed and names, by dotted key."""
-        config = deciding(self.config)
-        return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
-
-    @property
-    def fixed_settings(self) -> dict[str, Any]:
-        """The settings without those that its experiment varies by `sweep` and `tune`."""
-        lists = (found for kind in ("sweep", "tune") if isinstance(found := self.cell.get(kind), Mapping))
-        # The value of a key can be a section, and the kind of a partition decides which other keys the section has.
-        varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
-        return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
-
-    @cached_property
-    def is_segmentation(self) -> bool:
-        """Segmentation always has mean IoU; classification has it if `evaluate.metrics` names it."""
-        if self.summary.mean_iou is not None and "mean_iou" in self.summary.metrics:
-            return (RunFolder(self.path).partition() or {}).get("classes") == ["images"]  # not counted by class
-        return self.summary.mean_iou is not None
 
 
 def headline(runs: Iterable[Run]) -> str:
     """The measure that runs are compared by: mean IoU if all that were evaluated are of segmentation, else accuracy."""
     segmented = {run.is_segmentation for run in runs if run.summary.accuracy is not None}
     return "mean_iou" if segmented == {True} else "accuracy"
-
-
-def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs in the folders and their subfolders, in the order of the folders, and in them of the experiment file."""
-    files: dict[Path, int] = {}
-    for number, folder in enumerate(folders):
-        if not folder.is_dir():
-            raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that contain some")
-        # A subfolder may disappear during the search, or not be readable: os.walk leaves it out.
-        found = sorted(Path(where, "summary.json") for where, _, names in os.walk(folder) if "summary.json" in names)
-        if not found:
-            raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
-        files = dict.fromkeys(found, number) | files
-    runs = []
-    for file, number in files.items():
-        run_folder = RunFolder(file.parent)
-        if (summary := run_folder.summary()) is None:  # deleted meanwhile
-            continue
-        history = run_folder.history()
-        try:
-            summary.check(history)
-        except (ValueError, TypeError) as error:
-            raise damaged(file, str(error)) from None
-        run = Run(file.parent, summary, history)
-        runs.append((number, *run.place, summary.began, str(run.path), run))
-    return [run for *_, run in sorted(runs)]
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .curves import Measure, is_number
-from .report import figure
 from .rows import Row, deviation, mean
+from .tables import Lines, figure
 
 TITLE = "published and measured figures"
 _HEADINGS = ("run", "figure", "published", "measured", "seeds", "difference", "within both spreads", "source")
 
 
-def published(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def published(rows: Sequence[Row]) -> Lines:
     """A line for each published figure; nothing if there are none.
 
     A difference is within both spreads if the intervals of one standard deviation around the two means overlap. Of a
     run with another set-up, such as a smaller size, and of one that has not finished, there is no difference, since it
     would say nothing about either.
     """
-    lines: list[tuple[str, ...]] = []
+    lines: Lines = []
     for row in rows:
         found = row.runs[0].config.get("published") or {}
         source, differs = str(found.get("source", "-")), found.get("differs")

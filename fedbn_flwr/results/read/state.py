@@ -1,20 +1,17 @@
-"""The state of runs, from their folders only: for `fedbn status` and `fedbn clean`."""
+"""The state of runs, from their folders only: for `fedbn status`."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedbn_flwr.errors import UserError
-
-from .folder import RunFolder
-from .ledger import Traffic
-from .text import printable
+from ..folder import RunFolder, find_folders
+from ..folder.ledger import Traffic
+from ..text import printable
 
 # A running run whose process has not written for long is silent: it was killed, or its round takes very long.
 State = Literal["running", "silent", "finished", "interrupted", "failed"]
@@ -45,16 +42,6 @@ class RunState:
     traffic: Traffic
     error: str | None
     size: int | None  # bytes of the folder; None if they were not counted
-
-
-def find_folders(folders: Iterable[Path]) -> list[Path]:
-    """All run folders in these folders and below them, which have a summary.json."""
-    found: dict[Path, None] = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{str(folder)!r} is not a folder; expected run folders, or their parent folders")
-        found |= dict.fromkeys(file.parent for file in sorted(folder.rglob("summary.json")))
-    return list(found)
 
 
 def read_state(path: Path, now: float | None = None, *, size: bool = True) -> RunState | None:
@@ -103,7 +90,7 @@ def read_state(path: Path, now: float | None = None, *, size: bool = True) -> Ru
 
 def stopped_runs(out: Path) -> str:
     """The unfinished runs below `out` and their rounds, in words; empty if there are none."""
-    states = [read_state(file.parent, size=False) for file in sorted(out.rglob("summary.json"))]
+    states = [read_state(path, size=False) for path in (find_folders([out]) if out.is_dir() else ())]
     stopped = [state for state in states if state is not None and state.status != "finished"]
     words = [f"{printable(Path(run.folder).name)} stopped after round {run.round} of {run.rounds}" for run in stopped]
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")

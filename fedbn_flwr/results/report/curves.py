@@ -10,7 +10,7 @@ from typing import Any
 
 from fedbn_flwr.messages.protocol import METRICS
 
-from .ledger import Traffic
+from ..folder.ledger import Traffic
 
 MIB = 1024**2
 POINTS = 400  # of a curve: more cannot be distinguished on a screen
@@ -73,16 +73,20 @@ class Measure:
 
     @property
     def scale(self) -> float:
-        """What a value is multiplied by to be shown; the result has the unit `unit`."""
+        """What a value is multiplied by to be shown; fractions in percent."""
         return 100 if self.is_fraction else 1
 
-    @property
-    def unit(self) -> str:
-        return ", %" if self.is_fraction else ""
+    def in_words(self, value: float) -> str:
+        return f"{self.scale * value:.4g}" + ("%" if self.is_fraction else "")
 
     @property
     def full_title(self) -> str:
         return self.title if self.group == "training" else f"{self.title} ({self.group})"
+
+    @property
+    def of_clients(self) -> str:
+        """The title where it is clear that the figure is of clients."""
+        return self.full_title.replace("(clients, ", "(")
 
 
 def _in_history(key: str) -> str:
@@ -91,13 +95,9 @@ def _in_history(key: str) -> str:
 
 def measures(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[Measure]:
     """All measures of the runs: those of the global model first, those of single domains after all others."""
-    keys: dict[str, None] = {}
-    for history in histories:
-        for line in history:
-            for key, value in line.items():
-                if key not in keys and key not in _NO_MEASURES and type(value) in (int, float):
-                    keys[key] = None
-    found = [Measure.of(key, keys) for key in keys]
+    lines = (line for history in histories for line in history)
+    keys = dict.fromkeys(key for line in lines for key, value in line.items() if type(value) in (int, float))
+    found = [Measure.of(key, keys) for key in keys if key not in _NO_MEASURES]
     groups = ["global model", *(group for group in _OF.values() if group != "global model")]
     return sorted(found, key=lambda measure: (", domain " in measure.title, groups.index(measure.group)))
 
@@ -112,38 +112,20 @@ def spent(history: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
         yield {"round": line["round"], "communication_rounds": rounds, "mib": size / MIB, "seconds": seconds}
 
 
-@dataclass(frozen=True)
-class Curves:
-    """The runs of one row of a report, at the rounds that all of them have."""
+def curve(
+    histories: Sequence[Sequence[Mapping[str, Any]]], key: str, axis: str
+) -> tuple[list[float], list[list[float]]]:
+    """Places on an axis of AXES, the mean over the runs, and the values of all runs at each of them.
 
-    rounds: list[int]
-    total: int  # number of rounds before they were thinned out to POINTS of them
-    axes: dict[str, list[float]]  # of AXES: mean over the runs at each round
-    values: dict[str, list[list[float | None]]]  # [measure][run][round]; None if not measured in this round
-
-    def points(self, key: str, axis: str) -> tuple[list[float], list[list[float]]]:
-        """Places on the axis, and the values of all runs at each of them."""
-        columns = zip(self.axes[axis], *self.values.get(key, ()), strict=True)
-        kept = [(place, list(values)) for place, *values in columns if values and None not in values]
-        return [place for place, _ in kept], [values for _, values in kept]
-
-
-def curves(histories: Sequence[Sequence[Mapping[str, Any]]], keys: Sequence[str]) -> Curves:
-    """Only rounds that all runs have: an interrupted run shortens the curve of its row."""
-    lines = [{line["round"]: line for line in history} for history in histories]
-    common = sorted(set.intersection(*(set(rounds) for rounds in lines)))
-    kept: set[int] = set()
-    for key in keys:  # measures may be taken in different rounds
-        kept.update(thinned([round_ for round_ in common if all(_has(of[round_], key) for of in lines)]))
-    rounds = sorted(kept)
-    totals = [{item["round"]: item for item in spent(history)} for history in histories]
-    axes = {axis: [statistics.fmean(of[round_][axis] for of in totals) for round_ in rounds] for axis in AXES}
-    values = {
-        key: [[of[round_][key] if _has(of[round_], key) else None for round_ in rounds] for of in lines]
-        for key in keys
-        if any(_has(line, key) for of in lines for line in of.values())
-    }
-    return Curves(rounds, len(common), axes, values)
+    Only of rounds in which all runs were measured: an interrupted run shortens the curve of its row.
+    """
+    found = []
+    for history in histories:
+        lines = zip(history, spent(history), strict=True)
+        found.append({line["round"]: (at[axis], line[key]) for line, at in lines if is_number(line.get(key))})
+    rounds = thinned(sorted(set.intersection(*map(set, found))))
+    places = [statistics.fmean(each[number][0] for each in found) for number in rounds]
+    return places, [[each[number][1] for each in found] for number in rounds]
 
 
 def thinned(items: Sequence[Any], points: int = POINTS) -> list[Any]:
@@ -156,7 +138,3 @@ def thinned(items: Sequence[Any], points: int = POINTS) -> list[Any]:
 def is_number(value: object) -> bool:
     """Whether a value can be drawn: figures of a run that diverged are not finite."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _has(line: Mapping[str, Any], key: str) -> bool:
-    return is_number(line.get(key))

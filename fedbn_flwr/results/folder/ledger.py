@@ -72,46 +72,48 @@ class MeteredGrid(GridAround):
 
     def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         """Count an exchange of FedTAN that bypassed the grid."""
-        traffic = Traffic(communication_rounds=1)
-        _count_down(traffic, map(_size_of_arrays, down))
-        _count_up(traffic, map(_size_of_arrays, up))
-        self._add(traffic)
+        self._count(1, list(map(_size_of_arrays, down)), list(map(_size_of_arrays, up)))
 
-    def _note_down(self, messages: list[Message]) -> None:
-        training = [message.content for message in messages if _trains(message)]
-        traffic = Traffic(communication_rounds=bool(training))
-        _count_down(traffic, map(size_in, training))
-        _count_others(traffic, messages)
-        self._add(traffic)
-
-    def _note_up(self, replies: list[Message]) -> None:
-        traffic = Traffic()
-        _count_up(traffic, [size_in(_content(reply)) for reply in replies if _trains(reply)])
-        _count_others(traffic, replies)
-        self._add(traffic)
-
-    def _add(self, traffic: Traffic) -> None:
+    def _count(
+        self, rounds: int, down: Sequence[Size] = (), up: Sequence[Size] = (), others: Sequence[Size] = ()
+    ) -> None:
+        bytes_down, bytes_up = [size for _, size in down], [size for _, size in up]
+        traffic = Traffic(
+            communication_rounds=rounds,
+            messages_down=len(down),
+            messages_up=len(up),
+            bytes_down=sum(bytes_down),
+            bytes_up=sum(bytes_up),
+            broadcast_bytes=max(bytes_down, default=0) + sum(bytes_up),
+            elements_down_per_client=max((count for count, _ in down), default=0),
+            elements_up_per_client=max((count for count, _ in up), default=0),
+            other_messages=len(others),
+            other_bytes=sum(size for _, size in others),
+        )
         with self._lock:
             self._now.add(traffic)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        messages = list(messages)  # Flower's HttpGrid iterates over them twice
-        if not messages:
-            return []
-        self._note_down(messages)
-        replies = gate(self.inner.send_and_receive(messages, timeout=timeout))
-        self._note_up(replies)
+    def _note_down(self, messages: Iterable[Message]) -> list[Message]:
+        sent = list(messages)  # Flower's HttpGrid iterates over them twice
+        training, others = _sizes(sent)
+        self._count(bool(training), down=training, others=others)
+        return sent
+
+    def _note_up(self, received: Iterable[Message]) -> list[Message]:
+        replies = gate(received)
+        training, others = _sizes(replies)
+        self._count(0, up=training, others=others)
         return replies
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = self._note_down(messages)
+        return self._note_up(self.inner.send_and_receive(sent, timeout=timeout)) if sent else []
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self._note_down(messages)
-        return self.inner.push_messages(messages)
+        return self.inner.push_messages(self._note_down(messages))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = gate(self.inner.pull_messages(message_ids))
-        self._note_up(replies)
-        return replies
+        return self._note_up(self.inner.pull_messages(message_ids))
 
 
 Size = tuple[int, int]  # elements and bytes of the arrays of a message
@@ -121,35 +123,12 @@ def _size_of_arrays(arrays: Arrays) -> Size:
     return sum(array.size for array in arrays.values()), sum(array.nbytes for array in arrays.values())
 
 
-def _count_down(traffic: Traffic, sizes: Iterable[Size]) -> None:
-    largest = 0
-    for count, size in sizes:
-        largest = max(largest, size)
-        traffic.messages_down += 1
-        traffic.bytes_down += size
-        traffic.elements_down_per_client = max(traffic.elements_down_per_client, count)
-    traffic.broadcast_bytes += largest
-
-
-def _count_up(traffic: Traffic, sizes: Iterable[Size]) -> None:
-    for count, size in sizes:
-        traffic.messages_up += 1
-        traffic.bytes_up += size
-        traffic.broadcast_bytes += size
-        traffic.elements_up_per_client = max(traffic.elements_up_per_client, count)
-
-
-def _count_others(traffic: Traffic, messages: Iterable[Message]) -> None:
+def _sizes(messages: Iterable[Message]) -> tuple[list[Size], list[Size]]:
+    """Of the messages that train, and of the others."""
+    training: list[Size] = []
+    others: list[Size] = []
     for message in messages:
-        if not _trains(message):
-            traffic.other_messages += 1
-            traffic.other_bytes += size_in(_content(message))[1]
-
-
-def _content(message: Message) -> RecordDict:
-    return message.content if message.has_content() else RecordDict()
-
-
-def _trains(message: Message) -> bool:
-    kind = message.metadata.message_type
-    return not kind.startswith("evaluate") and kind not in protocol.QUERIES
+        kind, content = message.metadata.message_type, message.content if message.has_content() else RecordDict()
+        trains = not kind.startswith("evaluate") and kind not in protocol.QUERIES
+        (training if trains else others).append(size_in(content))
+    return training, others

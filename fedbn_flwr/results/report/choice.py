@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from .report import figure
-from .rows import Row, Run
+from ..read.runs import Run
+from .rows import Row
+from .tables import Lines, figure
 
 TITLE = "candidates: the best is chosen by the accuracy on held-out training images, mean over seeds"
-
-Lines = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -39,18 +37,11 @@ def choose(rows: Sequence[Row]) -> Choice:
     dropped = {id(row) for group in groups.values() for row in group if any(each in group for each in best)}
     dropped -= {id(row) for row in best}
     lines: Lines = [("run", "validation accuracy", "test accuracy", "runs", "chosen")]
-    for group in groups.values():
-        for row in group:
-            ended = sum(run.summary.status == "finished" for run in row.runs)
-            lines.append(
-                (
-                    row.label,
-                    figure(_validation(row), 100, 2, "%"),
-                    figure(row.figures("accuracy"), 100, 2, "%"),
-                    str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished",
-                    "chosen" if any(row is each for each in best) else "",
-                )
-            )
+    for row in (row for group in groups.values() for row in group):
+        ended = sum(run.summary.status == "finished" for run in row.runs)
+        runs = str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished"
+        figures = (figure(values, 100, 2, "%") for values in (_validation(row), row.figures("accuracy")))
+        lines.append((row.label, *figures, runs, "chosen" if any(row is each for each in best) else ""))
     kept = [row for row in rows if id(row) not in dropped]
     return Choice(kept, lines if groups else [], tuple(_notes(rows)))
 
@@ -77,24 +68,16 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     changed: dict[str, dict[str, set[str]]] = {}
     configs = [run.config for row in rows for run in row.runs]
     for config in configs:
-        size = _mapping(config.get("size"))
+        size = config.get("size") or {}
         if (name := size.get("name")) not in (None, "paper"):
-            for key, values in _mapping(size.get("changed")).items():
-                changed.setdefault(str(name), {}).setdefault(key, set()).add(_arrow(key, values))
+            for key, (before, after) in size.get("changed", {}).items():
+                nothing = "all" if key in ("data.images", "data.test_images") else "none"
+                words = (nothing if value is None else str(value) for value in (before, after))
+                changed.setdefault(str(name), {}).setdefault(key, set()).add(" to ".join(words))
     notes = []
     for name, keys in changed.items():
         words = (f"{key} {arrows.pop() if len(arrows) == 1 else 'by run'}" for key, arrows in keys.items())
         notes.append(f"Size {name}, which differs from the file in: {', '.join(words)}.")
-    if any(_mapping(config.get("data")).get("random") for config in configs):
+    if any((config.get("data") or {}).get("random") for config in configs):
         notes.append("Random images; figures mean nothing.")
     return notes
-
-
-def _arrow(key: str, values: Any) -> str:
-    before, after = values if isinstance(values, list | tuple) and len(values) == 2 else (None, values)
-    nothing = "all" if key in ("data.images", "data.test_images") else "none"
-    return " to ".join(nothing if value is None else str(value) for value in (before, after))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

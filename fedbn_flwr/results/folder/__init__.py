@@ -6,7 +6,6 @@ history.jsonl       one line per round: metrics, messages and bytes in each dire
 partition.json      the images of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
-checksums.txt       a checksum of each line of the three files above
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its images
@@ -21,14 +20,10 @@ import fcntl
 import itertools
 import json
 import os
-import platform
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from importlib import metadata
 from logging import WARNING
 from pathlib import Path
 from types import MappingProxyType
@@ -38,21 +33,19 @@ import numpy as np
 from flwr.app import RecordDict
 from flwr.common import log
 
-from fedbn_flwr import __version__
-from fedbn_flwr.cores import cores
-from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
+from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
 from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
 from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
+from ..text import file_name, shorten
 from .checkpoint import CheckpointFile, Snapshot
+from .environment import environment
 from .files import add_line, damaged, read_lines, read_object, read_text, write_lines, write_text
 from .summary import Summary
-from .text import file_name, shorten
 
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
-_PACKAGES = ("flwr", "torch", "torchvision", "ray", "numpy")
 
 
 def default_out(name: str) -> Path:
@@ -86,10 +79,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Refuse a folder that another process is writing. The system ends the lock with the process."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
+        self._make()
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,12 +95,18 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
+
     def begin(self, config: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         for file in self.path.glob("*"):
             if file.is_fifo():
                 raise damaged(file, "it is a FIFO")
-        saved, first = self.checkpoint.state(), (self.environment() or {}) if self.config() else {}
+        saved, first = self.checkpoint.state(), (self.read("environment.json") or {}) if self.config() else {}
         done = 0 if saved is None else saved.round
         if saved is not None:
             self._check(saved, config, first.get("token", saved.token))
@@ -120,13 +116,14 @@ class RunFolder:
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
+        self._make()
         write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
         self._write_environment(first, {**environment(), "modules": sources(config), **more}, done, saved)
-        write_lines(self.path, kept)
+        for name, lines in kept.items():
+            if lines or name == "history.jsonl":
+                write_lines(self.path / name, lines)
+            else:
+                (self.path / name).unlink(missing_ok=True)
         with suppress(UserError):  # a damaged summary is written again when the run begins
             if (summary := self.summary()) is not None:  # of the lines that are left, should the run not begin
                 self.write_summary(summary.of(kept["history.jsonl"]))
@@ -152,7 +149,7 @@ class RunFolder:
         if edited := [file for file, digest in now["modules"].items() if before.get(file, digest) != digest]:
             log(WARNING, "%s: %s changed since the run began; its first %d rounds are of the code before",
                 self.path.name, " and ".join(edited), done)  # fmt: skip
-        write_text(self.path / "environment.json", json.dumps(content, indent=2) + "\n", durable=True)
+        self.write("environment.json", content, indent=2, durable=True)
 
     def config(self) -> dict[str, Any]:
         """The resolved settings; empty if there is no file."""
@@ -165,7 +162,7 @@ class RunFolder:
             raise damaged(file, str(error)) from None
         if not isinstance(found, dict) or not found:
             raise damaged(file, "it has no settings")
-        for key in ("engine", "evaluate", "published", "cell"):
+        for key in ("engine", "evaluate", "published", "cell", "size", "data"):
             if not isinstance(found.get(key) or {}, dict):
                 raise damaged(file, f"{key} is {shorten(repr(found[key]), 100)}; expected a mapping")
         return found
@@ -187,36 +184,27 @@ class RunFolder:
     def lines(self, name: str) -> list[dict[str, Any]]:
         return read_lines(self.path / name)
 
-    def write_partition(self, counts: Mapping[str, Any]) -> None:
-        write_text(self.path / "partition.json", json.dumps(dict(counts)) + "\n")
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The content of a .json file; None if there is none."""
+        return read_object(self.path / name)
 
-    def partition(self) -> dict[str, Any] | None:
-        return read_object(self.path / "partition.json")
+    def write(self, name: str, content: Mapping[str, Any], *, indent: int | None = None, durable: bool = False) -> None:
+        write_text(self.path / name, to_json(content, indent) + "\n", durable=durable)
 
     def write_summary(self, summary: Summary) -> None:
-        write_text(self.path / "summary.json", to_json(summary.to_json(), indent=2) + "\n")
+        self.write("summary.json", summary.to_json(), indent=2)
 
     def summary(self) -> Summary | None:
         """None if there is none."""
-        file = self.path / "summary.json"
-        content = read_object(file)
+        content = self.read("summary.json")
         try:
             return None if content is None else Summary.from_json(content)
         except ValueError as error:
-            raise damaged(file, str(error)) from None
-
-    def write_matrix(self, matrix: Mapping[str, Any]) -> None:
-        write_text(self.path / "matrix.json", to_json(matrix) + "\n")
-
-    def matrix(self) -> dict[str, Any] | None:
-        return read_object(self.path / "matrix.json")
-
-    def environment(self) -> dict[str, Any] | None:
-        return read_object(self.path / "environment.json")
+            raise damaged(self.path / "summary.json", str(error)) from None
 
     def token(self) -> str:
         """Of the run; nodes store their state of it under this name."""
-        return str((self.environment() or {})["token"])
+        return str((self.read("environment.json") or {})["token"])
 
     def write_model(self, arrays: Arrays, name: str = "model.safetensors") -> None:
         from safetensors import SafetensorError
@@ -231,11 +219,9 @@ class RunFolder:
         except SafetensorError as error:
             raise StorageError(f"{str(path)!r} cannot be written: {error}") from None
 
-    def write_model_description(self, description: Mapping[str, Any]) -> None:
-        write_text(self.path / "model.json", json.dumps(dict(description), indent=2) + "\n")
-
     def model_description(self) -> dict[str, Any]:
-        if (found := read_object(self.path / "model.json")) is None:
+        """How to build the network and to normalise its images."""
+        if (found := self.read("model.json")) is None:
             raise UserError(f"{str(self.path)!r} has no model.json")
         return found
 
@@ -289,25 +275,42 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return values
 
 
+def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
+    """All run folders in these folders and below them, which have a summary.json; and the number of the given one."""
+    found: dict[Path, int] = {}
+    for number, folder in enumerate(folders):
+        if not folder.is_dir():
+            raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that contain some")
+        # A subfolder may disappear during the search, or not be readable: os.walk leaves it out.
+        below = sorted(Path(where) for where, _, names in os.walk(folder) if "summary.json" in names)
+        found = dict.fromkeys(below, number) | found
+    return found
+
+
+def _summaries(out: Path) -> Iterator[tuple[RunFolder, Summary]]:
+    """Of the runs below `out`; a damaged one is left out."""
+    for folder in map(RunFolder, find_folders([out]) if out.is_dir() else ()):
+        with suppress(UserError):
+            if (summary := folder.summary()) is not None:
+                yield folder, summary
+
+
 def mark_interrupted(out: Path) -> None:
     """Mark unfinished runs below `out` as interrupted, after their process has ended."""
-    for file in out.rglob("summary.json"):
-        folder = RunFolder(file.parent)
-        with suppress(FedbnError):  # damaged, or the disk is full
-            if (summary := folder.summary()) is not None and summary.status == "running":
+    for folder, summary in _summaries(out):
+        if summary.status == "running":
+            with suppress(StorageError):  # the disk is full
                 summary.status = "interrupted"
                 folder.write_summary(summary)
 
 
 def errors_since(out: Path, began: float) -> dict[str, str]:
     """Why the runs below `out` failed that began at this time or later, by the names of their folders."""
-    errors = {}
-    for file in sorted(out.rglob("summary.json")):
-        with suppress(FedbnError):  # damaged
-            summary = RunFolder(file.parent).summary()
-            if summary is not None and summary.error and datetime.fromisoformat(summary.began).timestamp() >= began:
-                errors[file.parent.name] = summary.error
-    return errors
+    return {
+        folder.path.name: summary.error
+        for folder, summary in _summaries(out)
+        if summary.error and datetime.fromisoformat(summary.began).timestamp() >= began
+    }
 
 
 @contextmanager
@@ -319,58 +322,3 @@ def stopped_by_hand(out: Path | None) -> Iterator[None]:
         if out is not None:
             mark_interrupted(out)
         raise
-
-
-def environment() -> dict[str, Any]:
-    """Commit, versions, hardware and command, with which others can repeat a run."""
-    versions = {"fedbn-flwr": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    found: dict[str, Any] = {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": cores(),
-        "versions": versions,
-    }
-    if "torch" in sys.modules:
-        import torch
-
-        found["threads"] = torch.get_num_threads()
-        found["instructions"] = torch.backends.cpu.get_cpu_capability()
-        found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return found
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that this code runs from, with the ending -changed if files were changed since."""
-    here = Path(__file__).parent
-    try:
-        git = ["git", "-C", str(here)]
-        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
-        if tracked.returncode:
-            return None  # installed, not a checkout
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if commit.returncode:
-        return None
-    return commit.stdout.strip() + ("-changed" if status.stdout.strip() else "")
-
-
-def _processor() -> str:
-    """Name, family and model: a virtual machine may give the same name to processors whose rounding differs."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    if "model name" not in found:
-        return platform.processor()
-    return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"

@@ -1,0 +1,54 @@
+"""Clients as individuals: the values of each client, and their spread.
+
+`clients.jsonl` has a line per round, {"round": 3, "clients": {"0": {"images": 96, "train_loss": 0.4, ...}, ...}}. All
+figures here give each client the same weight. They describe the clients that took part, so the deviation is that of
+the whole group (divisor n), not an estimate from a sample.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_IMAGES = re.compile(r"(own_|test_|validation_|unseen_)?images(_|$)")
+
+
+@dataclass(frozen=True)
+class Spread:
+    mean: float
+    deviation: float
+    worst_tenth: float  # the mean of the worst tenth of the clients, rounded up to whole clients
+
+
+def spread(values: Sequence[float], metric: str) -> Spread:
+    """The spread of a metric over clients. The worst losses are the highest, other metrics are worst if low."""
+    if not all(map(math.isfinite, values)):  # a client diverged
+        return Spread(math.nan, math.nan, math.nan)
+    mean = statistics.fmean(values)
+    worst = sorted(values, reverse=is_loss(metric))[: math.ceil(len(values) / 10)]
+    return Spread(mean, math.sqrt(statistics.fmean((value - mean) ** 2 for value in values)), statistics.fmean(worst))
+
+
+def is_loss(metric: str) -> bool:
+    return "loss" in metric.split("_")
+
+
+def is_count(metric: str) -> bool:
+    """Whether it is a number of images, for instance of a client's own test images of one domain."""
+    return _IMAGES.match(metric) is not None
+
+
+def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each metric's values by client, from the last round in which it was measured; some clients may lack one."""
+    found: dict[str, dict[str, float]] = {}
+    for line in lines:
+        latest: dict[str, dict[str, float]] = {}
+        for client, metrics in line["clients"].items():
+            for metric, value in metrics.items():
+                latest.setdefault(metric, {})[client] = value
+        found |= latest
+    return found

@@ -1,0 +1,146 @@
+"""Reads and writes the text files of a run folder; a damaged file is refused by its name, and by its line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fedbn_flwr.errors import UserError
+from fedbn_flwr.storage import open_regular, replacing, to_json, writing
+
+from ..text import shorten
+from .ledger import Traffic
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+# The types of the values by file and key; other keys may have any value.
+_TYPES: dict[str, dict[str, Any]] = {
+    "history.jsonl": {"round": Whole, "seconds": float, **dict.fromkeys(vars(Traffic()), Whole)},
+    "clients.jsonl": {"round": Whole, "clients": dict[str, dict[str, float]]},
+    "norms.jsonl": {
+        "round": Whole,
+        "layers": dict[str, dict[str, float]],
+        "clients": dict[str, dict[str, dict[str, float]]],
+    },
+    "partition.json": {"title": str, "classes": list[str], "counts": list[list[Whole]], "clients": list[str]},
+    "matrix.json": {"clients": list[str], "accuracy": list[list[float | None]]},
+    "model.json": {
+        "build": dict[str, Any],
+        "normalise": str | dict[str, list[float]] | None,
+        "classes": list[str] | None,
+        "global": bool,
+    },
+    "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[dict[str, Any]]},
+}
+_OPTIONAL = ("environment.json",)  # files whose keys may be missing
+
+
+def damaged(file: Path, reason: str, line: int | None = None) -> UserError:
+    where = repr(str(file)) + (f", line {line}" if line is not None else "")
+    return UserError(f"{where}: {reason}; restore the file from a copy, or start again with another --out")
+
+
+def read_text(file: Path) -> str | None:
+    """The content of a file; None if there is no file."""
+    content = _read(file)
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise damaged(file, f"byte {error.start} is not UTF-8") from None
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        with open_regular(file) as stream:
+            return stream.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """The mapping in a JSON file; None if there is no file."""
+    content = _read(file)
+    return None if content is None else _parse(content, file)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The mappings in a .jsonl file, one for each line; empty if there is no file."""
+    *lines, _ = (_read(file) or b"").split(b"\n")  # what follows the last line break was cut off by a crash
+    found: list[dict[str, Any]] = []
+    for number, data in enumerate(lines, start=1):
+        line = _parse(data, file, number)
+        if found and line["round"] <= found[-1]["round"]:
+            raise damaged(file, f"round {line['round']} follows round {found[-1]['round']}", number)
+        found.append(line)
+    return found
+
+
+def add_line(file: Path, line: Mapping[str, Any]) -> None:
+    with writing(file), file.open("a", encoding="utf-8") as lines:
+        lines.write(to_json(line) + "\n")
+
+
+def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    write_text(file, "".join(f"{to_json(line)}\n" for line in lines))
+
+
+def write_text(file: Path, text: str, *, durable: bool = False) -> None:
+    """Write atomically: another process may be reading the file."""
+    with replacing(file, durable=durable) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _parse(data: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
+    types = _TYPES.get(file.name, {})
+    try:
+        content = json.loads(data.decode(), object_hook=with_nan if file.suffix == ".jsonl" else None)
+        if not isinstance(content, dict):
+            raise ValueError(f"it is a {type(content).__name__}; expected a mapping")
+        if file.name not in _OPTIONAL:
+            check_keys(content, types)
+        measures = (key for key in content if "accuracy" in key or "loss" in key)
+        check_types(content, (dict.fromkeys(measures, float) if file.name == "history.jsonl" else {}) | types)
+    except UnicodeDecodeError as error:
+        raise damaged(file, f"byte {error.start} is not UTF-8", line) from None
+    except RecursionError:
+        raise damaged(file, "it is nested too deeply", line) from None
+    except json.JSONDecodeError as error:
+        raise damaged(file, f"it is no JSON: {error}", line) from None
+    except ValueError as error:
+        raise damaged(file, str(error), line) from None
+    return content
+
+
+def with_nan(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures that were not finite are null in a file."""
+    return {key: math.nan if value is None else value for key, value in figures.items()}
+
+
+def check_keys(content: Mapping[str, Any], required: Iterable[str]) -> None:
+    if missing := [key for key in required if key not in content]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+
+
+def check_types(content: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """ValueError if a value from JSON is of another type; whole numbers fit into 64 bits."""
+    for key in content.keys() & expected.keys():
+        try:
+            _adapter(expected[key]).validate_python(content[key], strict=True)
+        except ValidationError as error:
+            (fault, *_) = error.errors()
+            where = ".".join(map(str, (key, *fault["loc"])))
+            reason = fault["msg"].removeprefix("Input should be ")
+            raise ValueError(f"{where} is {shorten(repr(fault['input']), 100)}; expected {reason}") from None
+
+
+@functools.cache
+def _adapter(expected: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(expected)

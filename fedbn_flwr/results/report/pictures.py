@@ -1,0 +1,464 @@
+"""The pictures of a report. Each is declared here once; `Plot` makes files and the pictures of the page of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from fedbn_flwr.errors import StorageError, UserError, did_you_mean
+
+from ..folder.counts import PartitionCounts
+from ..text import in_plot
+from .curves import AXES, Measure, curve, measures, thinned
+from .published import published_figures
+from .rows import Row, deviation, headline, mean, repetitions
+from .swept import Sweep
+from .tables import Domains, by_domain, measures_of_clients
+
+if TYPE_CHECKING:
+    from .figure import Plot  # imports matplotlib
+
+# Okabe and Ito's palette, whose colours colour-blind readers can distinguish, with a darker yellow; and markers.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#A69B00")
+MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "p")
+
+# Curves that are equal hide each other unless line style, marker and place of the markers differ.
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_MOST_BANDS = 8  # with more rows the bands of deviation cover each other
+_LARGEST = 100  # inches
+_PANELS = ("round", "communication_rounds", "mib")
+_TIPS = 100  # points of a curve that have a tip, and squared the cells of a heat map
+_SHOWN_CLASSES = 24  # more colours are hard to distinguish
+_SHOWN_CLIENTS = 40  # that have a label
+_LABELLED = 40  # more names of layers do not fit
+_UNFINISHED = "not finished"
+
+
+class Look(TypedDict, total=False):
+    """What a plot shows, if not the default."""
+
+    measure: str | None  # a key of history.jsonl, instead of what runs are compared by
+    axis: str | None  # a key of AXES: a single panel, for a paper
+    size: Sequence[float] | None  # width and height in inches
+    band: bool | None  # the deviation over runs; by default of at most _MOST_BANDS rows
+
+
+def _panels(
+    count: int, columns: int, width: float, height: float, *, layout: Any = "constrained", share: bool = False
+) -> tuple[Plot, list[Any]]:
+    """A figure with so many panels, each of a size in inches."""
+    from .figure import Plot
+
+    columns = min(columns, count)
+    lines = -(-count // columns)
+    figure = Plot(figsize=(width * columns, height * lines), layout=layout)
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=share, sharey=share).flatten().tolist()
+    for panel in panels[count:]:
+        panel.set_visible(False)
+    return figure, panels[:count]
+
+
+def _finish(panel: Any, title: str, *, grid: Any = "both", **values: Any) -> None:
+    panel.set(**values)
+    panel.set_title(in_plot(title, 100), fontsize="medium", loc="left")
+    panel.grid(axis=grid, alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _marker(number: int) -> str:
+    return MARKERS[number % len(MARKERS)]
+
+
+# --- curves and domains ---
+
+
+def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
+    """Plot the measure that runs are compared by, and that of the personal models if there are some."""
+    from .figure import Plot
+
+    _check(rows, look)
+    band = len(rows) <= _MOST_BANDS if look.get("band") is None else bool(look.get("band"))
+    measure = look.get("measure") or headline(run for row in rows for run in row.runs)
+    if single := look.get("axis"):
+        return curve_panel(rows, measure, single, size=look.get("size") or (6, 4.2), band=band)
+    kinds, own = by_domain(rows), f"clients_own_{measure}"
+    keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
+    lines = [line for row in rows for run in row.counted for line in run.history]
+    within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
+    axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
+    heights = [4.2] * len(keys) + [2.8] * len(kinds)
+    figure = Plot(figsize=tuple(look.get("size") or (15, 0.5 + sum(heights))))
+    grid = figure.add_gridspec(len(heights), len(axes), height_ratios=heights)
+    figure.suptitle(in_plot(_title(rows, band), 150), fontsize="medium")
+    handles: dict[int, Any] = {}
+    for line, key in enumerate(keys):
+        first = None
+        # A row without a global model has its clients in the panels of `own` only.
+        shown = {i: row for i, row in enumerate(rows) if not (key == measure and own in keys and row.accuracy_of)}
+        for place, axis in enumerate(axes):
+            panel = figure.add_subplot(grid[line, place], sharey=first)
+            handles |= _curves(figure, panel, shown, len(rows), key, axis, band)
+            panel.tick_params(labelleft=first is None)
+            panel.set_ylabel(panel.get_ylabel() if first is None else "")
+            first = first or panel
+    for number, kind in enumerate(kinds, start=len(keys)):
+        _domains(figure, figure.add_subplot(grid[number, :]), rows, kind)
+    _legend(figure, figure, rows, handles, loc="outside right upper", fontsize="small", handlelength=4)
+    return figure
+
+
+def curve_panel(
+    rows: Sequence[Row],
+    measure: str,
+    axis: str,
+    *,
+    size: Sequence[float] = (6, 4.2),
+    band: bool = True,
+    log: bool = False,
+    layout: Any = "constrained",
+) -> Plot:
+    """A single panel with its legend inside."""
+    figure, (panel,) = _panels(1, 1, *size, layout=layout)
+    handles = _curves(figure, panel, dict(enumerate(rows)), len(rows), measure, axis, band)
+    if log:
+        panel.set_yscale("log")
+        panel.set_ylabel(f"{panel.get_ylabel()}, logarithmic")
+    _legend(figure, panel, rows, handles, fontsize="x-small", handlelength=3)
+    return figure
+
+
+def _check(rows: Sequence[Row], look: Look) -> None:
+    known = [measure.key for measure in measures(run.history for row in rows for run in row.runs)]
+    for name, found, names in (("measure", look.get("measure"), known), ("axis", look.get("axis"), AXES)):
+        if found is not None and found not in names:
+            raise UserError(f"the plot has no {name} {found!r}; {did_you_mean(found, names)}")
+    if (size := look.get("size")) is not None and (len(size) != 2 or not all(0 < each <= _LARGEST for each in size)):
+        raise UserError(f"the size of the plot is {size}; expected width and height, up to {_LARGEST} inches")
+
+
+def _title(rows: Sequence[Row], band: bool) -> str:
+    names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
+    text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    if all(len(row.runs) == 1 for row in rows):
+        return f"{text}: one run per curve"
+    words = list(dict.fromkeys(repetitions(row) for row in rows))
+    note = "; band: ± one standard deviation" if band else ""
+    return f"{text}: mean over {' or '.join(words)}{note}"
+
+
+def _legend(figure: Plot, where: Any, rows: Sequence[Row], handles: Mapping[int, Any], **options: Any) -> None:
+    if handles:
+        names = [in_plot(rows[number].title) for number in sorted(handles)]
+        where.legend([handles[number] for number in sorted(handles)], names, **options)
+
+
+def _curves(
+    figure: Plot, panel: Any, shown: Mapping[int, Row], rows: int, key: str, axis: str, band: bool
+) -> dict[int, Any]:
+    """Draw the rows into a panel; returns the lines of the legend by the rows' numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    measure, handles = Measure.of(key), {}
+    for number, row in shown.items():
+        places, found = curve([run.history for run in row.counted], key, axis)
+        if not places:
+            continue
+        means = [measure.scale * statistics.fmean(values) for values in found]
+        step = max(1, len(places) // 8)
+        (handles[number],) = panel.plot(
+            places,
+            means,
+            linestyle=_DASHES[number % len(_DASHES)],
+            # An earlier line is wider, so that it is visible below a later one.
+            linewidth=1.2 + 1.8 * (rows - number) / rows,
+            color=_colour(number),
+            marker=_marker(number),
+            markersize=5,
+            markevery=(number * step // rows % max(1, len(places)), step),
+        )
+        if band and len(found[0]) > 1:
+            spread = [measure.scale * statistics.stdev(values) for values in found]
+            low, high = ([a + sign * b for a, b in zip(means, spread, strict=True)] for sign in (-1, 1))
+            panel.fill_between(places, low, high, color=_colour(number), alpha=0.15, lw=0)
+        tips = thinned(list(zip(places, means, found, strict=True)), _TIPS)
+        words = [
+            f"{row.title}: {measure.in_words(statistics.fmean(each))} at {x:.6g} {AXES[axis]}" for x, _, each in tips
+        ]
+        figure.tips(panel, [(x, y) for x, y, _ in tips], words)
+    _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.full_title) + (", %" if measure.is_fraction else ""))
+    panel.set_xlim(left=0)
+    if axis not in ("mib", "seconds"):
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return handles
+
+
+def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:
+    """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
+    names = [*kind.names, "average"]
+    for number, row in enumerate(rows):
+        found = [
+            (i + (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows), v) for i, v in enumerate(kind.columns(row)) if v
+        ]
+        points = [(place, 100 * statistics.fmean(values)) for place, values in found]
+        if points:
+            spreads = [100 * (deviation(values) or 0.0) for _, values in found]
+            style = {"color": _colour(number), "marker": _marker(number)}
+            panel.errorbar(*zip(*points, strict=True), spreads, linestyle="none", markersize=7, **style)
+            words = [f"{row.title}, {names[round(place)]}: {value:.4g}%" for place, value in points]
+            figure.tips(panel, points, words)
+    for place in range(len(kind.names)):
+        panel.axvline(place + 0.5, color="grey", lw=0.8)
+    panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
+    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel="%")
+
+
+# --- sweeps ---
+
+
+def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
+    """A panel for each sweep; published figures are hollow markers on a dotted line, and runs that have not finished
+    have a cross."""
+    figure, panels = _panels(len(sweeps), 3, 5.3, 4.2)
+    labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
+    handles: dict[str, Any] = {}
+    for panel, sweep in zip(panels, sweeps, strict=True):
+        for number, label in enumerate(labels):
+            if label in sweep.lines:
+                handles |= _swept_line(figure, panel, sweep, label, number)
+        numbers = list(sweep.places.values()) if sweep.is_scale else [0.0]
+        if min(numbers) > 0 and max(numbers) >= 50 * min(numbers):
+            panel.set_xscale("log")
+        panel.set_xticks(list(sweep.places.values()), [in_plot(word, 30) for word in sweep.places])
+        panel.minorticks_off()
+        measure = in_plot(f"{Measure.of(sweep.measure).full_title}, %")
+        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=measure)
+    if _UNFINISHED in handles:
+        handles[_UNFINISHED] = handles.pop(_UNFINISHED)  # the last one
+    names = [in_plot(label) for label in handles]
+    figure.legend(handles.values(), names, loc="outside upper center", ncols=4, fontsize="small")
+    return figure
+
+
+def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int) -> dict[str, Any]:
+    drawn: dict[str, Any] = {}
+    style = {"color": _colour(number), "marker": _marker(number), "capsize": 3}
+    measured, known, crossed = [], [], []
+    for word, row in sweep.lines[label].items():
+        place, values = sweep.places[word], row.figures(sweep.measure)
+        if values and math.isfinite(mean(values)):
+            measured.append((place, 100 * mean(values), 100 * (deviation(values) or 0.0)))
+            crossed += measured[-1:] if row.unfinished else []
+        figures = published_figures(row.runs[0].config.get("published") or {})
+        if sweep.measure in figures:
+            value, spread = figures[sweep.measure]
+            known.append((place, 100 * value, 100 * (spread or 0.0)))
+    if crossed:
+        (drawn[_UNFINISHED],) = panel.plot(*list(zip(*crossed, strict=True))[:2], "kx", markersize=10, zorder=3)
+    hollow = {"markerfacecolor": "none", "linestyle": ":"}
+    for name, points, more in ((label, measured, {}), (f"{label}, published", known, hollow)):
+        if points:
+            points = sorted(points) if sweep.is_scale else points
+            drawn[name] = panel.errorbar(*zip(*points, strict=True), **style, **more)
+            words = [f"{name}, {sweep.key}={place:g}: {value:.4g}% ± {spread:.2g}" for place, value, spread in points]
+            figure.tips(panel, [point[:2] for point in points], words)
+    return drawn
+
+
+# --- clients ---
+
+
+def clients_plot(rows: Sequence[Row]) -> Plot | None:
+    """A panel for each main metric of single clients, with a box for each row; None if there are no values.
+
+    The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
+    extremes.
+    """
+    runs = [run for row in rows for run in row.counted]
+    metrics = {key: each for run in runs for key, each in measures_of_clients(run, every=False).items()}
+    if not metrics:
+        return None
+    figure, panels = _panels(len(metrics), 3, max(5.0, 2.5 + 0.7 * len(rows)), 4.2)
+    for panel, (key, measure) in zip(panels, metrics.items(), strict=True):
+        for number, row in enumerate(rows):
+            found = [
+                (100 * value, f"{row.label}, seed {run.summary.seed}, client {client}: {measure.in_words(value)}")
+                for run in row.counted
+                for client, value in run.clients.get(key, {}).items()
+                if math.isfinite(value)
+            ]
+            if not found:
+                continue
+            values, line = [value for value, _ in found], {"color": _colour(number)}
+            mark = {
+                "marker": "D",
+                "markerfacecolor": _colour(number),
+                "markeredgecolor": _colour(number),
+                "markersize": 4,
+            }
+            styles = dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line) | {"medianprops": line | {"lw": 1.5}}
+            panel.boxplot(
+                [values], positions=[number], widths=0.5, whis=(0, 100), showmeans=True, meanprops=mark, **styles
+            )
+            # Side by side, so that equal clients can be distinguished.
+            step = 0.4 / max(len(found) - 1, 1)
+            places = [number + step * (i - (len(found) - 1) / 2) for i in range(len(found))]
+            panel.plot(places, values, ".", alpha=0.5, markersize=4, **line)
+            shown = thinned(list(zip(places, found, strict=True)), _TIPS)
+            figure.tips(panel, [(place, value) for place, (value, _) in shown], [words for _, (_, words) in shown])
+        panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
+        _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel="%")
+    return figure
+
+
+def matrix_plot(matrix: Mapping[str, Any]) -> Plot:
+    """A heat map: row = client whose personal model, column = client whose test images."""
+    clients = matrix["clients"]
+    side = min(12.0, 2.5 + 0.45 * len(clients))
+    figure, (panel,) = _panels(1, 1, side + 1, side)
+    shown = [[math.nan if value is None else 100 * value for value in row] for row in matrix["accuracy"]]
+    image = panel.imshow(shown, cmap="viridis", vmin=0, vmax=100)
+    places = range(0, len(clients), math.ceil(len(clients) / 20))
+    panel.set_xticks(places, [in_plot(clients[place], 20) for place in places])
+    panel.set_yticks(places, [in_plot(clients[place], 20) for place in places])
+    panel.set(xlabel="test images of client", ylabel="model of client")
+    for row, values in enumerate(shown):
+        for column, value in enumerate(values if len(clients) <= _TIPS else ()):
+            text = "-" if math.isnan(value) else f"{value:.0f}"
+            if len(clients) <= 12:
+                panel.text(column, row, text, ha="center", va="center", color="black" if value > 60 else "white")
+            figure.tips(panel, [(column, row)], [f"model of {clients[row]}, images of {clients[column]}: {text}%"])
+    figure.colorbar(image, ax=panel, label="accuracy, %")
+    return figure
+
+
+# --- data of the clients ---
+
+
+def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
+    """Stacked bars, a bar for each client and a colour for each class; a panel for each partition."""
+    widest = max(len(partition.counts) for partition in partitions)
+    figure, panels = _panels(len(partitions), 1, min(14, 4.5 + 0.35 * widest), 3.6)
+    for panel, partition in zip(panels, partitions, strict=True):
+        places = range(len(partition.counts))
+        colours = class_colours(len(partition.classes))
+        bottom = [0] * len(partition.counts)
+        many = len(partition.counts) > _SHOWN_CLIENTS
+        for label, colour in enumerate(colours):
+            heights = [row[label] for row in partition.counts]
+            # A thin white line separates classes if the bars are wide enough for it.
+            edge = 0 if many or len(partition.classes) > _SHOWN_CLASSES else 0.4
+            width = 1.0 if many else 0.8
+            panel.bar(places, heights, width, bottom, color=colour, edgecolor="white", linewidth=edge)
+            if not many:
+                named = [(i, f"client {i}, {partition.classes[label]}: {n} images") for i, n in enumerate(heights) if n]
+                points = [(i, bottom[i] + heights[i] / 2) for i, _ in named]
+                figure.tips(panel, points, [words for _, words in named])
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        limits = {"xlim": (-0.6, len(places) - 0.4), "ylim": (0, 1.05 * max(1, *partition.sizes))}
+        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="images", **limits)
+        if not many:
+            slanted = bool(partition.clients) and len(partition.counts) > 8
+            panel.set_xticks(places, [in_plot(name, 30) for name in partition.clients or map(str, places)])
+            for tick in panel.get_xticklabels() if slanted else ():
+                tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each label ends below its bar
+        _explain_colours(figure, panel, partition, colours)
+    return figure
+
+
+def _explain_colours(figure: Any, panel: Any, partition: PartitionCounts, colours: Sequence[Any]) -> None:
+    if len(partition.classes) == 1:
+        return
+    if len(partition.classes) <= _SHOWN_CLASSES:
+        # In the order of the bars, the first class at the bottom. Without names, matplotlib omits those such as _other.
+        names = [in_plot(name, 30) for name in partition.classes[::-1]]
+        panel.legend(panel.containers[::-1], names, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+        return
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    scale = ScalarMappable(Normalize(0, len(colours)), ListedColormap(list(colours)))
+    figure.colorbar(scale, ax=panel, label="class (number)")
+
+
+def class_colours(count: int) -> list[Any]:
+    """Two palettes of twelve hues, dark and light; a continuous scale if there are too many classes to distinguish."""
+    from matplotlib import colormaps
+
+    if count > _SHOWN_CLASSES:
+        return [colormaps["viridis"](i / (count - 1))[:3] for i in range(count)]
+    return [colormaps[name](i)[:3] for name in ("tab20", "Dark2") for i in range(colormaps[name].N)][:count]
+
+
+# --- batch norm by layer ---
+
+# The panels: a figure of norms.jsonl, whose clients are averaged, and a title.
+_DYNAMICS = {
+    "mean_drift": "global mean, change from the round before",
+    "variance_drift": "global variance, change from the round before",
+    "mean_deviation": "clients' means, distance from the global one",
+    "variance_deviation": "clients' variances, distance from the global one",
+}
+
+
+def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
+    """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
+    from matplotlib.colors import LogNorm
+
+    layers = list(lines[0]["layers"])
+    rounds = [int(line["round"]) for line in lines]
+    height = (2.5 + 0.36 * min(len(layers), _LABELLED)) / 2
+    figure, panels = _panels(4, 2, 7, height, share=True)
+    step = -(-len(layers) // _LABELLED)
+    for panel, (name, title) in zip(panels, _DYNAMICS.items(), strict=True):
+        values = [[_value(line, layer, name) for line in lines] for layer in layers]
+        positive = [value for row in values for value in row if value > 0]
+        low, high = min([1.0, *positive]), max([0.0, *positive])
+        panel.set_facecolor("lightgrey")  # a logarithm has no colour for 0
+        # A round that is not recorded has the colour of the recorded one before it.
+        last = rounds[-1] + (rounds[-1] - rounds[-2] if len(rounds) > 1 else 1)
+        edges = [number - 0.5 for number in (*rounds, last)]
+        image = panel.pcolormesh(
+            edges, range(len(layers) + 1), values, norm=LogNorm(low, max(high, 1.001 * low)), rasterized=True
+        )
+        panel.set_title(title, fontsize="medium", loc="left")
+        shown = range(0, len(layers), step)
+        panel.set_yticks([i + 0.5 for i in shown], [in_plot(layers[i], 40) for i in shown], fontsize="small")
+        figure.colorbar(image, ax=panel)
+        cells = [
+            (i, j) for i in range(len(layers)) for j in range(len(rounds)) if len(layers) * len(rounds) <= _TIPS**2
+        ]
+        words = [f"{layers[i]}, round {rounds[j]}: {values[i][j]:.3g}" for i, j in cells]
+        figure.tips(panel, [(rounds[j], i + 0.5) for i, j in cells], words)
+    for panel in panels[2:]:
+        panel.set_xlabel("round")
+    panels[0].invert_yaxis()  # shared by all: the first layer is on top
+    figure.suptitle("grey: no distance (frozen statistics)", fontsize="medium", x=0.01, ha="left")
+    return figure
+
+
+def _value(line: Mapping[str, Any], layer: str, name: str) -> float:
+    found = line["layers"].get(layer, {})
+    values = (
+        [found[name]]
+        if name in found
+        else [of[layer][name] for of in line["clients"].values() if name in of.get(layer, {})]
+    )
+    return statistics.fmean(values) if values else 0.0
+
+
+def save(figure: Plot, file: Path) -> None:
+    """Write into a folder that may not exist yet, in the format that the file's name ends in."""
+    if file.suffix[1:] not in (known := figure.canvas.get_supported_filetypes()):
+        raise UserError(f"the plot {str(file)!r} has no known format; expected a name that ends in {', '.join(known)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.write(file)
+    except (OSError, StorageError) as error:
+        raise UserError(f"the plot {str(file)!r} cannot be written: {error}") from None
