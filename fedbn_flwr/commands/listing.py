@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.results.text import duration
 
 from .common import Commands, add_command
 
