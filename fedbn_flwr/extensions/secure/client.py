@@ -220,8 +220,8 @@ def _share(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
     rows = []
     for node, of_node in zip(session.nodes, zip(*shares, strict=True), strict=True):  # its own shares, too
         channel = session.channel(node)
-        keys = [session.sealing_key(channel, *place, session.node, node) for place in places]
-        rows.append(b"".join(map(seal, keys, of_node)))
+        sealing = [session.sealing_key(channel, *place, session.node, node) for place in places]
+        rows.append(b"".join(map(seal, sealing, of_node)))
     return rows
 
 
