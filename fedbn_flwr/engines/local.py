@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -345,9 +344,7 @@ class LocalGrid(Capabilities, Grid):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
