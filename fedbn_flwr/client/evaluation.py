@@ -14,9 +14,9 @@ from fedbn_flwr.threads import map_batches
 from .metrics import Measurement, Metric, confusion, of_matrix
 from .training import Batch, Loss, logits_of
 
-# Of a batch: the loss and the number of correct examples (None if the outputs are not logits of classes), added up over
-# its examples, or over the pixels of a segmentation model; the confusion matrix of such a model; outputs and targets.
-_Sums = tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor]
+# Of a batch: sums over its examples, or over the pixels of a segmentation model: their number, the losses, the correct
+# ones (not if the outputs are not logits of classes), and the confusion matrix of such a model. Logits and targets.
+_Sums = tuple[dict[str, Any], Any, Tensor]
 
 
 @torch.no_grad()
@@ -42,37 +42,33 @@ def evaluate(
         inputs, targets = (tensor.to(device) for tensor in batch)
         outputs = model(inputs)
         loss, logits = loss_fn(outputs, targets).double(), logits_of(outputs)
-        if not _has_classes(logits, targets):
-            return loss * len(targets), None, None, logits, targets
-        if logits.ndim > 2:
-            matrix = confusion(logits, targets)
-            return loss * matrix.sum(), matrix.trace(), matrix, logits, targets
-        return loss * len(targets), (logits.argmax(1) == targets).sum(), None, logits, targets
+        sums: dict[str, Any] = {"number": len(targets)}
+        if _has_classes(logits, targets):
+            if logits.ndim > 2:
+                sums["matrix"] = matrix = confusion(logits, targets)
+                sums |= {"number": matrix.sum(), "correct": matrix.trace()}
+            else:
+                sums["correct"] = (logits.argmax(1) == targets).sum()
+        return {"loss": loss * sums["number"], **sums}, logits, targets
 
     was_training = model.training
     model.eval()
-    total = torch.zeros((), device=device, dtype=torch.float64)
-    correct: Tensor | None = torch.zeros((), device=device, dtype=torch.int64)
-    pixels: Tensor | None = None
-    examples, others = 0, Measurement(metrics)
-    for loss, hits, matrix, logits, targets in map_batches(sums_of, model, batches, threads):
-        total += loss
-        correct = None if correct is None or hits is None else correct + hits
-        if matrix is not None:
-            pixels = matrix if pixels is None else pixels + matrix
-        others.add(logits, targets, matrix)
+    examples, others, sums = 0, Measurement(metrics), dict[str, Any]()
+    for more, logits, targets in map_batches(sums_of, model, batches, threads):
+        # Without those that another batch does not have.
+        sums = {key: sums[key] + more[key] for key in sums if key in more} if examples else more
+        others.add(logits, targets, more.get("matrix"))
         examples += len(targets)
     model.train(was_training)
     if not examples:
         raise ValueError("there are no examples to evaluate on")
-    counted = examples if pixels is None else int(pixels.sum())
-    if not counted:
+    if not (number := int(sums["number"])):
         raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
-    figures = {"loss": float(total) / counted, "num-examples": examples}
-    if correct is not None:
-        figures["accuracy"] = int(correct) / counted
-    if pixels is not None:
-        figures["mean-iou"] = of_matrix("mean_iou", pixels)
+    figures = {"loss": float(sums["loss"]) / number, "num-examples": examples}
+    if "correct" in sums:
+        figures["accuracy"] = int(sums["correct"]) / number
+    if "matrix" in sums:
+        figures["mean-iou"] = of_matrix("mean_iou", sums["matrix"])
     return figures | others.values()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
@@ -156,14 +156,13 @@ class ModelTensors:
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
         for block in blocks(arrays):  # with one copy to the device
-            into = self._now(block)
-            values = _unflatten_dense_tensors(torch.from_numpy(np.array(block.flat)).to(self.device), into)
+            into, flat = self._now(block), torch.from_numpy(np.array(block.flat)).to(self.device)
+            pieces = zip(into, flat.split([tensor.numel() for tensor in into]), strict=True)
+            shaped = [(tensor, piece if tensor.ndim == 1 else piece.view(tensor.shape)) for tensor, piece in pieces]
             # Flower's mean of integer counters has a rounding error.
-            rounded = [
-                v.round() if v.is_floating_point() > t.is_floating_point() else v
-                for v, t in zip(values, into, strict=True)
-            ]
-            torch._foreach_copy_(into, rounded)
+            rounds = block.flat.dtype.kind == "f"
+            values = [v.round() if rounds and not tensor.is_floating_point() else v for tensor, v in shaped]
+            torch._foreach_copy_(into, values)
 
     def taken(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
