@@ -105,14 +105,16 @@ class _BasicBlock(nn.Module):
 def lenet(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
     """LeNet-5 (LeCun et al. 1998) with ReLU, max pooling and batch norm after both convolutions."""
     padding = 2 if min(image_size) < 32 else 0  # LeCun et al. place digits of 28x28 in 32x32
-    features = _features("lenet", in_channels, image_size, [(6, 5, padding, True), (16, 5, 0, True)])
+    features = _features(("lenet", 12), in_channels, image_size, [(6, 5, padding, True), (16, 5, 0, True)])
     return _classifier(features, num_classes, (120, 84))
 
 
 def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 28)) -> nn.Module:
     """FedBN's six-layer network for Digits-Five (Li et al. 2021), batch norm after all layers but the last."""
     layers = [(64, 5, 2, True), (64, 5, 2, True), (128, 5, 2, False)]
-    return _classifier(_features("digits_cnn", in_channels, image_size, layers), num_classes, (2048, 512), norm=True)
+    return _classifier(
+        _features(("digits_cnn", 4), in_channels, image_size, layers), num_classes, (2048, 512), norm=True
+    )
 
 
 # FedBS states only filters and units. With a padding of two pixels in every convolution, the first linear layer has as
@@ -122,13 +124,13 @@ def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 2
 def fedbs_cifar(num_classes: int, in_channels: int = 3, image_size: Size = (32, 32)) -> nn.Module:
     """FedBS's network for CIFAR-10: four convolutions with batch norm, three linear layers."""
     layers = [(100, 5, 2, True), (150, 3, 2, True), (250, 3, 2, True), (500, 3, 2, True)]
-    return _classifier(_features("fedbs_cifar", in_channels, image_size, layers), num_classes, (270, 150))
+    return _classifier(_features(("fedbs_cifar", 2), in_channels, image_size, layers), num_classes, (270, 150))
 
 
 def fedbs_mnist(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
     """FedBS's network for MNIST and Fashion-MNIST: two convolutions with batch norm, one linear layer."""
     return _classifier(
-        _features("fedbs_mnist", in_channels, image_size, [(16, 5, 2, True), (32, 5, 2, True)]), num_classes
+        _features(("fedbs_mnist", 4), in_channels, image_size, [(16, 5, 2, True), (32, 5, 2, True)]), num_classes
     )
 
 
@@ -171,9 +173,18 @@ Layers = OrderedDict[str, nn.Module]
 
 
 def _features(
-    name: str, channels: int, image_size: Size, convolutions: Sequence[tuple[int, int, int, bool]]
+    smallest: tuple[str, int], channels: int, image_size: Size, convolutions: Sequence[tuple[int, int, int, bool]]
 ) -> tuple[Layers, int]:
-    """Convolutions of (filters, kernel, padding, whether max pooling follows), and the number of values they give."""
+    """Convolutions of (filters, kernel, padding, whether max pooling follows), and the number of values they give.
+
+    `smallest` is the network's name and the smallest side of its images.
+    """
+    name, least = smallest
+    if min(image_size) < least:
+        height, width = image_size
+        raise SettingsError(
+            f"model.name={name!r} needs images of at least {least}x{least} pixels; these have {height}x{width}"
+        )
     layers: Layers = OrderedDict()
     sides = list(image_size)
     for number, (filters, kernel, padding, pooled) in enumerate(convolutions, start=1):
@@ -183,9 +194,6 @@ def _features(
         if pooled:
             layers[f"pool{number}"] = nn.MaxPool2d(2)
         sides = [(side + 2 * padding - kernel + 1) // (2 if pooled else 1) for side in sides]
-        if min(sides) < 1:
-            height, width = image_size
-            raise SettingsError(f"model.name={name!r} needs larger images; these have {height}x{width} pixels")
         channels = filters
     layers["flatten"] = nn.Flatten()
     return layers, channels * sides[0] * sides[1]

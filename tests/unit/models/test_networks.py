@@ -119,7 +119,10 @@ def test_networks_are_built_for_the_size_of_the_images(name: str, image: tuple[i
 
 @pytest.mark.parametrize(("name", "size"), [("lenet", 11), ("digits_cnn", 3), ("fedbs_cifar", 1), ("fedbs_mnist", 3)])
 def test_an_image_that_is_too_small_is_refused(name: str, size: int) -> None:
-    with pytest.raises(SettingsError, match=rf"'{name}' needs larger images; these have {size}x{size} pixels"):
+    with pytest.raises(
+        SettingsError,
+        match=rf"'{name}' needs images of at least {size + 1}x{size + 1} pixels; these have {size}x{size}",
+    ):
         on_meta(name, image_size=size)
     on_meta(name, image_size=size + 1)
 
@@ -419,7 +422,7 @@ def prepared(model: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("{name: lenet}", "'lenet' needs larger images; these have 8x8"),
+        ("{name: lenet}", "'lenet' needs images of at least 12x12 pixels; these have 8x8"),
         ("{name: alexnet}", r"'alexnet' does not take the 1x8x8 images of 'digits': .*too small"),
         ("{name: mlp, image_size: 28}", r"'mlp' does not take the 1x8x8 images of 'digits': .*shapes"),
         ("{name: resnet18, stem: tiny}", r"model\.stem is 'tiny': expected 'auto', 'small' or 'large'"),
