@@ -22,7 +22,7 @@ class Entry:
     size: int | None  # images are resized to size x size, as in the papers; None: not resized
     images: int | None = None  # to train on
     hub: str | None = None  # name on the Hugging Face hub
-    embedded: bool = False  # part of a dependency: neither a hub nor a local copy has it
+    embedded: bool = False  # part of the package: neither a hub nor a local copy has it
     test: str = "test"  # the hub's split with public labels to test on
     image: str = "image"  # names of columns
     label: str = "label"

@@ -123,7 +123,7 @@ class Data(Section):
     name: str = Field(
         default="digits",
         description=(
-            "`digits` (1,797 images of 8x8 pixels, part of a dependency), a name that `fedbn list datasets` "
+            "`digits` (1,797 images of 8x8 pixels, part of the package), a name that `fedbn list datasets` "
             "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
             "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
         ),
