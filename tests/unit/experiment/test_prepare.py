@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedbn_flwr.experiment.data as experiment_data
-import fedbn_flwr.experiment.prepare as experiment_prepare
+import fedbn_flwr.experiment.parts as experiment_parts
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Groups
 from fedbn_flwr.data.images import Images
@@ -61,7 +61,7 @@ def test_there_are_shipped_experiments() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXPERIMENTS)))
 def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (experiment_data, experiment_prepare):
+    for module in (experiment_data, experiment_parts):
         monkeypatch.setattr(module, "load_data", stand_in)
     experiment_data.forget_data()
     experiment = load_experiment(str(file))
