@@ -80,21 +80,14 @@ class CheckpointFile:
         try:
             with Store(self.path) as store:
                 yield store
-        except StorageError as error:
-            raise self._refusal(str(error)) from None
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-        ) as error:  # whole, but of other content
-            raise self._refusal(f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
-
-    def _refusal(self, reason: str) -> SettingsError:
-        return SettingsError(
-            f"the checkpoint {reason}; restore the run folder from a copy, or start again with another --out"
-        )
+        except (StorageError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            what = (
+                f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}"  # whole, but other content
+            )
+            raise SettingsError(
+                f"the checkpoint {error if isinstance(error, StorageError) else what}; restore the run folder from a "
+                "copy, or start again with another --out"
+            ) from None
 
 
 def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> Iterator[tuple[str, bytes]]:

@@ -11,7 +11,6 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fedbn_flwr import __version__
-from fedbn_flwr.errors import MissingPackage
 
 from ..folder.counts import PartitionCounts
 from ..read.runs import Run
@@ -46,17 +44,15 @@ _NOTE = (
 def write_page(
     rows: Sequence[Row], file: Path, tables: Sequence[Table], pictures: Mapping[str, Plot], notes: Sequence[str] = ()
 ) -> None:
-    """Write the tables and pictures, and more pictures if there are some, that is if matplotlib is installed."""
+    """Write the tables and pictures; and more pictures, if there are some, since then matplotlib is installed."""
     runs = [run for row in rows for run in row.runs]
     sections = {
         "Results": "".join(map(_table, tables)) + _NOTE,
         "Pictures": _shown(list(pictures.values()), "scroll wide"),
     }
-    if pictures:
-        with suppress(MissingPackage):
-            for heading, name, found in _more(rows):
-                text = f"<details><summary>{in_html(name)}</summary>{_shown(found)}</details>"
-                sections[heading] = sections.get(heading, "") + text
+    for heading, name, found in _more(rows) if pictures else ():
+        text = f"<details><summary>{in_html(name)}</summary>{_shown(found)}</details>"
+        sections[heading] = sections.get(heading, "") + text
     different = ("settings that differ", differing_settings(rows))
     sections["Settings"] = (_table(different) if different[1] else "") + "".join(map(_run, runs))
     links = {"runs.csv": runs_csv(rows), "curves.csv": curves_csv(rows)}

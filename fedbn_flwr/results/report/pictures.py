@@ -409,12 +409,12 @@ _DYNAMICS = {
 
 def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
     """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
-    from matplotlib.colors import LogNorm
-
     layers = list(lines[0]["layers"])
     rounds = [int(line["round"]) for line in lines]
     height = (2.5 + 0.36 * min(len(layers), _LABELLED)) / 2
     figure, panels = _panels(4, 2, 7, height, share=True)
+    from matplotlib.colors import LogNorm  # after `_panels`, which names the extra that is missing without matplotlib
+
     step = -(-len(layers) // _LABELLED)
     for panel, (name, title) in zip(panels, _DYNAMICS.items(), strict=True):
         values = [[_value(line, layer, name) for line in lines] for layer in layers]

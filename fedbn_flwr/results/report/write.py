@@ -37,12 +37,8 @@ def write_report(
     """
     every = group(find_runs(folders))
     choice = choose(every)
-    text, found, shown = _as_text(choice, form), _tables(choice, form, every=True), {}
+    (shown, missing), found = _pictures(choice.rows, **look), _tables(choice, form, every=True)
     page, image = out / "report.md", out / "report.png"
-    try:
-        shown = _pictures(choice.rows, **look)
-    except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
-        text = f"{text}\n\nno plots: {error}"
     if different := differing_settings(choice.rows):
         found.append(("settings that differ", different))
     parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found]
@@ -54,16 +50,13 @@ def write_report(
         page.write_text("\n".join([*notes, *parts, *images]), encoding="utf-8")
         (out / "report.json").write_text(to_json(_figures(every, choice.rows)) + "\n", encoding="utf-8")
         write_page(choice.rows, out / "report.html", found[: len(found) - bool(different)], shown, choice.notes)
-    return text, page, image if shown else None
+    return _as_text(choice, form) + missing, page, image if shown else None
 
 
 def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
     """Write only the page of a report; returns the tables as text."""
     choice = choose(group(find_runs(folders)))
-    try:
-        shown = _pictures(choice.rows)
-    except MissingPackage:
-        shown = {}
+    shown, _ = _pictures(choice.rows)
     with _writing(file):
         write_page(choice.rows, file, _tables(choice, form, every=True), shown, choice.notes)
     return _as_text(choice, form)
@@ -96,13 +89,17 @@ def _writing(file: Path) -> Iterator[None]:
         raise UserError(f"{str(error.filename or file)!r} cannot be written: {error.strerror}") from None
 
 
-def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> dict[str, Plot]:
-    found = {"report": plot(rows, **look)}
+def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> tuple[dict[str, Plot], str]:
+    """The pictures by the names of their files; or none, and why."""
+    try:
+        found = {"report": plot(rows, **look)}
+    except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
+        return {}, f"\n\nno plots: {error}"
     if of_sweeps := swept.sweeps(rows):
         found["sweep"] = sweeps_plot(of_sweeps)
     if (of_clients := clients_plot(rows)) is not None:
         found["clients"] = of_clients
-    return found
+    return found, ""
 
 
 def _tables(choice: Choice, form: Form, *, every: bool) -> list[Table]:
