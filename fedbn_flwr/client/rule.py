@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -24,9 +24,6 @@ from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Key as Key
-
-if TYPE_CHECKING:
-    from fedbn_flwr.client.client import BNClient
 
 
 @dataclass(eq=False)
@@ -50,7 +47,7 @@ class LocalRound:
     model: nn.Module
     state: NodeState
     partition: int | None
-    client: BNClient  # whose arguments a rule may check
+    client: Any  # the BNClient, whose arguments a rule may check
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
     optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
 

@@ -100,7 +100,7 @@ def test_one_client_cannot_set_the_statistics_of_a_robust_rule(name: str, federa
         ("{name: Krum, num_malicious_nodes: 2}", "with num_malicious_nodes=2 needs 7 clients; clients is 5"),
         ("{name: FixBN, freeze_round: 2, base: {name: Bulyan, num_malicious_nodes: 1}}", "needs 7 clients"),
         ("{name: Krum, num_malicious_nodes: -1}", "is -1; expected an integer >= 0"),
-        ("{name: 'collections:OrderedDict'}", "is the class OrderedDict; expected a flwr"),
+        ("{name: 'collections:OrderedDict'}", "returned a OrderedDict; expected a flwr"),
         ("{name: 'math:sqrt', x: 4}", r"strategy\.name='math:sqrt' "),
     ],
 )

@@ -290,7 +290,9 @@ def test_a_server_that_lost_rounds_gets_the_same_numbers(straight: Callable[[str
     assert rounds == {"round-2", "round-3", "round-4"}
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "old").rename(tmp_path / "run")
-    session("FedBN", tmp_path / "run", grid=Elsewhere("FedBN", tmp_path / "state", workers=2))
+    last = Elsewhere("FedBN", tmp_path / "state", workers=2)
+    with last.local:
+        session("FedBN", tmp_path / "run", grid=last)
     assert outcome(tmp_path / "run")[0] == outcome(straight("FedBN"))[0]
 
 
