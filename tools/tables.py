@@ -3,6 +3,8 @@
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
 registries and docstrings, measured figures from the raw files of docs/results. Cells that neither contains, such as the
 default of a key that depends on the data, are kept from the page; a row without a text in its last column is an error.
+
+`<!-- built: NAME -->` is such a table on the site only (tools/site.py): what `--help` shows, and long lists.
 """
 
 from __future__ import annotations
@@ -112,11 +114,17 @@ def partitions() -> Table:
 
 
 def strategies() -> Table:
+    """The arguments of each strategy by name; its page, whose title has its name, describes them."""
+    pages = {
+        name: page.stem
+        for page in sorted((ROOT / "docs" / "strategies").glob("*.md"))
+        for name in page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split(", ")
+    }
     rows: list[Row] = []
     for name in STRATEGIES:
-        own = arguments_of(name)()[1] or [("", "", "")]
-        rows += [(f"`{name}`" if number == 0 else "", *row) for number, row in enumerate(own)]
-    return ("strategy", "argument", "default", "meaning"), rows
+        own = ", ".join(f"`{argument.name}`" for argument in describe(name).arguments)
+        rows.append((f"[`{name}`](strategies/{pages[name]}.md)", describe(name).does, own))
+    return ("strategy", "what it does", "arguments of its own"), rows
 
 
 def arguments_of(name: str) -> Callable[[], Table]:
@@ -131,25 +139,8 @@ def arguments_of(name: str) -> Callable[[], Table]:
     return table
 
 
-def cost_of(name: str) -> Callable[[], Table]:
-    def table() -> Table:
-        traits = describe(name).traits
-        stays = ", ".join(sorted(traits.kept))
-        rows: list[Row] = [
-            ("messages of a round", ("the model without what stays on the client" if stays else "the model")),
-            ("besides", traits.traffic or "nothing"),
-            ("stays on the client", stays or "nothing"),
-            ("stored for each client", traits.client_memory or "nothing"),
-            ("global model", "yes" if traits.has_global_model else "no"),
-            ("evaluated on clients by default", "yes" if traits.personal else "no"),
-        ]
-        return ("cost", ""), rows
-
-    return table
-
-
 def leaves() -> Table:
-    """What a client sends to the server in each round of training, by role."""
+    """What a client sends to the server in each round of training, by role, and what is stored for it."""
     rows: list[Row] = []
     for name in STRATEGIES:
         traits = describe(name).traits
@@ -158,8 +149,8 @@ def leaves() -> Table:
             sends if role not in traits.kept else "by default" if role in traits.returned else "no"
             for role in _TRAVELLING
         ]
-        rows.append((f"`{name}`", *sent, traits.traffic or "nothing"))
-    return ("strategy", "weights", "gamma, beta", "running statistics", "besides"), rows
+        rows.append((f"`{name}`", *sent, traits.traffic or "nothing", traits.client_memory or "nothing"))
+    return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows
 
 
 _TRAVELLING = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
@@ -276,22 +267,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "names": names,
     **{
         f"command {name}": command(name)
-        for name in (
-            "new",
-            "explain",
-            "run",
-            "status",
-            "report",
-            "partition",
-            "list",
-            "check",
-            "metrics",
-            "completion",
-        )
+        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "completion")
     },
     **MEASURED,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
-    **{f"cost {name}": cost_of(name) for name in STRATEGIES},
 }
 
 
@@ -319,6 +298,11 @@ def render(name: str, old: str) -> str:
             full.append(cell)
         lines.append(f"| {' | '.join(full)} |".replace("  ", " "))
     return "\n".join(lines) + "\n"
+
+
+def built(text: str) -> str:
+    """A page with the tables that only the site has."""
+    return re.sub(r"<!-- built: (.+) -->\n", lambda match: render(match[1], ""), text)
 
 
 def renew(text: str) -> str:

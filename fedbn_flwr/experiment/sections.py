@@ -215,7 +215,7 @@ class Engine(Section):
         ),
     )
     checkpoint_every: Positive | None = Field(
-        default=None, description="rounds between checkpoints, see [Interrupted runs](#interrupted-runs)"
+        default=None, description="rounds between checkpoints, see [Resuming](run-folder.md#resuming)"
     )
 
     def faults(self) -> dict[str, bool]:

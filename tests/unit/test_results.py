@@ -16,8 +16,8 @@ import yaml
 from fedbn_flwr.experiment.find import load_experiment
 from tests.support.command import ROOT
 
-# The figures of speed and of attacks are medians that their scripts print; the script of "robustness" has a test.
-BY_HAND = {"papers", "performance", "privacy", "reliability", "robustness"}
+# The figures of speed, attacks and noise are those that their scripts print; the script of "robustness" has a test.
+BY_HAND = {"papers", "performance", "privacy", "private", "reliability", "robustness", "secure"}
 PAGES = sorted(page for page in (ROOT / "docs" / "results").glob("*.md") if page.stem not in BY_HAND)
 
 

@@ -1,4 +1,4 @@
-"""Secure aggregation (Bonawitz et al. 2017, https://doi.org/10.1145/3133956.3133982) around any rule that needs a mean.
+"""Secure aggregation (Bonawitz et al. 2017, https://doi.org/10.1145/3133956.3133982) for strategies that need a mean.
 
 The server learns the weighted sum of the clients' replies and none of the replies: each client adds masks that cancel
 in the sum. It holds against a server, or a reader of its memory, that follows the protocol, also together with fewer
@@ -85,7 +85,7 @@ _MOST_SKIPPED = 3  # rounds in a row without a client that could be named
 
 
 class Secure(Wrapper):
-    """Any rule that needs only the mean of the clients' replies; the server cannot read a single reply.
+    """Any strategy that needs only the mean of the clients' replies; the server cannot read a single reply.
 
     Parameters
     ----------
