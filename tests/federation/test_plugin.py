@@ -213,8 +213,8 @@ def test_flower_s_simulation_with_our_wheel_equals_the_local_engine(
 ) -> None:
     served(rule, tmp_path, monkeypatch)
     here = scores(capsys.readouterr().out)
-    data = "flwr-datasets[vision]>=0.6,<0.7"  # a dependency of the project, not of the wheel
-    run(str(UV), "pip", "install", "-p", clean_environment / "python", data, cwd=tmp_path)
+    data = ("flwr-datasets[vision]>=0.6,<0.7", "scikit-learn")  # dependencies of the project, not of the wheel
+    run(str(UV), "pip", "install", "-p", clean_environment / "python", *data, cwd=tmp_path)
     there = run(clean_environment / "fedbn", "flwr", "run", tmp_path / "project", *OPTIONS, cwd=tmp_path, **CLEAN)
     assert len(here) == 4
     assert scores(there) == here

@@ -102,16 +102,16 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | str]:
         """The next message of each node, or as text why there is none; a node that sends none in time is lost."""
-        end, found = min(time.monotonic() + seconds, self._end), dict[int, bytes | str]()
+        end, found = min(time.monotonic() + seconds, self._end), dict[int, bytes]()
         for node in nodes:
-            connection, content = self._connections[node], b""
+            connection, found[node] = self._connections[node], b""
             try:
-                content = connection.received.get(timeout=max(0.0, end - time.monotonic())) or b""
+                found[node] = connection.received.get(timeout=max(0.0, end - time.monotonic())) or b""
             except Empty:
                 what = "sent nothing" if connection.claimed else "did not connect"
                 connection.lose(f"it {what} to the exchange service within {seconds:g} s")
-            found[node] = content if connection.lost is None else connection.lost
-        return found
+        # A client may be lost after its message, while those of others are waited for.
+        return {node: content if (why := self.lost.get(node)) is None else why for node, content in found.items()}
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
         """Send `message` to these nodes; all others are lost."""

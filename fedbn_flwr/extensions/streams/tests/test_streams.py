@@ -6,9 +6,11 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -119,6 +121,32 @@ def test_a_client_that_sends_too_much_or_disconnects_is_lost(service: ExchangeSe
         assert isinstance(received[8], bytes)
         service.answer([8], agreed(), last=True)
         assert outcomes[0].result(20).images == 12
+
+
+def test_a_client_that_is_lost_after_its_message_does_not_count(service: ExchangeService) -> None:
+    """It dies while the message of another client is waited for."""
+    with ThreadPoolExecutor(1) as pool:
+        collected = pool.submit(service.collect, [7, 8], 20)
+        with grpc.insecure_channel(service.address) as channel:
+            sent: SimpleQueue[bytes] = SimpleQueue()
+            sent.put(to_bytes(moments()))
+            call = channel.stream_stream(METHOD)(
+                iter(sent.get, None), metadata=((TOKEN, service.tokens[7]),), timeout=20
+            )
+            dict(call.initial_metadata())  # the service has the stream
+            while not sent.empty():
+                time.sleep(0.01)
+            time.sleep(0.2)  # the message has been read
+            call.cancel()
+            while 7 not in service.lost:
+                time.sleep(0.01)
+        with clients(service, 8) as outcomes:
+            found = collected.result(20)
+            assert isinstance(found[8], bytes)
+            assert "broke" in str(found[7])
+            service.answer([8], agreed(), last=True)
+            assert outcomes[0].result(20).images == 12
+        sent.put(b"")  # ends the thread that reads the queue
 
 
 def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: ExchangeService) -> None:
