@@ -14,7 +14,7 @@ from tests.support.command import ROOT
 from tests.support.network import KEYS, make_keys, needs_tools, read_compose
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-DOCS = FOLDER / "README.md"
+DOCS = FOLDER / "guide.md"
 # Pods and the services of the compose file; the site of the manifests is site 1.
 SERVER = {
     "superlink": "superlink",
