@@ -244,7 +244,8 @@ class Progress:
         run, rounds = self._running[place], self._rounds[place]
         between = _BETWEEN_LINES_OF_ALL if self._several else _WITHIN_ROUND if run.news.within else _BETWEEN_LINES
         ends = run.news.is_last and not self._several
-        if not ends and now - self._printed < (0.2 if self._draws else between):
+        starts = run.news.within == "starting" and self._draws
+        if not (starts or ends) and now - self._printed < (0.2 if self._draws else between):
             return
         self._printed = now
         self._show()
