@@ -190,7 +190,8 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
     write_html([folder.path], folder.path / "page.html")
 
 
-@settings(max_examples=cases(16), phases=[phase for phase in Phase if phase is not Phase.shrink])  # each takes two seconds
+# Each example takes two seconds.
+@settings(max_examples=cases(16), phases=[phase for phase in Phase if phase is not Phase.shrink])
 @given(
     kind=st.sampled_from(["train", "evaluate"]),
     who=st.sampled_from([(1,), (0, 1, 2)]),
