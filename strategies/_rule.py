@@ -186,11 +186,11 @@ class Rule(Strategy):
 
     # --- the round ---
 
-    def _told(self, round: Round) -> tuple[dict[str, Any], dict[str, ArrayRecord]]:
+    def _additions(self, round: Round) -> tuple[dict[str, Any], dict[str, ArrayRecord]]:
         """The config keys and the records for the clients. An empty record is not sent, but required of them."""
-        told = dict(self.instructions(round))
-        records = {name: told.pop(name, None) for name in self.traits.records}
-        return told, {name: pack(values) for name, values in records.items() if values}
+        keys = dict(self.instructions(round))
+        records = {name: keys.pop(name, None) for name in self.traits.records}
+        return keys, {name: pack(values) for name, values in records.items() if values}
 
     def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
         """The reason why a reply does not have what the messages of the round ask for, or None."""

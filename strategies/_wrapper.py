@@ -74,8 +74,8 @@ class Wrapper(Rule):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._round = round = Round(server_round, self._rounds, arrays, config, grid)
-        told, records = self._told(round)
-        messages = self.rule.configure_train(server_round, arrays, ConfigRecord({**config, **told}), grid)
+        keys, records = self._additions(round)
+        messages = self.rule.configure_train(server_round, arrays, ConfigRecord({**config, **keys}), grid)
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
         return with_records(messages, records) if records else messages
 

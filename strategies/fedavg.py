@@ -113,13 +113,13 @@ class FedAvg(Leaf, FlowerFedAvg):
         self._round = round = Round(server_round, self._rounds, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
-        told, records = self._told(round)
+        keys, records = self._additions(round)
         if kept := self.traits.kept:
             of = roles(arrays)  # which may lack counters
             returned = kept & self.traits.returned & set(of.values())
             self.expected = [key for key, role in of.items() if role not in kept - returned]
-            told |= {protocol.RETURN: protocol.join(returned)} if returned else {}
-        return self._messages(round, records, told, nodes, MessageType.TRAIN)
+            keys |= {protocol.RETURN: protocol.join(returned)} if returned else {}
+        return self._messages(round, records, keys, nodes, MessageType.TRAIN)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

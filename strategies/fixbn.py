@@ -79,7 +79,6 @@ class FixBN(Wrapper):
             reason = "compares the statistics of each client (auto)"
             self.lacks = {**self.lacks, **dict.fromkeys(("known", "no statistics"), reason)}
         if "statistics" in freeze:
-            self.lacks = {**self.lacks, "free statistics": "freezes the statistics"}
             self.needs = {
                 "statistics": "FixBN would freeze what is no statistic of the data; wrap it: "
                 "FixBN(MeanStatistics({inside}(...)), ...)"

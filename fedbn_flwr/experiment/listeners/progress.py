@@ -209,7 +209,7 @@ class Progress:
             continued = f", continuing after round {news.round}" if news.round else ""
             self._say_of(place, f"{self._rounds[place]} rounds{continued}")
         run.news, run.is_known = news, True
-        self._tell(place, now)
+        self._update(place, now)
 
     def end(self, place: int, problem: str = "") -> None:
         """A run is finished, or has ended for this reason."""
@@ -239,7 +239,7 @@ class Progress:
         if self._several:
             working_at(run="", round=0)
 
-    def _tell(self, place: int, now: float) -> None:
+    def _update(self, place: int, now: float) -> None:
         """Show what is new, at most a few times a second or, in lines, every few seconds."""
         run, rounds = self._running[place], self._rounds[place]
         between = _BETWEEN_LINES_OF_ALL if self._several else _WITHIN_ROUND if run.news.within else _BETWEEN_LINES

@@ -110,8 +110,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
             except Empty:
                 what = "sent nothing" if connection.claimed else "did not connect"
                 connection.lose(f"it {what} to the exchange service within {seconds:g} s")
-        # A client may be lost after its message, while those of others are waited for.
-        return {node: content if (why := self.lost.get(node)) is None else why for node, content in found.items()}
+        return found | {node: why for node, why in self.lost.items() if node in found}  # also after its message
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
         """Send `message` to these nodes; all others are lost."""
