@@ -72,7 +72,6 @@ class Traits:
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
-    freezes: frozenset[Role] = frozenset()  # the roles that clients are asked to freeze, from some round on
     # Images that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0: no
     # statistics are exchanged.
     min_batch: int = 0
@@ -436,17 +435,19 @@ def refuse_norm(arrays: ArrayRecord, reason: str) -> None:
 _TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers
 
 
-def check_honoured(grid: Grid, key: str, server_round: int) -> None:
+def check_honoured(rule: Rule, round: Round, key: str) -> None:
     """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not confirm it.
 
     The rounds before the first message with the key would be lost if a client ignored it.
     """
-    nodes = wait_for_nodes(grid, 1, _TIMEOUT, "start SuperNodes")
-    content = RecordDict({"config": ConfigRecord({protocol.ROUND: server_round})})
+    # The clients of an experiment (which has a name) are this library's, and FedTAN needs a BNClient anyway.
+    if protocol.RUN in round.config or rule.traits.min_batch:
+        return
+    nodes = wait_for_nodes(round.grid, 1, _TIMEOUT, "start SuperNodes")
+    content = RecordDict({"config": ConfigRecord({protocol.ROUND: round.number})})
     problems = []
-    for reply in grid.send_and_receive(
-        [Message(content, node, protocol.KEYS_QUERY) for node in nodes], timeout=_TIMEOUT
-    ):
+    messages = [Message(content, node, protocol.KEYS_QUERY) for node in nodes]
+    for reply in round.grid.send_and_receive(messages, timeout=_TIMEOUT):
         who = f"node {reply.metadata.src_node_id}"
         # A node that is offline, or answers nothing since it cannot make its client, is left to the rounds.
         if reply.has_error() and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:

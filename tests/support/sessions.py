@@ -58,7 +58,6 @@ SPECIAL: dict[str, str] = {
 }
 # Other states that a resumed run needs.
 MORE: dict[str, str] = {
-    "FixBN auto": "strategy: {name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}",
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",

@@ -52,7 +52,7 @@ _MEAN = {
 }
 _NEEDS = {
     "noise": _MEAN | {"statistics": "{outer} noises them; wrap it: {outer}(MeanStatistics({inside}(...)), ...)"},
-    "keep": _MEAN | {"no statistics": "the server has none here; expected a round or a fraction of the rounds"},
+    "keep": _MEAN,
 }
 _Norm = Annotated[float, Gt(0), Lt(math.inf), "a norm above zero"]
 # Epsilon is above 5000 with less than 0.01.

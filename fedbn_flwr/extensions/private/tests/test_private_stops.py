@@ -163,7 +163,7 @@ def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
             run_one(settings({}), Killed(run.path, None), run, Stopping(), done)
         except KeyboardInterrupt:
             assert ended
-    check(run.path, ROUNDS, "central")
+    check(run.path, ROUNDS)
 
 
 def test_a_lost_count_is_refused(tmp_path: Path) -> None:

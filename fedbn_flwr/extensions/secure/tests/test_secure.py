@@ -610,10 +610,6 @@ def test_states_on_disk_give_the_same_model(federation: Federations) -> None:
     [
         (lambda: FedBS(), "FedBS weights the clients by the loss of each"),
         (lambda: HeteroBN(statistics="query"), "HeteroBN queries the statistics of each client's data"),
-        (
-            lambda: FixBN(FedAvg(), freeze_round="auto"),
-            "FixBN compares the statistics of each client",
-        ),
         (lambda: FixBN(FedBS(), freeze_round=1), "loss of each"),
         (lambda: FedAvg(bounds=Equal()), "FedAvg compares the replies of single clients"),
         (lambda: FixBN(FedAvg(bounds=Equal())), "FedAvg compares the replies of single clients"),
