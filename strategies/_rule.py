@@ -72,8 +72,8 @@ class Traits:
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
-    # Images that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0: no
-    # statistics are exchanged.
+    # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
+    # no statistics are exchanged.
     min_batch: int = 0
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
