@@ -267,7 +267,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "names": names,
     **{
         f"command {name}": command(name)
-        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "completion")
+        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check")
     },
     **MEASURED,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},

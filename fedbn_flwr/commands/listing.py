@@ -79,15 +79,6 @@ def list_names(arguments: argparse.Namespace) -> None:
             print(f"{name.ljust(width)}  {line}")
 
 
-def names(what: str) -> list[str]:
-    """Those that an experiment can have as they are, without the forms of others: MODULE:CALLABLE, OWNER/NAME."""
-    if what == "experiments":
-        from fedbn_flwr.experiment.content import shipped_experiments
-
-        return list(shipped_experiments())
-    return [name for name in _lines(what) if not name.replace("/", "").replace(":", "").isupper()]
-
-
 def _lines(what: str) -> Mapping[str, str]:
     match what:
         case "strategies":
