@@ -94,7 +94,6 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         compile=run.train.compile,
         seed=run.seed,
         min_batch=min_batch_of(node),
-        share_personal=run.evaluate.matrix,
         device=device,
         context=context,
     )

@@ -129,10 +129,6 @@ def make_rule(run: Settings) -> Rule:
             "evaluate.clients out": options.clients is False and not traits.has_global_model,
             f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; "
             "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
-            f"evaluate.matrix is true, but with {name} all clients have the global model; expected a strategy with a "
-            "model per client: FedBN, SiloBN or Standalone": options.matrix and not traits.personal,
-            f"evaluate.matrix is true and reads the models of single clients, which {name} {traits.hides}; leave "
-            "evaluate.matrix out": options.matrix and traits.hides is not None,
             f"evaluate.dynamics is true and reads the statistics of single clients, which {name} {traits.hides}; leave "
             "evaluate.dynamics out": options.dynamics and traits.hides is not None,
         }

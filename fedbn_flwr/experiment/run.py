@@ -123,8 +123,8 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     choose: list[Listener] = []
     if run.evaluate.validation:
         choose.append(Best(folder, run.evaluate.patience, run.evaluate.min_delta))
-    if run.evaluate.unseen or run.evaluate.matrix:  # after the last round, which is chosen now
-        choose.append(Final(folder))
+    if run.evaluate.unseen:  # after the last round, which is chosen now
+        choose.append(Final())
     # The checkpoint comes after the progress, by which a user stops the run.
     record: list[Listener] = [History(folder, ledger), progress, Checkpoint(folder)]
     return [*measure, *choose, *record, *(Track(entry, folder) for entry in run.track)]
