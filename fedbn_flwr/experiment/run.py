@@ -38,7 +38,6 @@ from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 
-from .cost import images_of
 from .data import loaded_data
 from .find import from_run_config
 from .listeners.base import Listener, RunState
@@ -245,8 +244,7 @@ def run_experiment(
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    images = [images_of(run) for run in experiment.runs]
-    with Progress(titles, rounds, images, several=jobs > 1, plain=plain, quiet=quiet) as progress:
+    with Progress(titles, rounds, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         planned = _without_workers(experiment) if jobs > 1 else experiment
