@@ -161,7 +161,7 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    state.clients = {} if rule.traits.hides else values_of(used, "images")
+    state.clients = {} if rule.traits.hides else values_of(used, "examples")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)
@@ -352,11 +352,11 @@ def carry_out(
 def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
 ) -> Iterator[Grid]:
-    run, gpus, images = parts.run, gpus_of(parts.run), None
+    run, gpus, examples = parts.run, gpus_of(parts.run), None
     if gpus and run.evaluate.server and not node_config:
-        images = loaded_data(run.data, str(parts.device))
+        examples = loaded_data(run.data, str(parts.device))
     with LocalGrid(
-        client_app(Clients(experiment, images), mods=client_mods(experiment)),
+        client_app(Clients(experiment, examples), mods=client_mods(experiment)),
         run.clients,
         workers=workers_of(run),
         gpus=gpus,

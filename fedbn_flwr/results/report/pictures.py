@@ -336,12 +336,14 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
             width = 1.0 if many else 0.8
             panel.bar(places, heights, width, bottom, color=colour, edgecolor="white", linewidth=edge)
             if not many:
-                named = [(i, f"client {i}, {partition.classes[label]}: {n} images") for i, n in enumerate(heights) if n]
+                named = [
+                    (i, f"client {i}, {partition.classes[label]}: {n} examples") for i, n in enumerate(heights) if n
+                ]
                 points = [(i, bottom[i] + heights[i] / 2) for i, _ in named]
                 figure.tips(panel, points, [words for _, words in named])
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
         limits = {"xlim": (-0.6, len(places) - 0.4), "ylim": (0, 1.05 * max(1, *partition.sizes))}
-        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="images", **limits)
+        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", **limits)
         if not many:
             slanted = bool(partition.clients) and len(partition.counts) > 8
             panel.set_xticks(places, [in_plot(name, 30) for name in partition.clients or map(str, places)])
