@@ -25,14 +25,14 @@ from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 
 from . import trackers
-from .check import Faults
 from .data import check_labels, partition_of, try_data
+from .faults import Faults
+from .flower_mods import check_mods
 from .model import try_model
-from .mods import check_mods
+from .objective import learning_rate
 from .parts import Parts
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
-from .training import learning_rate
 
 
 def prepare(

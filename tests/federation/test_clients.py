@@ -21,9 +21,9 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.folder import RunFolder

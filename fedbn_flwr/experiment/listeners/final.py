@@ -13,8 +13,8 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import one_line
 from fedbn_flwr.results.folder.clients import is_count
 
-from .base import Listener, RunState
-from .clients import by_metric, values_of
+from .listener import Listener, RunState
+from .of_clients import by_metric, values_of
 
 
 class Final(Listener):

@@ -30,7 +30,7 @@ from rich.text import Text
 from fedbn_flwr.engines.logs import is_json, working_at, write_json
 from fedbn_flwr.results.text import duration
 
-from .base import Listener, RunState
+from .listener import Listener, RunState
 
 _AFTER_ROUND, _WITHIN_ROUND, _DRAWN = 2.0, 10.0, 0.2  # seconds between lines, and between two views of a notebook
 _BAR = 12  # characters

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import FedbnError, UserError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
 from fedbn_flwr.results.folder import LINES, RunFolder
 from fedbn_flwr.results.folder.files import read_lines

@@ -26,11 +26,11 @@ from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.extensions.secure import client as secure
 from fedbn_flwr.extensions.secure.masking import FixedPoint
 from fedbn_flwr.extensions.secure.strategy import certainly_faulty

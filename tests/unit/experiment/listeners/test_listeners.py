@@ -19,17 +19,17 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.errors import RunFailed, StorageError
-from fedbn_flwr.experiment.content import merge
-from fedbn_flwr.experiment.find import load_experiment, parse_overrides
-from fedbn_flwr.experiment.listeners.base import RunState
-from fedbn_flwr.experiment.listeners.checkpoint import Checkpoint
+from fedbn_flwr.experiment.file.content import merge
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
 from fedbn_flwr.experiment.listeners.history import History
+from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.saving import Checkpoint
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import train_round
-from fedbn_flwr.experiment.side_by_side import reporter_to
+from fedbn_flwr.experiment.run.loop import train_round
+from fedbn_flwr.experiment.run.side_by_side import reporter_to
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.folder import RunFolder

@@ -38,27 +38,27 @@ from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 
-from .data import loaded_data
-from .find import from_run_config
-from .listeners.base import Listener, RunState
-from .listeners.best import Best
-from .listeners.checkpoint import Checkpoint
-from .listeners.clients import values_of
-from .listeners.dynamics import Dynamics
-from .listeners.evaluate import Evaluate
-from .listeners.final import Final
-from .listeners.history import History
-from .listeners.progress import Progress, Reporter
-from .listeners.track import Track
-from .model import choose_device
-from .mods import client_mods
-from .node import Clients, trains
-from .nodes import TrainedNodes, check_nodes
-from .partition import counts_of
-from .parts import Parts
-from .prepare import check_partition, prepare
+from ..counting import counts_of
+from ..data import loaded_data
+from ..file.layers import from_run_config
+from ..flower_mods import client_mods
+from ..listeners.best import Best
+from ..listeners.dynamics import Dynamics
+from ..listeners.evaluate import Evaluate
+from ..listeners.final import Final
+from ..listeners.history import History
+from ..listeners.listener import Listener, RunState
+from ..listeners.of_clients import values_of
+from ..listeners.progress import Progress, Reporter
+from ..listeners.saving import Checkpoint
+from ..listeners.track import Track
+from ..model import choose_device
+from ..node import Clients, trains
+from ..parts import Parts
+from ..prepare import check_partition, prepare
+from ..settings import Experiment, Settings
+from .cohort import TrainedNodes, check_nodes
 from .resume import keep_promises, restore_clients
-from .settings import Experiment, Settings
 from .side_by_side import failed_because, jobs_of, side_by_side
 
 
@@ -343,7 +343,7 @@ def carry_out(
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
     with needs("run", "engine.name='ray'"):
-        from .cluster import ray_grids
+        from .on_ray import ray_grids
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.yaml_text import Dumper as YamlDumper
 
-from .settings import DERIVED, Settings
+from ..settings import DERIVED, Settings
 
 # The keys that one changes most.
 KEYS = frozenset(
