@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbn_flwr.errors import DataError
+
 from . import Moments
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
@@ -68,9 +70,11 @@ def moments_from(sites: Sequence[Sums]) -> Moments:
     """Mean and standard deviation of each column over all sites; a column of equal values has the deviation 1."""
     means, deviations = [], []
     for column in np.stack(sites, axis=-1).swapaxes(0, 1):
-        count, mean, square = totals(column)
-        means.append(float(mean / count))
-        deviations.append(math.sqrt(square / count - (mean / count) ** 2) or 1.0)
+        count, total, square = totals(column)
+        if not count:
+            raise DataError(f"column {len(means)} of the inputs has no value in any row; leave it out of data.inputs")
+        means.append(float(total / count))
+        deviations.append(math.sqrt(square / count - (total / count) ** 2) or 1.0)
     return tuple(means), tuple(deviations)
 
 

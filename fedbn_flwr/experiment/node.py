@@ -8,21 +8,24 @@ import threading
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from flwr.app import Context
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient, is_known
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.training import cross_entropy
-from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.data.sums import sums_of
+from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.named import is_name
 
@@ -69,13 +72,14 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
     node = context.node_config
     check_node_keys(node)
     client = number_of(context, run.clients)
-    dataset, indices, own = data_of(run, node, client, str(device))
-    indices, held = hold_out(indices, run.evaluate.validation if trains(run, client) else 0.0, run.seed, client)
+    dataset, whole, own = data_of(run, node, client, str(device))
+    indices, held = hold_out(whole, run.evaluate.validation if trains(run, client) else 0.0, run.seed, client)
     pool, tensors = _model_of(run, dataset, device)
+    normalise = _normalisation(run, node, dataset, config)
     made = BNClient(
         tensors,
-        client_batches(run, dataset, indices, client),
-        functools.partial(_tests_of, run, dataset, own, held),
+        client_batches(run, dataset, indices, client, normalise),
+        functools.partial(_tests_of, run, dataset, own, held, normalise),
         lr=functools.partial(learning_rate, run),
         epochs=run.train.epochs,
         steps=run.train.steps,
@@ -98,6 +102,7 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         device=device,
         context=context,
     )
+    made.sums = functools.partial(_sums, dataset, whole, made.min_batch)
     if not _is_own(run):
         pool.lend(tensors, made)
     return made
@@ -158,9 +163,14 @@ def number_of(context: Context, clients: int) -> int:
     return client
 
 
+def has_own_data(node: Mapping[str, Any]) -> bool:
+    """Whether a node has data of its own instead of a partition of the experiment's."""
+    return "data-path" in node or "domain" in node
+
+
 def data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -> tuple[DataSet, Tensor, Tensor]:
     """The data set of a client, and the indices of its training images and of its own test images."""
-    if "data-path" not in node and "domain" not in node:
+    if not has_own_data(node):
         dataset = load_data(run.data, device)
         indices = partition_of(run.data, run.clients, run.seed, device)[client]
         return dataset, indices, own_test(run.data, run.clients, run.seed, device)[client]
@@ -201,9 +211,36 @@ def trains(run: Settings, client: int) -> bool:
     return not run.evaluate.unseen or client < run.trained
 
 
-def _tests_of(run: Settings, dataset: DataSet, own: Tensor, held: Tensor) -> dict[str, TestBatches]:
+def _normalisation(run: Settings, node: Mapping[str, Any], dataset: DataSet, config: Mapping[str, Any]) -> Normalise:
+    """That of the run; the moments of all sites' data are in the messages."""
+    if protocol.MEANS in config:
+        return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
+    if run.data.normalise == "moments" and (has_own_data(node) or not run.evaluate.server):
+        return _not_agreed
+    return normalisation_of(run, dataset)
+
+
+def _not_agreed(inputs: Tensor) -> NoReturn:
+    raise MessageError(
+        f"data.normalise is 'moments', and the message has no {protocol.MEANS!r}, on which the sites agree before the "
+        "first round; install the same version of fedbn-flwr on server and clients"
+    )
+
+
+def _sums(dataset: DataSet, rows: Tensor, least: int) -> NDArray[np.float64]:
+    """The sums of a client's training examples; refused if they are of too few, since they would reveal them."""
+    if len(rows) < least:
+        raise MessageError(
+            f"it has {len(rows)} training examples, and it refuses to send the sums of fewer than {least}, which "
+            f"reveal them; have more, or allow it by min-batch={len(rows)} in this node's config"
+        )
+    return sums_of(dataset.train.select(rows).sample())
+
+
+def _tests_of(
+    run: Settings, dataset: DataSet, own: Tensor, held: Tensor, normalisation: Normalise
+) -> dict[str, TestBatches]:
     """A client's test sets: all test images, its own, its own of each domain, and the training images held out."""
-    normalisation = normalisation_of(run, dataset)
     test = functools.partial(TestBatches, dataset.test, normalisation, run.evaluate.batch_size)
     tests = {"": test(), protocol.OWN: test(own)} if len(own) else {"": test()}
     for domain, rows in rows_by_domain(dataset).items():

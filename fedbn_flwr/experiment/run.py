@@ -53,6 +53,7 @@ from .listeners.progress import Progress, Reporter
 from .listeners.track import Track
 from .model import choose_device
 from .mods import client_mods
+from .moments import agree, agreed_before
 from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of
@@ -87,6 +88,11 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
             progress.message(held)
+        if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
+            moments = agree(ledger, prepared, nodes, identity) if snapshot is None else agreed_before(folder)
+            prepared.use_moments(moments)
+            state.identity = {**identity, protocol.MEANS: [*moments[0]], protocol.DEVIATIONS: [*moments[1]]}
+        folder.write("model.json", prepared.model_description, indent=2)
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared, [run.seed])
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
