@@ -1,7 +1,7 @@
 """Mean and deviation of each column over all sites' data, on which the sites agree before the first round.
 
-Each site sends sums (`data.sums`), and the server sends the moments of all with every message, so clients store nothing:
-a node that restarts or joins late has them too. A resumed run reads them from model.json in its folder.
+Each site sends sums (`data.sums`), and the server sends the moments of all with every message, so clients store nothing,
+and a node that restarts has them too. A resumed run reads them from model.json in its folder.
 """
 
 from __future__ import annotations
