@@ -38,6 +38,7 @@ from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 
+from .agreement import agree, agreed_before
 from .cost import examples_of
 from .data import loaded_data
 from .find import from_run_config
@@ -53,7 +54,6 @@ from .listeners.progress import Progress, Reporter
 from .listeners.track import Track
 from .model import choose_device
 from .mods import client_mods
-from .moments import agree, agreed_before
 from .node import Clients, trains
 from .nodes import TrainedNodes, check_nodes
 from .partition import counts_of

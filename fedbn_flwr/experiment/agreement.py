@@ -1,7 +1,7 @@
 """Mean and deviation of each column over all sites' data, on which the sites agree before the first round.
 
-Each site sends sums (`data.sums`), and the server sends the moments of all with every message, so clients store nothing,
-and a node that restarts has them too. A resumed run reads them from model.json in its folder.
+Each site sends sums (`data.sums`), and the server sends the moments of all with every message: clients store nothing,
+so a node that restarts or joins late has them too. A resumed run reads them from model.json in its folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from fedbn_flwr.data.sums import ROWS, Sums, moments_from, totals
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
-from fedbn_flwr.messages.gate import read_reply
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.gate import arrays_of
 from fedbn_flwr.messages.screening import reason_of
 from fedbn_flwr.results.folder import RunFolder
 
@@ -48,12 +49,13 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
     problems = []
     for reply in grid.send_and_receive(questions, timeout=run.engine.timeout):
         node = reply.metadata.src_node_id
+        if reply.has_error():
+            problems.append(f"node {node}: {reason_of(reply)}")
+            continue
         try:
-            if reply.has_error():
-                raise MessageError(reason_of(reply))
             found[node] = _sums_in(reply, parts.shape.channels)
         except MessageError as error:
-            problems.append(f"node {node}: {error}")
+            problems.append(f"node {node}: client {clients[node]}: {error}")
     refuse_nodes([*problems, *silent(run, len(clients) - len(found) - len(problems))])
     return moments_from([*found.values()])
 
@@ -62,15 +64,13 @@ def agreed_before(folder: RunFolder) -> Moments:
     """The moments with which the run of a folder began."""
     known = folder.model_description()["normalise"]
     if not isinstance(known, dict):
-        raise SettingsError(
-            f"{str(folder.path)!r} cannot be resumed: its model.json lacks the moments of the sites' data"
-        )
+        raise SettingsError(f"{str(folder.path)!r} cannot be resumed: its model.json has no moments of all sites' data")
     return tuple(known["mean"]), tuple(known["std"])
 
 
 def _sums_in(reply: Message, columns: int) -> Sums:
     """The sums of a site's reply; MessageError if they are not those of any values."""
-    arrays = read_reply(reply).arrays
+    arrays = unpack(arrays_of(reply.content))
     if problem := fault(arrays, {"sums": np.zeros((ROWS, columns))}):
         raise MessageError(problem)
     sums: Sums = arrays["sums"]
