@@ -19,12 +19,12 @@ from flwr.app import Message
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.dynamics import Dynamics
+from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import train_round
+from fedbn_flwr.experiment.run.loop import train_round
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.folder import RunFolder

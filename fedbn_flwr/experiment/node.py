@@ -39,10 +39,10 @@ from .data import (
     partition_of,
     rows_by_domain,
 )
-from .find import from_run_config
+from .file.layers import from_run_config
 from .model import choose_device, make_model
+from .objective import learning_rate, loss_of, metrics_of, own_loss
 from .settings import Experiment, Settings
-from .training import learning_rate, loss_of, metrics_of, own_loss
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
 
@@ -98,7 +98,6 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         compile=run.train.compile,
         seed=run.seed,
         min_batch=min_batch_of(node),
-        share_personal=run.evaluate.matrix,
         device=device,
         context=context,
     )

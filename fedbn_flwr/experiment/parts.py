@@ -19,8 +19,8 @@ from fedbn_flwr.strategies import Rule
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
 from .model import check_gpus, choose_device, make_model, model_arguments
+from .objective import metrics_of, own_loss
 from .settings import Settings
-from .training import metrics_of, own_loss
 
 
 @dataclass(frozen=True)

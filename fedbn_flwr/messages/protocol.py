@@ -96,11 +96,10 @@ METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
 KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours, if it can be made
-PERSONAL_QUERY = "query.personal"  # reply: the arrays that stay on the client, if it was made with share_personal
 SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.sums
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
-QUERIES = frozenset({PARTITION_QUERY, KEYS_QUERY, SUMS_QUERY, PERSONAL_QUERY, STATISTICS_QUERY})  # outside of training
+QUERIES = frozenset({PARTITION_QUERY, KEYS_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training
 
 
 def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:

@@ -15,9 +15,9 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.run.loop import serve
 from tests.support.images import numbered, write_parquet
 from tests.support.network import Deployment, missing_tools
 

@@ -15,7 +15,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import arrays_of

@@ -20,11 +20,11 @@ from fedbn_flwr import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.mods import weights_only
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
-from fedbn_flwr.experiment.mods import experiment_mods
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
+from fedbn_flwr.experiment.flower_mods import experiment_mods
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FixBN

@@ -14,10 +14,10 @@ import yaml
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.cli import main
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import ROOT
 from tests.support.sessions import Stopping, outcome

@@ -24,11 +24,11 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.losses import CrossEntropy
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.explain import explain
-from fedbn_flwr.experiment.find import load_experiment, parse_yaml
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
+from fedbn_flwr.experiment.trial import explain
 from fedbn_flwr.messages.aggregate import as_bfloat16
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse

@@ -28,12 +28,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.errors import FedbnError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.folder import RunFolder

@@ -23,8 +23,8 @@ from fedbn_flwr.strategies import Round
 
 from ..data import rows_by_domain
 from ..parts import Parts
-from .base import Listener, RunState
-from .clients import name_of, own_means, spreads, validation_means, values_of
+from .listener import Listener, RunState
+from .of_clients import name_of, own_means, spreads, validation_means, values_of
 
 
 class Evaluate(Listener):

@@ -22,9 +22,9 @@ from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.data import shape_without_data
 from fedbn_flwr.experiment.model import choose_device, make_model, try_model
 from fedbn_flwr.experiment.node import check_node_keys, data_of, min_batch_of, number_of
+from fedbn_flwr.experiment.objective import own_loss
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.settings import Experiment, Settings, resolve
-from fedbn_flwr.experiment.training import own_loss
 
 from .connection import Check, Failed, asked
 

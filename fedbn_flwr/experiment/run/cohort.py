@@ -19,7 +19,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
 from fedbn_flwr.messages.gate import number_of, one_line, partition_of
 
-from .settings import Settings
+from ..settings import Settings
 
 
 class TrainedNodes(GridAround):

@@ -32,12 +32,12 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.cluster import connected
 from fedbn_flwr.engines.ray import Actors, Place, RayGrid, machines
 
-from .data import loaded_data, receive
-from .model import choose_device
-from .mods import client_mods
-from .node import client_of, run_of
-from .parts import Parts
-from .settings import Data, Engine, Experiment
+from ..data import loaded_data, receive
+from ..flower_mods import client_mods
+from ..model import choose_device
+from ..node import client_of, run_of
+from ..parts import Parts
+from ..settings import Data, Engine, Experiment
 
 
 @contextmanager

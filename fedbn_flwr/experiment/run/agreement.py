@@ -23,10 +23,10 @@ from fedbn_flwr.messages.gate import arrays_of
 from fedbn_flwr.messages.screening import reason_of
 from fedbn_flwr.results.folder import RunFolder
 
-from .nodes import Nodes, refuse_nodes, silent
-from .parts import Parts
-from .sections import refuse
-from .settings import strategy_name
+from ..parts import Parts
+from ..sections import refuse
+from ..settings import strategy_name
+from .cohort import Nodes, refuse_nodes, silent
 
 
 def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:

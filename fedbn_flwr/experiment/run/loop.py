@@ -38,29 +38,28 @@ from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 
+from ..counting import counts_of
+from ..data import loaded_data
+from ..file.layers import from_run_config
+from ..flower_mods import client_mods
+from ..listeners.best import Best
+from ..listeners.dynamics import Dynamics
+from ..listeners.evaluate import Evaluate
+from ..listeners.final import Final
+from ..listeners.history import History
+from ..listeners.listener import Listener, RunState
+from ..listeners.of_clients import values_of
+from ..listeners.progress import Progress, Reporter
+from ..listeners.saving import Checkpoint
+from ..listeners.track import Track
+from ..model import choose_device
+from ..node import Clients, trains
+from ..parts import Parts
+from ..prepare import check_partition, prepare
+from ..settings import Experiment, Settings
 from .agreement import agree, agreed_before
-from .cost import examples_of
-from .data import loaded_data
-from .find import from_run_config
-from .listeners.base import Listener, RunState
-from .listeners.best import Best
-from .listeners.checkpoint import Checkpoint
-from .listeners.clients import values_of
-from .listeners.dynamics import Dynamics
-from .listeners.evaluate import Evaluate
-from .listeners.final import Final
-from .listeners.history import History
-from .listeners.progress import Progress, Reporter
-from .listeners.track import Track
-from .model import choose_device
-from .mods import client_mods
-from .node import Clients, trains
-from .nodes import TrainedNodes, check_nodes
-from .partition import counts_of
-from .parts import Parts
-from .prepare import check_partition, prepare
+from .cohort import TrainedNodes, check_nodes
 from .resume import keep_promises, restore_clients
-from .settings import Experiment, Settings
 from .side_by_side import failed_because, jobs_of, side_by_side
 
 
@@ -129,8 +128,8 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     choose: list[Listener] = []
     if run.evaluate.validation:
         choose.append(Best(folder, run.evaluate.patience, run.evaluate.min_delta))
-    if run.evaluate.unseen or run.evaluate.matrix:  # after the last round, which is chosen now
-        choose.append(Final(folder))
+    if run.evaluate.unseen:  # after the last round, which is chosen now
+        choose.append(Final())
     # The checkpoint comes after the progress, by which a user stops the run.
     record: list[Listener] = [History(folder, ledger), progress, Checkpoint(folder)]
     return [*measure, *choose, *record, *(Track(entry, folder) for entry in run.track)]
@@ -251,8 +250,7 @@ def run_experiment(
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    examples = [examples_of(run) for run in experiment.runs]
-    with Progress(titles, rounds, examples, several=jobs > 1, plain=plain, quiet=quiet) as progress:
+    with Progress(titles, rounds, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         planned = _without_workers(experiment) if jobs > 1 else experiment
@@ -351,7 +349,7 @@ def carry_out(
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
     with needs("run", "engine.name='ray'"):
-        from .cluster import ray_grids
+        from .on_ray import ray_grids
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 

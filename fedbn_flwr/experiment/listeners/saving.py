@@ -10,8 +10,8 @@ from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.strategies import CannotSave, state_of
 
-from ..resume import promises_of
-from .base import Listener, RunState
+from ..run.resume import promises_of
+from .listener import Listener, RunState
 
 
 class Checkpoint(Listener):
