@@ -172,6 +172,7 @@ class BNClient(NumPyClient):
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch = seed, min_batch
+        self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
         self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 

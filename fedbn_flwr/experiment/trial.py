@@ -38,7 +38,7 @@ from .data import normalisation_of
 from .faults import Faults
 from .file.cost import trained_in_a_round
 from .file.layers import Setting, settings_of
-from .node import client_of
+from .node import Clients
 from .parts import Parts
 from .prepare import prepare
 from .run.cohort import TrainedNodes
@@ -264,7 +264,7 @@ class _Trial:
         run = self.prepared.run
         train = run.train.model_copy(update={"steps": self.steps, "epochs": None, "lr": _LR})
         short = Experiment(name=run.name, runs=(run.model_copy(update={"train": train}),), run_config={})
-        return client_of(short, context, {})  # without the name of the run: there is one
+        return Clients(short)(context, {})  # without the name of the run: there is one
 
     def begin(self, ledger: MeteredGrid) -> None:
         self.ledger = ledger

@@ -101,7 +101,7 @@ def test_a_server_without_data_trains_the_same_model(
         assert line["accuracy"] == line["clients_accuracy"] == other["clients_accuracy"]
         assert line["loss"] == other["clients_loss"]
     assert without[1]["accuracy"] == without[0][-1]["accuracy"]
-    assert without[1]["accuracy_of"] == "the clients' models on their test images, mean"
+    assert without[1]["accuracy_of"] == "the clients' models on their test examples, mean"
 
 
 def test_a_site_with_its_own_data_has_a_limit_of_its_own(sites: list[Path], tmp_path: Path) -> None:

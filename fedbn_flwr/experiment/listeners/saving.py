@@ -19,9 +19,6 @@ class Checkpoint(Listener):
         self.folder = folder
         self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
 
-    def on_start(self, state: RunState) -> None:
-        self.folder.write("model.json", state.prepared.model_description, indent=2)
-
     def on_round(self, state: RunState) -> None:
         run = state.run
         self.latest = _snapshot(state), state.model

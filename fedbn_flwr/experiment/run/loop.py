@@ -56,6 +56,7 @@ from ..node import Clients, trains
 from ..parts import Parts
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
+from .agreement import agree, agreed_before
 from .cohort import TrainedNodes, check_nodes
 from .resume import keep_promises, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
@@ -86,6 +87,11 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
             progress.message(held)
+        if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
+            moments = agree(ledger, prepared, nodes, identity) if snapshot is None else agreed_before(folder)
+            prepared.use_moments(moments)
+            state.identity = {**identity, protocol.MEANS: [*moments[0]], protocol.DEVIATIONS: [*moments[1]]}
+        folder.write("model.json", prepared.model_description, indent=2)
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared, [run.seed])
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from fedbn_flwr.experiment.listeners.history import History
 from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.listeners.saving import Checkpoint
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
 from fedbn_flwr.experiment.run.side_by_side import reporter_to
@@ -58,7 +57,7 @@ class OwnDisks(MeteredGrid):
 def state(request: pytest.FixtureRequest) -> Iterator[RunState]:
     experiment = load_experiment(EXPERIMENT)
     (prepared,) = prepare(experiment)
-    with LocalGrid(client_app(functools.partial(client_of, experiment)), 2) as grid:
+    with LocalGrid(client_app(Clients(experiment)), 2) as grid:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(5, arrays)
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
