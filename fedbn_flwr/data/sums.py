@@ -68,7 +68,8 @@ def _parts(value: Fraction) -> list[float]:
 
 def moments_from(sites: Sequence[Sums]) -> Moments:
     """Mean and standard deviation of each column over all sites; a column of equal values has the deviation 1."""
-    means, deviations = [], []
+    means: list[float] = []
+    deviations: list[float] = []
     for column in np.stack(sites, axis=-1).swapaxes(0, 1):
         count, total, square = totals(column)
         if not count:
