@@ -142,23 +142,29 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     blocks = residual_parts(model, kind).blocks if scale != 1 else {}
     norms = {*batch_norms(model, f"norm {kind!r}").values()}
     layers = [module for module in model.modules() if isinstance(module, _ConvNd | nn.Linear | _BatchNorm)]
+    # The layers that are standardised; in a network without convolutions, for tables, its linear ones.
+    weighted = _ConvNd if any(isinstance(layer, _ConvNd) for layer in layers) else nn.Linear
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer not in replaced:
             if layer in norms:
                 replaced[layer] = _replace(layer, name or "the model itself", kind, partial(convert, **options))
-            # Without a norm after it, a last convolution keeps its weights: that of a segmentation model's classifier.
-            elif kind in STANDARDISED and isinstance(layer, _ConvNd) and (kind == "won" or layers[-1:] != [layer]):
+            # Without a norm after it, a last layer keeps its weights: that of a segmentation model's classifier.
+            elif (
+                kind in STANDARDISED
+                and isinstance(layer, weighted)
+                and (layers[-1:] != [layer] or (kind == "won" and weighted is _ConvNd))
+            ):
                 replaced[layer] = standardised(layer, name or "the model itself", kind)
         if layer in replaced and name:
             model.set_submodule(name, replaced[layer])
     for block in blocks.values():
         convolutions(block)[-1].gamma *= scale
     # `won` also removes batch norm, so a model without convolutions has a use for it.
-    needed = {"gn+ws": (_ConvNd, _BatchNorm), "won": (nn.Module,), "none": ()}.get(kind, (_BatchNorm,))
+    needed = {"gn+ws": (weighted, _BatchNorm), "won": (nn.Module,), "none": ()}.get(kind, (_BatchNorm,))
     for each in needed:
         if not any(isinstance(layer, each) for layer in replaced):
-            what = "batch norm to replace" if each is _BatchNorm else "convolution to standardise"
+            what = "batch norm to replace" if each is _BatchNorm else "convolution or linear layer to standardise"
             raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
     return replaced.get(model, model)
 

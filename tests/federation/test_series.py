@@ -25,6 +25,8 @@ NONE: dict[str, Any] = {"fraction_evaluate": 0.0}
 class Of(Batches):
     """Batches (inputs, targets), whose inputs and targets may be dicts."""
 
+    batches: list[Any]
+
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
         self.num_examples = sum(len(x["tokens"]) for x, _ in batches)

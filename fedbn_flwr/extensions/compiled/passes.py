@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.client.training import Loss
+from fedbn_flwr.norms.masked import MaskedBatchNorm1d
 
 # The graphs of a process: models of an experiment file, with and without frozen layers. PyTorch's limit is 8, for all
 # models together, since they share the function below; it trains further ones without compiling them.
@@ -88,6 +89,8 @@ def _works(
     """Whether PyTorch can compile loss and gradients: tried with a copy, and with the same random draws as the step."""
     streams = seeding.states()
     try:
+        if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
+            raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
         compiled(copy.deepcopy(model), inputs, targets, loss_fn).backward()
     except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss
         log(

@@ -103,7 +103,7 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
             f"the server asks for masks of {len({*peers})} clients; expected this one and {session.threshold - 1} or "
             "more of those that agreed on keys"
         )
-    metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
+    metrics: dict[str, Any] = {key: value for record in metrics_in(content).values() for key, value in record.items()}
     readable = {key: metrics.pop(key) for key in (protocol.PARTITION, protocol.EXCHANGES_LEFT) if key in metrics}
     if exchange:
         batch, total = metrics[protocol.BATCH_EXAMPLES], metrics.pop(protocol.BATCH_VALUES)

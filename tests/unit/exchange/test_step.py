@@ -56,6 +56,15 @@ def small_mobilenet() -> nn.Module:
     return torchvision.models.mobilenet_v2(num_classes=5, width_mult=0.25, dropout=0.0)
 
 
+def plain_net(conv: type[nn.Module], norm: type[nn.Module], features: int) -> nn.Module:
+    layers = conv(3, 4, 3, padding=1), norm(4), nn.ReLU(), conv(4, 6, 2, stride=2), norm(6), nn.Tanh(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(features, 5))
+
+
+def volume_net() -> nn.Module:
+    return plain_net(nn.Conv3d, nn.BatchNorm3d, 72)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet20": (lambda: build_model("resnet20", 5), (3, 16, 16)),
     "resnet18": (lambda: torchvision.models.resnet18(num_classes=5), (3, 32, 32)),
@@ -63,6 +72,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "densenet": (lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=5), (3, 32, 32)),
     "perceptron": (Perceptron, (3, 2, 2)),
     "used twice": (Twice, (3, 6, 6)),
+    "series": (lambda: plain_net(nn.Conv1d, nn.BatchNorm1d, 30), (3, 10)),
+    "volume": (volume_net, (3, 4, 5, 6)),
+    "synchronised": (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(volume_net()), (3, 4, 5, 6)),
 }
 
 
