@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.batch import count, each
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.threads import map_batches
 
@@ -39,10 +40,10 @@ def evaluate(
 
     @torch.no_grad()  # a setting of the thread
     def sums_of(model: nn.Module, batch: Batch) -> _Sums:
-        inputs, targets = (tensor.to(device) for tensor in batch)
+        inputs, targets = (each(lambda tensor: tensor.to(device), value) for value in batch)
         outputs = model(inputs)
         loss, logits = loss_fn(outputs, targets).double(), logits_of(outputs)
-        sums: dict[str, Any] = {"number": len(targets)}
+        sums: dict[str, Any] = {"number": count(inputs)}
         if _has_classes(logits, targets):
             if logits.ndim > 2:
                 sums["matrix"] = matrix = confusion(logits, targets)
@@ -58,7 +59,7 @@ def evaluate(
         # Without those that another batch does not have.
         sums = {key: sums[key] + more[key] for key in sums if key in more} if examples else more
         others.add(logits, targets, more.get("matrix"))
-        examples += len(targets)
+        examples += count(targets)
     model.train(was_training)
     if not examples:
         raise ValueError("there are no examples to evaluate on")
