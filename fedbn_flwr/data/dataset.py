@@ -1,4 +1,4 @@
-"""A data set: its training and test images, its classes, and the groups that its images belong to."""
+"""A data set: its training and test examples, its classes, and the groups that its examples belong to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Examples = Union[Images, "Stream"]  # of a split
 
 @dataclass(frozen=True)
 class Groups:
-    """The values of a column that groups the images by domain or by client."""
+    """The values of a column that groups the examples by domain or by client."""
 
     names: tuple[str, ...]
     train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
@@ -83,7 +83,7 @@ class DataSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; images on the disk take none."""
+        """Bytes in memory; examples on the disk take none."""
         values = (*vars(self.train).values(), *vars(self.test).values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
@@ -119,7 +119,7 @@ class DataSet:
         )
 
     def wanted(self) -> DataSet:
-        """Without the images of unwanted classes and domains, whose numbers are -1; DataError if none is left."""
+        """Without the examples of unwanted classes and domains, whose numbers are -1; DataError if none is left."""
         rows: list[Tensor | None] = []
         domains = (None, None) if self.domains is None else (self.domains.train, self.domains.test)
         for part, split, group in zip(("training", "test"), (self.train, self.test), domains, strict=True):
@@ -128,7 +128,7 @@ class DataSet:
                 keep &= group >= 0
             if not keep.any():
                 of = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
-                raise DataError(f"{self.name!r} has no {part} images{of}")
+                raise DataError(f"{self.name!r} has no {part} examples{of}")
             rows.append(None if keep.all() else keep)
         return self.select(*rows)
 
@@ -149,26 +149,26 @@ class DataSet:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
-# --- fewer images ------------------------------------------------------------
+# --- fewer examples ------------------------------------------------------------
 
 
-def fewer(dataset: DataSet, images: int | None, test_images: int | None) -> DataSet:
-    """The data set with this many training and test images, in the same proportions of classes and domains.
+def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> DataSet:
+    """The data set with this many training and test examples, in the same proportions of classes and domains.
 
     None keeps all.
 
-    The draw is fixed: all runs and all seeds have the same images, and a smaller number has those of a larger one,
+    The draw is fixed: all runs and all seeds have the same examples, and a smaller number has those of a larger one,
     up to rounding in each group.
     """
     groups = [each for each in (dataset.domains, dataset.natural) if each is not None]
     train = [dataset.train.labels, *(each.train for each in groups)]
     test = [dataset.test.labels, *(each.test for each in groups if each.test is not None)]
     rows: list[Tensor | None] = []
-    for key, count, columns in (("images", images, train), ("test_images", test_images, test)):
+    for key, count, columns in (("examples", examples, train), ("test_examples", test_examples, test)):
         total = len(columns[0])
         if count is not None and count > total:
-            words = "training" if key == "images" else "test"
-            raise DataError(f"data.{key} is {count}, but {dataset.name!r} has {total} {words} images")
+            words = "training" if key == "examples" else "test"
+            raise DataError(f"data.{key} is {count}, but {dataset.name!r} has {total} {words} examples")
         rows.append(None if count in (None, total) else draw(count, columns))
     return dataset.select(*rows)
 
