@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError, did_you_mean
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 from . import Moments, Size
 from .images import Images
@@ -72,6 +73,10 @@ class DataSet:
     def dense(self) -> bool:
         """Whether this is a segmentation data set."""
         return self.train.dense
+
+    @property
+    def task(self) -> Task:
+        return SEGMENTATION if self.dense else CLASSIFICATION
 
     @property
     def channels(self) -> int:

@@ -25,6 +25,7 @@ from fedbn_flwr.data.random_images import random_images
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.folder.summary import SPREAD
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 from . import settings
 from .settings import AUGMENTATIONS, Part, Settings
@@ -254,6 +255,10 @@ class Shape:
     channels: int
     size: tuple[int, int]
     dense: bool  # segmentation: labels are per pixel
+
+    @property
+    def task(self) -> Task:
+        return SEGMENTATION if self.dense else CLASSIFICATION
 
 
 def shape_without_data(run: Settings) -> Shape:
