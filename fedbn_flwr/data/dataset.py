@@ -1,4 +1,4 @@
-"""A data set: its training and test images, its classes, and the groups that its images belong to."""
+"""A data set: its training and test examples, its classes, and the groups that its examples belong to."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError, did_you_mean
+from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, Task
 
 from . import Moments, Size
-from .images import Images
+from .examples import InMemory, Values, main
+from .moments import moments_from, sums_of
 
 if TYPE_CHECKING:  # decoding needs packages of the extra `data`
     from .decoding import Stream
 
-Examples = Union[Images, "Stream"]  # of a split
+Examples = Union[InMemory, "Stream"]  # of a split
+BINS = 10  # of the numbers to predict, where examples are drawn or divided in proportion to their targets
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The values of a column that groups the images by domain or by client."""
+    """The values of a column that groups the examples by domain, or by site, patient or user."""
 
     names: tuple[str, ...]
     train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
@@ -55,17 +58,30 @@ def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Strata:
+    """What the examples are divided by: classes, combinations of labels, or ranges of a number to predict."""
+
+    train: Tensor  # int64 [N], a place among the names
+    test: Tensor
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class DataSet:
     name: str
     train: Examples
     test: Examples
-    class_names: tuple[str, ...]
+    class_names: tuple[str, ...]  # or those of labels, or of numbers to predict
     domains: Groups | None = None
-    natural: Groups | None = None  # by the column of a natural partition
-    commit: str | None = None  # of the hub's repository that the images are from
+    groups: Groups | None = None  # sites, patients, users: the clients of a natural partition
+    commit: str | None = None  # of the hub's repository that the examples are from
+    task: Task = CLASSIFICATION
+    input_names: tuple[str, ...] = ()  # of the features
+    columns: tuple[str, ...] = ()  # that the data have, used or not
 
     @property
     def classes(self) -> int:
+        """The number of classes, of labels, or of numbers to predict."""
         return len(self.class_names)
 
     @property
@@ -74,39 +90,73 @@ class DataSet:
         return self.train.dense
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the inputs of one example."""
+        return self.train.shape
+
+    @property
     def channels(self) -> int:
-        return self.train.shape[0]
+        return self.shape[0]
 
     @property
     def size(self) -> Size:
-        return self.train.shape[1:]  # type: ignore[return-value]
+        return self.shape[1:]  # type: ignore[return-value]
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.shape) == 3 and isinstance(self.blank(1), Tensor)
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens, where the inputs are whole numbers."""
+        parts = [main(part.inputs) for part in (self.train, self.test) if isinstance(part, InMemory)]
+        if not parts or parts[0].dtype is not torch.int64:
+            return None
+        return 1 + max(int(part.max()) for part in parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory; images on the disk take none."""
-        values = (*vars(self.train).values(), *vars(self.test).values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        return sum(part.nbytes for part in (self.train, self.test) if isinstance(part, InMemory))
+
+    def blank(self, number: int) -> Values:
+        """Inputs of this form that are zero, to try a model."""
+        return self.train.blank(number)
 
     @cached_property
     def moments(self) -> Moments:
-        """Mean and standard deviation of each channel over the training images; uint8 pixels count from 0 to 1.
+        """Mean and standard deviation of each feature or channel over the training examples; see moments.py.
 
         For a streamed set they are estimated from 512 evenly spaced images.
         """
-        images = self.train.sample()
-        if images.is_floating_point():
-            found = [(part.double().mean(), part.double().std(correction=0)) for part in images.unbind(1)]
-            return tuple(float(mean) for mean, _ in found), tuple(max(float(std), 1e-6) for _, std in found)
-        # Histograms are exact and need no float copy of the data.
-        counts = torch.zeros(self.channels, 256, dtype=torch.int64, device=images.device)
-        for some in images.split(1_024):
-            for count, channel in zip(counts, some.unbind(1), strict=True):
-                count += torch.bincount(channel.reshape(-1), minlength=256)
-        values = torch.arange(256, dtype=torch.float64) / 255
-        shares = [count.double() / count.sum() for count in counts.cpu()]
-        means = [float(share @ values) for share in shares]
-        variances = [float(share @ (values - mean) ** 2) for share, mean in zip(shares, means, strict=True)]
-        return tuple(means), tuple(max(variance**0.5, 1e-6) for variance in variances)
+        return moments_from([sums_of(self.train.sample())])
+
+    def strata(self, bins: int | None = None) -> Strata:
+        """Classes, combinations of labels, or `bins` ranges of the (first) number with equally many examples."""
+        train, test = self.train.labels.cpu(), self.test.labels.cpu()
+        if self.task is REGRESSION:
+            values = [
+                part.targets.cpu().flatten(1).double()
+                if part.targets.ndim > 1
+                else part.targets.cpu().double()[:, None]
+                for part in (self.train, self.test)
+            ]
+            first, last = values[0][:, 0], values[1][:, 0]
+            edges = torch.quantile(first, torch.arange(1, bins or BINS).double() / (bins or BINS)).unique()
+            train, test = (torch.bucketize(some, edges, right=True) for some in (first, last))
+            ends = [f"{float(edge):g}" for edge in edges]
+            return Strata(train, test, tuple(f"{a} to {b}" for a, b in zip(["", *ends], [*ends, ""], strict=True)))
+        if self.task is MULTILABEL:
+            rows = torch.cat([part.targets.cpu() > 0 for part in (self.train, self.test)])
+            kinds, places = rows.unique(dim=0, return_inverse=True)
+            names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
+            return Strata(places[: len(train)], places[len(train) :], tuple(names))
+        return Strata(train, test, self.class_names if self.has_classes else ("examples",))
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether each example has one class."""
+        return self.task.form == "classes" and not self.dense
 
     def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
         """With these rows of its splits; None keeps all."""
@@ -115,11 +165,11 @@ class DataSet:
             train=self.train if train is None else self.train.select(train),
             test=self.test if test is None else self.test.select(test),
             domains=self.domains and self.domains.select(train, test),
-            natural=self.natural and self.natural.select(train, test),
+            groups=self.groups and self.groups.select(train, test),
         )
 
     def wanted(self) -> DataSet:
-        """Without the images of unwanted classes and domains, whose numbers are -1; DataError if none is left."""
+        """Without the examples of unwanted classes and domains, whose numbers are -1; DataError if none is left."""
         rows: list[Tensor | None] = []
         domains = (None, None) if self.domains is None else (self.domains.train, self.domains.test)
         for part, split, group in zip(("training", "test"), (self.train, self.test), domains, strict=True):
@@ -128,19 +178,32 @@ class DataSet:
                 keep &= group >= 0
             if not keep.any():
                 of = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
-                raise DataError(f"{self.name!r} has no {part} images{of}")
+                raise DataError(f"{self.name!r} has no {part} examples{of}")
             rows.append(None if keep.all() else keep)
         return self.select(*rows)
 
+    def held_out(self, share: float) -> DataSet:
+        """With this share of the examples as test split, of each class (or range), domain and group as many in proportion.
+
+        The draw is fixed: it depends neither on the seed nor on the clients.
+        """
+        count = round(share * len(self.train))
+        if not 0 < count < len(self.train):
+            raise DataError(f"data.test is {share:g}, which is {count} of {len(self.train)} examples of {self.name!r}")
+        groups = [each.train for each in (self.domains, self.groups) if each is not None]
+        test = draw(count, [self.strata().train, *groups], "held-out test examples")
+        train = torch.from_numpy(np.setdiff1d(np.arange(len(self.train)), test.numpy()))
+        return self.select(train, test)
+
     def alike(self) -> DataSet:
-        """With images of one shape: greyscale becomes RGB if the other split has colour."""
+        """With inputs of one shape: greyscale becomes RGB if the other split has colour."""
         train, test = self.train.shape, self.test.shape
         if train == test:
             return self
-        if train[1:] != test[1:] or min(train[0], test[0]) > 1:
+        if len(train) != 3 or len(test) != 3 or train[1:] != test[1:] or min(train[0], test[0]) > 1:
+            hint = " (channels, height, width); set data.size to resize them" if len(train) == len(test) == 3 else ""
             raise DataError(
-                f"data.name={self.name!r}: training images are {train}, test images {test} (channels, height, width); "
-                "set data.size to resize them"
+                f"data.name={self.name!r}: training examples have the shape {train}, test examples {test}{hint}"
             )
         channels = max(train[0], test[0])
         return replace(self, train=self.train.coloured(channels), test=self.test.coloured(channels))
@@ -149,40 +212,40 @@ class DataSet:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
-# --- fewer images ------------------------------------------------------------
+# --- fewer examples ----------------------------------------------------------
 
 
-def fewer(dataset: DataSet, images: int | None, test_images: int | None) -> DataSet:
-    """The data set with this many training and test images, in the same proportions of classes and domains.
+def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> DataSet:
+    """The data set with this many training and test examples, in the same proportions of classes, domains and groups.
 
     None keeps all.
 
-    The draw is fixed: all runs and all seeds have the same images, and a smaller number has those of a larger one,
+    The draw is fixed: all runs and all seeds have the same examples, and a smaller number has those of a larger one,
     up to rounding in each group.
     """
-    groups = [each for each in (dataset.domains, dataset.natural) if each is not None]
-    train = [dataset.train.labels, *(each.train for each in groups)]
-    test = [dataset.test.labels, *(each.test for each in groups if each.test is not None)]
+    groups, strata = [each for each in (dataset.domains, dataset.groups) if each is not None], dataset.strata()
+    train = [strata.train, *(each.train for each in groups)]
+    test = [strata.test, *(each.test for each in groups if each.test is not None)]
     rows: list[Tensor | None] = []
-    for key, count, columns in (("images", images, train), ("test_images", test_images, test)):
+    for key, count, columns in (("examples", examples, train), ("test_examples", test_examples, test)):
         total = len(columns[0])
         if count is not None and count > total:
-            words = "training" if key == "images" else "test"
-            raise DataError(f"data.{key} is {count}, but {dataset.name!r} has {total} {words} images")
+            words = "training" if key == "examples" else "test"
+            raise DataError(f"data.{key} is {count}, but {dataset.name!r} has {total} {words} examples")
         rows.append(None if count in (None, total) else draw(count, columns))
     return dataset.select(*rows)
 
 
-def draw(count: int, columns: Sequence[Tensor]) -> Tensor:
+def draw(count: int, columns: Sequence[Tensor], purpose: str = "fewer images") -> Tensor:
     """`count` rows, ascending: of each combination of the columns' values its share, by largest remainders."""
     values = np.stack([column.cpu().numpy() for column in columns])
     _, group, sizes = np.unique(values, axis=1, return_inverse=True, return_counts=True)
     group = group.reshape(-1)
     counts, remainders = np.divmod(sizes * count, len(group))
     # Among equal remainders the first groups would always win, which are those of the first classes.
-    tie = np.random.default_rng(seeding.seed_for(0, "fewer images, remainders")).permutation(len(sizes))
+    tie = np.random.default_rng(seeding.seed_for(0, f"{purpose}, remainders")).permutation(len(sizes))
     counts[np.lexsort((tie, -remainders))[: count - counts.sum()]] += 1
-    order = np.random.default_rng(seeding.seed_for(0, "fewer images")).permutation(len(group))
+    order = np.random.default_rng(seeding.seed_for(0, purpose)).permutation(len(group))
     shuffled = group[order]
     kept = [order[shuffled == number][:some] for number, some in enumerate(counts)]
     return torch.from_numpy(np.sort(np.concatenate(kept)))
