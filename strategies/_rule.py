@@ -73,8 +73,8 @@ class Traits:
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
     freezes: frozenset[Role] = frozenset()  # the roles that clients are asked to freeze, from some round on
-    # Images that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0: no
-    # statistics are exchanged.
+    # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
+    # no statistics are exchanged.
     min_batch: int = 0
     traffic: str | None = None  # what is sent besides the model's arrays, described in words
     # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and

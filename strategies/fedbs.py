@@ -6,7 +6,7 @@ over the clients has been at most epsilon for r consecutive rounds.
 
 Choices that the paper leaves open:
 
-- The loss is the mean training loss over the images of a client's round, which every reply reports.
+- The loss is the mean training loss over the examples of a client's round, which every reply reports.
 - One weight per client applies to all arrays that are sent, statistics of batch norm included.
 - The paper gives no mu for FedProx; the default is that of `FedProx`.
 

@@ -54,7 +54,7 @@ class FedTAN(FedAvg):
         p_i is proportional to the size of the client's data set ("data", as in the paper) or of its batch ("batch").
         With batches of unequal size only "batch" gives the gradient of the union.
     min_batch : int (default: 32)
-        Clients refuse to exchange the statistics of a batch of fewer images, because these reveal the images.
+        Clients refuse to exchange the statistics of a batch of fewer examples, because these reveal the examples.
         `docs/privacy.md` has measurements. A client may have a higher limit of its own.
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
@@ -76,7 +76,7 @@ class FedTAN(FedAvg):
         *,
         exchange: Literal["fused", "paper"] = "fused",
         weights: Literal["data", "batch"] = "data",
-        min_batch: Annotated[int, Ge(1), "a number of images, 1 or more"] = protocol.MIN_BATCH,
+        min_batch: Annotated[int, Ge(1), "a number of examples, 1 or more"] = protocol.MIN_BATCH,
         exchange_timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
         direct: carriers.Service | bool = True,
         **options: Unpack[FedAvgOptions],
@@ -129,7 +129,7 @@ class FedTAN(FedAvg):
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The result of the exchange that messages call `what`."""
-        p = [each.examples if self.weights_by == "data" else each.images for each in contributions]
+        p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
         return algorithm_3(contributions, self.bounded(what, p))
 
     def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
@@ -147,16 +147,16 @@ def algorithm_3(contributions: Sequence[Contribution], weights: Sequence[float])
 
     With "paper" var_i is around mu, which the clients have received before, so that var = sum_i p_i var_i.
     """
-    images = sum(each.images for each in contributions)
+    batch = sum(each.batch for each in contributions)
     tensors = [each.tensors for each in contributions]
     if contributions[0].kind != "moments":
-        return Agreement(weighted_mean(tensors, weights), images)
+        return Agreement(weighted_mean(tensors, weights), batch)
     mus, variances = ([each[name].astype(np.float64) for each in tensors] for name in ("mean", "var"))
     p = normalised(weights)
     mu = sum(p_i * mu_i for p_i, mu_i in zip(p, mus, strict=True))
     var = sum(p_i * (var_i + (mu_i - mu) ** 2) for p_i, mu_i, var_i in zip(p, mus, variances, strict=True))
     agreed = {"mean": np.asarray(mu), "var": np.asarray(var)}
-    return Agreement({name: value.astype(tensors[0][name].dtype) for name, value in agreed.items()}, images)
+    return Agreement({name: value.astype(tensors[0][name].dtype) for name, value in agreed.items()}, batch)
 
 
 class FedTANClient(ClientRule):
@@ -166,13 +166,15 @@ class FedTANClient(ClientRule):
         protocol.COHORT: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
         protocol.COHORT_BACKWARD: Key("bool", "exchange gradients too"),
         protocol.COHORT_MIN_BATCH: Key(
-            "int", "refuse to exchange the statistics of a batch of fewer images; if it is absent, of fewer than 32"
+            "int", "refuse to exchange the statistics of a batch of fewer examples; if it is absent, of fewer than 32"
         ),
         protocol.COHORT_STEP: Key(
             "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
         ),
-        protocol.COHORT_BATCH: Key("int", "images in the batches of all clients, sent with the result of an exchange"),
-        protocol.REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the images in the first batch"),
+        protocol.COHORT_BATCH: Key(
+            "int", "examples in the batches of all clients, sent with the result of an exchange"
+        ),
+        protocol.REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),
     }
 
     def first_gradient(self) -> Gradient | None:

@@ -98,7 +98,7 @@ def measured(entry: Mapping[str, Any]) -> list[Measured]:
 
 
 # Elsewhere None is the default of the time of the run, which a raw file may have as a value.
-NONE_COUNTS = ("data.images", "data.test_images", "train.steps", "train.epochs")
+NONE_COUNTS = ("data.examples", "data.test_examples", "train.steps", "train.epochs")
 WITHOUT_DEFAULTS = ("strategy.", "data.partition.")
 
 

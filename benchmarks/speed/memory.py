@@ -29,7 +29,7 @@ def memory(options: Options) -> Iterator[Figure]:
     experiment = {
         "clients": _CLIENTS,
         "rounds": 2,
-        "data": {"name": "cifar10", "random": True, "images": _IMAGES, "test_images": _TEST, "augment": []},
+        "data": {"name": "cifar10", "random": True, "examples": _IMAGES, "test_examples": _TEST, "augment": []},
         "model": {"name": "resnet18"},
         "strategy": {"name": "FedAvg", "fraction_train": _SHARE},
         "train": {"steps": _STEPS, "batch_size": BATCH, "momentum": 0.9, "lr": 0.01},

@@ -51,7 +51,7 @@ METRICS = {
     "fedbn_site_seconds": "seconds that the client took for its last message of this task",
     "fedbn_site_success_timestamp_seconds": "when the client last succeeded in this task",
     "fedbn_site_loss": "loss in the client's last reply of this task",
-    "fedbn_site_images": "images in the client's last reply of this task",
+    "fedbn_site_examples": "examples in the client's last reply of this task",
     "fedbn_certificate_days": "days until a certificate expires",
     "fedbn_superlink_up": "1 if the SuperLink accepts TLS connections",
 }
@@ -190,7 +190,7 @@ def samples_of_site(folder: Path) -> Iterator[Sample]:
         run = re.sub(r"-[0-9a-f]{32}$", "", file.parent.parent.name)
         newest[run, file.parent.name.removeprefix("client-")] = file
     keys = {"round": "round", "seconds": "seconds", "succeeded": "success_timestamp_seconds"}
-    keys |= {"loss": "loss", "images": "images"}
+    keys |= {"loss": "loss", "examples": "examples"}
     for (run, client), file in newest.items():
         try:
             found = read_status(file.read_text(encoding="utf-8"))

@@ -101,7 +101,7 @@ class BNClient(NumPyClient):
         What evaluation reports beside loss and accuracy: names ("balanced_accuracy", "macro_f1", "auc", "dice",
         "mean_iou"), or functions of the logits and labels of all examples.
     channels_last
-        Train with images and filters in this memory format. Convolutions are faster; results differ in the last bits.
+        Train with inputs and filters in this memory format. Convolutions are faster; results differ in the last bits.
     precision
         With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and
         SGD stay in float32, and so do evaluation and FedTAN's first step.
@@ -112,7 +112,7 @@ class BNClient(NumPyClient):
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
     min_batch
-        Refuse to exchange the statistics of a batch of fewer images, even if the strategy (FedTAN) allows them.
+        Refuse to exchange the statistics of a batch of fewer examples, even if the strategy (FedTAN) allows them.
     share_personal
         Send the arrays that stay on the client to a server that asks for them by `query.personal`.
     device
@@ -269,8 +269,8 @@ class BNClient(NumPyClient):
         sent = {key: value for key, value in own.items() if self.roles.get(key) is not Role.COUNTER}
         return Update(sent, {}, {})
 
-    def batch_images(self) -> int:
-        """The number of images in the client's batches."""
+    def batch_size_of_round(self) -> int:
+        """The number of examples in the client's batches."""
         return min(getattr(self.train_data, "batch_size", None) or self.num_examples, self.num_examples)
 
     # --- arrays by position, for Flower's NumPyClient ---

@@ -33,7 +33,7 @@ def evaluate(
 
     For a segmentation model, whose logits are [N, C, H, W], they are means over the pixels whose label is not 255, and
     the result includes `mean-iou`. A metric that the examples do not define is left out. If outputs or targets are not
-    those of a classifier (a regression, several labels per image, one logit), there is no accuracy. The result does
+    those of a classifier (a regression, several labels per example, one logit), there is no accuracy. The result does
     not depend on the number of threads, each of which has a batch in memory.
     """
 

@@ -1,6 +1,6 @@
 """Metrics beside loss and accuracy, from a confusion matrix or from the logits of all examples.
 
-A metric that a set of examples does not define, such as the AUC of images of one class, is left out of the results.
+A metric that a set of examples does not define, such as the AUC if all have one class, is left out of the results.
 """
 
 from __future__ import annotations

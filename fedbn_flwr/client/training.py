@@ -157,9 +157,9 @@ def logits_of(outputs: Any) -> Any:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy over images or, for a segmentation model, over the pixels whose label is not 255.
+    """The mean cross entropy over examples or, for a segmentation model, over the pixels whose label is not 255.
 
-    For images, 255 is an ordinary class: ImageNet has a thousand.
+    For a classifier, 255 is an ordinary class: ImageNet has a thousand.
     """
     logits = logits_of(logits)
     if logits.ndim <= 2:

@@ -40,7 +40,7 @@ def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"changes to it, such as {changes}")
     parser.add_argument(
-        "--size", metavar="NAME", help="paper: the file as written; smoke: seconds, on random images; or one of sizes"
+        "--size", metavar="NAME", help="paper: the file as written; smoke: seconds, on random examples; or one of sizes"
     )
 
 

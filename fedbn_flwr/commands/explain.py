@@ -23,9 +23,9 @@ def add(commands: Commands) -> None:
         commands,
         "explain",
         explain,
-        summary="what an experiment sends, who has which images, how long it takes",
+        summary="what an experiment sends, who has which examples, how long it takes",
         description=(
-            "Explain an experiment without running it: its settings and where each was given, the images of each "
+            "Explain an experiment without running it: its settings and where each was given, the examples of each "
             "client, the arrays that travel and their bytes, and the time it takes. For the last two, two clients "
             "train a few steps of a few rounds on this machine."
         ),

@@ -140,21 +140,21 @@ def list_experiments(names: Sequence[str], size: str | None, *, as_json: bool) -
         return
     width = max(map(len, chosen))
     for paper in dict.fromkeys(papers[name] for name in chosen):
-        print(f"{PAPERS.get(paper, paper)}\n{' ' * width}  {'runs':>6} {'images':>8}")
+        print(f"{PAPERS.get(paper, paper)}\n{' ' * width}  {'runs':>6} {'examples':>8}")
         for name in (name for name in chosen if papers[name] == paper):
             cost = costs[name]
-            print(f"{name.ljust(width)}  {cost.runs:>6} {_count(cost.images):>8}  {chosen[name].description}")
+            print(f"{name.ljust(width)}  {cost.runs:>6} {_count(cost.examples):>8}  {chosen[name].description}")
         print()
-    print("images: to train on in all runs; fedbn explain NAME has the time and bytes of each run")
+    print("examples: to train on in all runs; fedbn explain NAME has the time and bytes of each run")
 
 
-def _count(images: int | None) -> str:
-    if images is None:
+def _count(examples: int | None) -> str:
+    if examples is None:
         return "?"
     for unit, factor in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if images >= factor:
-            return f"{images / factor:.3g} {unit}"
-    return str(images)
+        if examples >= factor:
+            return f"{examples / factor:.3g} {unit}"
+    return str(examples)
 
 
 def _as_json(about: Description) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`fedbn partition`: the images of each client."""
+"""`fedbn partition`: the examples of each client."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def add(commands: Commands) -> None:
         commands,
         "partition",
         partition,
-        summary="the images of each client, as a table and a plot",
-        description="Show how an experiment's data is partitioned: the images of each class that each client has.",
+        summary="the examples of each client, as a table and a plot",
+        description="Show how an experiment's data is partitioned: the examples of each class that each client has.",
         epilog="Example: fedbn partition demo clients=10 data.partition='{kind: dirichlet, alpha: 0.1}'",
     )
     add_experiment(parser, "clients=10")

@@ -135,17 +135,12 @@ class DataSet:
         """Classes, combinations of labels, or `bins` ranges of the (first) number with equally many examples."""
         train, test = self.train.labels.cpu(), self.test.labels.cpu()
         if self.task is REGRESSION:
-            values = [
-                part.targets.cpu().flatten(1).double()
-                if part.targets.ndim > 1
-                else part.targets.cpu().double()[:, None]
-                for part in (self.train, self.test)
-            ]
-            first, last = values[0][:, 0], values[1][:, 0]
-            edges = torch.quantile(first, torch.arange(1, bins or BINS).double() / (bins or BINS)).unique()
-            train, test = (torch.bucketize(some, edges, right=True) for some in (first, last))
+            targets: list[Any] = [self.train.targets, self.test.targets]
+            values = [some.cpu().double().reshape(len(some), -1)[:, 0].contiguous() for some in targets]
+            edges = torch.from_numpy(np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])).unique()
+            train, test = (torch.bucketize(some, edges, right=True) for some in values)
             ends = [f"{float(edge):g}" for edge in edges]
-            return Strata(train, test, tuple(f"{a} to {b}" for a, b in zip(["", *ends], [*ends, ""], strict=True)))
+            return Strata(train, test, tuple(f"{a} to {b}" for a, b in zip(["least", *ends], [*ends, "most"], strict=True)))
         if self.task is MULTILABEL:
             rows = torch.cat([part.targets.cpu() > 0 for part in (self.train, self.test)])
             kinds, places = rows.unique(dim=0, return_inverse=True)

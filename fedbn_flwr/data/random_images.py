@@ -22,7 +22,7 @@ def has_form(name: str, classes: int | None, channels: int | None, size: Any) ->
     return name in CATALOGUE or None not in (classes, channels, size)
 
 
-def random_images(source: Source, channels: int | None, images: int | None, test_images: int | None) -> DataSet:
+def random_images(source: Source, channels: int | None, examples: int | None, test_examples: int | None) -> DataSet:
     """Images of uniform noise with the classes, channels, size and domains of a data set.
 
     Classes and domains have equal numbers of images, up to one. Segmentation data have random masks.
@@ -42,7 +42,7 @@ def random_images(source: Source, channels: int | None, images: int | None, test
             f"data.random is true, but the form of {name!r} is not known; give data.classes, data.channels and "
             "data.size"
         )
-    counts = {"train": images or COUNTS["train"], "test": test_images or COUNTS["test"]}
+    counts = {"train": examples or COUNTS["train"], "test": test_examples or COUNTS["test"]}
     made: dict[str, Any] = {}
     for part, count in counts.items():
         # Not torch's generator, which takes twice as long.

@@ -72,7 +72,7 @@ class LocalGrid(Capabilities, Grid):
         PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
         Results can depend on it in the last bit.
     work
-        The expected relative duration of each node's messages, for instance its number of images. Workers begin with
+        The expected relative duration of each node's messages, for instance its number of examples. Workers begin with
         the longest; from the second message of a node on, the duration of its last one counts.
     run_config, node_config
         The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.

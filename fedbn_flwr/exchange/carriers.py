@@ -138,10 +138,10 @@ class ByMessages:
         return {reply.metadata.src_node_id for reply in replies if reply.has_content()}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
-        arrays, images = sent_model(self._first.content), 0
+        arrays, batch = sent_model(self._first.content), 0
         if agreement is not None:
-            arrays, images = pack(agreement.tensors), agreement.images
-        content = content_like(self._first, arrays, {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: images})
+            arrays, batch = pack(agreement.tensors), agreement.batch
+        content = content_like(self._first, arrays, {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: batch})
         return [Message(content, node, kind) for node in nodes]
 
 

@@ -27,7 +27,7 @@ class Contribution:
 
     kind: str  # "moments" (mean and var together), "mean", "variance" (around the agreed mean), "gradients" (of both)
     tensors: Arrays
-    images: int  # in this client's batch
+    batch: int  # examples in this client's batch
     remaining: int  # exchanges that follow this one
     examples: float = 0  # in this client's data set: p_i, up to scale
     partition: int | None = None  # the server orders clients by it
@@ -38,13 +38,13 @@ class Agreement:
     """The server's result from all contributions."""
 
     tensors: Arrays
-    images: int  # in the batches of all clients
+    batch: int  # examples in the batches of all clients
 
 
 def contribution_to_records(contribution: Contribution) -> RecordDict:
     numbers: dict[str, int | float] = {
         protocol.EXCHANGES_LEFT: contribution.remaining,
-        protocol.BATCH_EXAMPLES: contribution.images,
+        protocol.BATCH_EXAMPLES: contribution.batch,
         protocol.NUM_EXAMPLES: contribution.examples,
     }
     if contribution.partition is not None:
@@ -64,18 +64,18 @@ def contribution_from_records(content: RecordDict) -> Contribution:
     if {*arrays} != {"arrays"} or len(metrics) != 1 or "config" not in configs:
         raise MessageError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
     (numbers,) = metrics.values()
-    images, remaining, examples = (
+    batch, remaining, examples = (
         _number(numbers, key) for key in (protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT, protocol.NUM_EXAMPLES)
     )
     kind = str(configs["config"].get(KIND))[:TEXT_LIMIT]
-    return Contribution(kind, unpack(arrays["arrays"]), int(images), int(remaining), examples, partition_of(content))
+    return Contribution(kind, unpack(arrays["arrays"]), int(batch), int(remaining), examples, partition_of(content))
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:
-    images = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_BATCH)
-    if "arrays" not in arrays_in(content) or not isinstance(images, int):
+    batch = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_BATCH)
+    if "arrays" not in arrays_in(content) or not isinstance(batch, int):
         raise MessageError(f"an agreement needs the record 'arrays' and an integer {protocol.COHORT_BATCH!r}")
-    return Agreement(unpack(arrays_in(content)["arrays"]), images)
+    return Agreement(unpack(arrays_in(content)["arrays"]), batch)
 
 
 def _number(numbers: MetricRecord, key: str) -> Any:

@@ -107,9 +107,9 @@ def problems(found: Found, remaining: int | None) -> dict[int, str]:
     """
     # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
     large = {
-        node: f"its batch has {each.images} images, and its data set {each.examples}"
+        node: f"its batch has {each.batch} examples, and its data set {each.examples}"
         for node, each in found.items()
-        if each.images > each.examples
+        if each.batch > each.examples
     }
     refused = large if 2 * len(large) <= len(found) else {}
     refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}

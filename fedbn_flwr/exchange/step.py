@@ -87,12 +87,12 @@ class LayerwiseStep:
         self.partition = partition
         self._open: list[_Moments] = []  # passes whose gradients were not exchanged yet
         self._left = 0
-        self._images = 0
+        self._batch = 0
 
     def __call__(
         self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        self._images = len(inputs)
+        self._batch = len(inputs)
         self._left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)
@@ -104,16 +104,16 @@ class LayerwiseStep:
         return loss.detach()
 
     def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-        """Exchange tensors: the cohort's values of them, and the number of images in all batches."""
+        """Exchange tensors: the cohort's values of them, and the number of examples in all batches."""
         self._left -= 1
         own = {key: as_array(value) for key, value in tensors.items()}
         agreed = self.exchange(
-            Contribution(kind, own, self._images, self._left, examples=self.examples, partition=self.partition)
+            Contribution(kind, own, self._batch, self._left, examples=self.examples, partition=self.partition)
         )
         # A copy: PyTorch accepts no read-only array.
         return {
             k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()
-        }, agreed.images
+        }, agreed.batch
 
     def _normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
         """Batch norm's forward, over the cohort: y [N, C, ...]."""
@@ -126,19 +126,19 @@ class LayerwiseStep:
                 var = _variance(values, mean, dims)
             else:
                 mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
-            agreed, images = self._swap("moments", {"mean": mean, "var": var})
+            agreed, batch = self._swap("moments", {"mean": mean, "var": var})
             mean, var = agreed["mean"], agreed["var"]
         else:
             mean = self._swap("mean", {"mean": values.mean(dims)})[0]["mean"]
-            agreed, images = self._swap("variance", {"var": _variance(values, mean, dims)})
+            agreed, batch = self._swap("variance", {"var": _variance(values, mean, dims)})
             var = agreed["var"]
         # Running variances are unbiased over the values of all clients, as they would be over the union.
-        _update_running(layer, mean, var, count=images * (y.numel() // (y.shape[0] * y.shape[1])))
+        _update_running(layer, mean, var, count=batch * (y.numel() // (y.shape[0] * y.shape[1])))
         gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
         beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
         moments = _Moments(mean, var, gamma.detach(), layer.eps)
         self._open.append(moments)
-        # Images need no gradient, but backward must reach this function.
+        # Inputs need no gradient, but backward must reach this function.
         start = y if y.requires_grad else values.requires_grad_()
         out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
         return out
@@ -238,7 +238,7 @@ def count_calls(model: nn.Module, inputs: Tensor) -> int:
 
 @torch.no_grad()
 def _count(model: nn.Module, inputs: Tensor) -> int:
-    """Counts the calls with two images; changes nothing."""
+    """Counts the calls with two examples; changes nothing."""
     calls = 0
 
     def count(layer: _BatchNorm, y: Tensor) -> Tensor:
@@ -252,17 +252,17 @@ def _count(model: nn.Module, inputs: Tensor) -> int:
     return calls
 
 
-def check_batch(images: int, *, allowed: int, own: int) -> None:
-    """Refuse a batch of fewer images than the strategy (`allowed`) or the client (`own`) allows to exchange."""
-    if images >= max(allowed, own):
+def check_batch(examples: int, *, allowed: int, own: int) -> None:
+    """Refuse a batch of fewer examples than the strategy (`allowed`) or the client (`own`) allows to exchange."""
+    if examples >= max(allowed, own):
         return
     cures = []
-    if images < own:
-        cures.append(f"min-batch={images} in this node's config (or BNClient(min_batch={images}))")
-    if images < allowed:
-        cures.append(f"min_batch: {images} of the strategy")
+    if examples < own:
+        cures.append(f"min-batch={examples} in this node's config (or BNClient(min_batch={examples}))")
+    if examples < allowed:
+        cures.append(f"min_batch: {examples} of the strategy")
     raise MessageError(
-        f"the batch of this client has {images} image{'s' if images != 1 else ''}, and it refuses to exchange the "
-        f"statistics of fewer than {max(allowed, own)}, because these reveal the images; use larger batches, or allow "
-        f"it by {' and '.join(cures)}"
+        f"the batch of this client has {examples} example{'s' if examples != 1 else ''}, and it refuses to exchange "
+        f"the statistics of fewer than {max(allowed, own)}, because these reveal the examples; use larger batches, or "
+        f"allow it by {' and '.join(cures)}"
     )

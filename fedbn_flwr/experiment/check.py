@@ -35,7 +35,7 @@ KEYS_OF_A_FILE = {  # beside those of a run
         "another name, or a `partition` of another kind, replaces the one above"
     ),
     "sweep": ("conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)"),
-    "tune": "hyperparameters: lists of values by key, of which the best is chosen by held-out training images",
+    "tune": "hyperparameters: lists of values by key, of which the best is chosen by held-out training examples",
     "sizes": "smaller sizes of the experiment: a mapping from names to changes, for `--size NAME`",
 }
 _FAULTS = 10  # explained; each may list the known keys

@@ -1,4 +1,4 @@
-"""The images that an experiment trains on, known without its data: the measure of its cost."""
+"""The examples that an experiment trains on, known without its data: the measure of its cost."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .settings import Experiment, Settings
 @dataclass(frozen=True)
 class Cost:
     runs: int
-    images: int | None  # to train on in all runs; None: not known without the data
+    examples: int | None  # to train on in all runs; None: not known without the data
 
 
 def cost_of(experiment: Experiment) -> Cost:
-    known = [images for run in experiment.runs if (images := images_of(run)) is not None]
+    known = [examples for run in experiment.runs if (examples := examples_of(run)) is not None]
     return Cost(len(experiment.runs), sum(known) if len(known) == len(experiment.runs) else None)
 
 
-def images_of(run: Settings) -> int | None:
-    """The images that all clients of a run train on, one image counted each time; None if they are not known.
+def examples_of(run: Settings) -> int | None:
+    """The examples that all clients of a run train on, one example counted each time; None if they are not known.
 
     Exact if all clients take part in each round, and else expected. Smaller last batches count as whole ones.
     """
@@ -31,11 +31,11 @@ def images_of(run: Settings) -> int | None:
         return None
     if run.train.steps is not None:
         return run.rounds * clients * run.train.steps * run.train.batch_size
-    entry, held = CATALOGUE.get(run.data.name), run.data.images
-    if (of_each := getattr(run.data.partition, "images", None)) is not None:
+    entry, held = CATALOGUE.get(run.data.name), run.data.examples
+    if (of_each := getattr(run.data.partition, "examples", None)) is not None:
         held = of_each * run.clients
     elif held is None and entry is not None and not run.data.domains:
-        held = entry.images
+        held = entry.examples
     if held is None:
         return None
     trained = held * (1 - run.evaluate.validation) * clients / run.clients

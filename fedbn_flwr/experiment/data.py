@@ -29,7 +29,7 @@ from fedbn_flwr.results.folder.summary import SPREAD
 from . import settings
 from .settings import AUGMENTATIONS, Part, Settings
 
-# Settings that affect neither the images loaded nor their partition.
+# Settings that affect neither the examples loaded nor their partition.
 PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
 
 
@@ -61,7 +61,7 @@ def forget_data() -> None:
 
 @dataclass(frozen=True)
 class LoadedData:
-    """A run's data set. A process that unpickles it uses these images instead of loading them."""
+    """A run's data set. A process that unpickles it uses these examples instead of loading them."""
 
     data: settings.Data
     device: str
@@ -72,7 +72,7 @@ class LoadedData:
 
 
 def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
-    """The data set to pass on to other processes; None if its images are read from the disk when they are needed."""
+    """The data set to pass on to other processes; None if its examples are read from the disk when they are needed."""
     dataset = load_data(data, device)
     return LoadedData(_plain(data), device, dataset) if isinstance(dataset.train, Images) else None
 
@@ -88,7 +88,7 @@ def receive(data: settings.Data, device: str, dataset: DataSet) -> LoadedData:
 def _plain(data: settings.Data) -> settings.Data:
     """Settings that are the same for runs that differ only in partition, normalisation or augmentation.
 
-    These share one copy of the images.
+    These share one copy of the examples.
     """
     split = data.partition
     kept = split if split.kind == "natural" else KINDS["iid"].options()
@@ -97,9 +97,9 @@ def _plain(data: settings.Data) -> settings.Data:
 
 def _loaded(data: settings.Data, device: str) -> DataSet:
     if data.random:
-        dataset = random_images(_source(data), data.channels, data.images, data.test_images)
+        dataset = random_images(_source(data), data.channels, data.examples, data.test_examples)
     else:
-        dataset = fewer(load(_source(data)), data.images, data.test_images)
+        dataset = fewer(load(_source(data)), data.examples, data.test_examples)
     if data.class_names and dataset.class_names != data.class_names and not data.random:
         raise SettingsError(
             f"data.class_names is {list(data.class_names)}, but {data.name!r} has {list(dataset.class_names)}"
@@ -118,12 +118,12 @@ def _source(data: settings.Data) -> Source:
 
 
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    """Indices of each client's training images."""
+    """Indices of each client's training examples."""
     return _partition(os.getcwd(), data, clients, seed, device)
 
 
 def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    """Indices of each client's own test images."""
+    """Indices of each client's own test examples."""
     return _own_test(os.getcwd(), data, clients, seed, device)
 
 
@@ -135,7 +135,7 @@ def _partition(_: str, data: settings.Data, clients: int, seed: int, device: str
     kind = options.pop("kind")
     if dataset.dense and kind in KINDS and KINDS[kind].by_class:
         raise SettingsError(
-            f"data.partition.kind is {kind!r}, which splits images by class, but {data.name!r} is segmentation data; "
+            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} is segmentation data; "
             "use iid, domain or natural"
         )
     groups = dataset.natural if kind == "natural" else dataset.domains
@@ -154,19 +154,19 @@ def _own_test(_: str, data: settings.Data, clients: int, seed: int, device: str)
 
 
 def validation_rows(run: Settings, partition: Sequence[Tensor]) -> Tensor:
-    """Indices of the training images that all clients together hold out; SettingsError if there is none."""
+    """Indices of the training examples that all clients together hold out; SettingsError if there is none."""
     parts = partition[: run.trained]
     held = [hold_out(part, run.evaluate.validation, run.seed, client)[1] for client, part in enumerate(parts)]
     if not any(map(len, held)):
         raise SettingsError(
-            f"evaluate.validation is {run.evaluate.validation:g}, which is less than half an image for each of the "
+            f"evaluate.validation is {run.evaluate.validation:g}, which is less than half an example for each of the "
             f"{len(parts)} clients; use a larger share or fewer clients"
         )
     return torch.cat(held)
 
 
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
-    """Indices of each domain's test images. The names are valid in metric keys; DataError if two keys would agree."""
+    """Indices of each domain's test examples. The names are valid in metric keys; DataError if two keys would agree."""
     domains = dataset.domains
     if domains is None or domains.test is None:
         return {}
@@ -192,7 +192,7 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
 
 
 def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Normalise:
-    """Mean and standard deviation per channel for normalising images, or the user's function.
+    """Mean and standard deviation per channel for normalising examples, or the user's function.
 
     Without the data, the mean and deviation of `data.normalise: moments` are unknown.
     """
@@ -206,7 +206,7 @@ def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Normalise:
         if len(entry.moments[0]) != dataset.channels:
             raise SettingsError(
                 f"data.normalise is 'official' with {len(entry.moments[0])} channels for {run.data.name!r}, but these "
-                f"images have {dataset.channels}; use moments or unit"
+                f"examples have {dataset.channels}; use moments or unit"
             )
         return entry.moments
     assert isinstance(dataset, DataSet), "moments of the data need the data"
@@ -233,7 +233,7 @@ def client_batches(
 
 
 def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
-    """Take a batch of two images twice: what the user's own parts do wrong is reported before training."""
+    """Take a batch of two examples twice: what the user's own parts do wrong is reported before training."""
     names = [run.data.normalise, *(part if isinstance(part, str) else part.name for part in run.data.augment or ())]
     if not (own := [name for name in names if name is not None and named.is_name(name)]):
         return
@@ -241,14 +241,14 @@ def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
     (first, _), (second, _) = (next(iter(batches.epoch(1, 0))) for _ in range(2))
     if not first.equal(second):
         raise SettingsError(
-            f"{' and '.join(own)} returned different images for the same batch, so a resumed run would differ; draw "
+            f"{' and '.join(own)} returned different examples for the same batch, so a resumed run would differ; draw "
             "from the argument `generator`, which an augmentation receives if its signature names it"
         )
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The properties of images that a model depends on; a DataSet has them too."""
+    """The properties of examples that a model depends on; a DataSet has them too."""
 
     classes: int
     channels: int
@@ -273,12 +273,12 @@ def shape_without_data(run: Settings) -> Shape:
 
 
 def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
-    """Check that crops and augmentations suit the labels, which are per image or per pixel."""
+    """Check that crops and augmentations suit the labels, which are per example or per pixel."""
     name, cut = run.data.name, run.data.crop
     if not dataset.dense:
         if cut is not None:
             raise SettingsError(
-                f"data.crop is {cut}, but {name!r} has one label per image; data.crop is for segmentation data "
+                f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
                 "(data.augment has crops for classification: crop, resized_crop)"
             )
         return

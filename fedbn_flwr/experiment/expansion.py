@@ -25,7 +25,7 @@ PAPER, SMOKE = "paper", "smoke"
 LISTS = ("sweep", "tune")
 _WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", "published", *LISTS)
 MOST = 1_000  # runs of an experiment
-VALIDATION = 0.1  # of the training images, to choose among the values of `tune` if the file gives no share
+VALIDATION = 0.1  # of the training examples, to choose among the values of `tune` if the file gives no share
 
 
 class Cell(Section):

@@ -76,7 +76,7 @@ class Measured:
     rounds: int
     step: float  # seconds of a step of one client
     message: float  # seconds of a client's round besides its steps
-    test_image: float  # seconds to evaluate one test image; 0: the server does not evaluate
+    test_example: float  # seconds to evaluate one test example; 0: the server does not evaluate
     states: int  # bytes of the states of the strategy and of all clients in a checkpoint
 
     def total(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Estimate:
     workers: int  # processes that train at the same time
     steps: int  # of all clients of a round; of an average choice if not all take part
     train: float  # a round of training
-    evaluate: float  # an evaluation on the server's test images
+    evaluate: float  # an evaluation on the server's test examples
     run: float  # the whole run
     disk: int  # bytes of its folder
 
@@ -198,13 +198,13 @@ def _estimate(prepared: Parts, dataset: DataSet, measured: Measured) -> Estimate
     steps = sum(_steps(run, len(part) - round(held * len(part))) if of_each is None else of_each for part in parts)
     steps = round(steps * measured.clients / len(parts))
     train = (steps * measured.step + measured.clients * measured.message) / workers
-    # On the server, and by clients, each of which tests on all images and on its own.
-    images, by_clients = len(dataset.test.labels), run.evaluate.clients
+    # On the server, and by clients, each of which tests on all examples and on its own.
+    examples, by_clients = len(dataset.test.labels), run.evaluate.clients
     if by_clients is None:
         by_clients = prepared.rule.traits.personal
     domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
-    tested = domains * images + (run.clients + 1) * images / workers * by_clients
-    evaluate = tested * measured.test_image
+    tested = domains * examples + (run.clients + 1) * examples / workers * by_clients
+    evaluate = tested * measured.test_example
     whole = run.rounds * train + math.ceil(run.rounds / run.evaluate.every) * evaluate
     model = sum(part.bytes for part in _parts_of(prepared).values())
     files = (3 if held else 2) * model + measured.states  # model, the best one, and the checkpoint
@@ -212,15 +212,15 @@ def _estimate(prepared: Parts, dataset: DataSet, measured: Measured) -> Estimate
     return Estimate(workers, steps, train, evaluate, whole, files + lines + _OTHER_FILES)
 
 
-def _steps(run: Settings, images: int) -> int:
-    return (run.train.epochs or 1) * math.ceil(images / run.train.batch_size)
+def _steps(run: Settings, examples: int) -> int:
+    return (run.train.epochs or 1) * math.ceil(examples / run.train.batch_size)
 
 
 # --- the trial ----------------------------------------------------------------
 
 
 def try_out(prepared: Parts, dataset: DataSet) -> Measured:
-    """Train some rounds of one to twenty steps on the clients with most images: others may have smaller batches."""
+    """Train some rounds of one to twenty steps on the clients with most examples: others may have smaller batches."""
     run, rule = prepared.run, prepared.rule
     largest = sorted(range(run.trained), key=lambda client: -len(prepared.partition[client]))
     leaf = getattr(rule.leaf, "strategy", rule.leaf)  # Flower's own, if it is one
@@ -242,7 +242,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Measured:
         rounds=run.rounds,
         step=step,
         message=max(one / len(chosen) - step, 0.0),
-        test_image=_time_of_test_image(prepared, dataset) if rule.traits.has_global_model else 0.0,
+        test_example=_time_of_test_example(prepared, dataset) if rule.traits.has_global_model else 0.0,
         states=of_chosen * run.trained // len(chosen) + _state_of(rule),
     )
 
@@ -304,12 +304,12 @@ class _Trial:
         return RoundTraffic(counted.bytes_down // clients, counted.bytes_up // clients, exchanges), seconds
 
 
-def _time_of_test_image(prepared: Parts, dataset: DataSet) -> float:
+def _time_of_test_example(prepared: Parts, dataset: DataSet) -> float:
     run, model = prepared.run, prepared.model
     rows = torch.arange(min(run.evaluate.batch_size, len(dataset.test.labels)))
     began = time.perf_counter()
     model.eval()
     with torch.no_grad():
-        for images, _ in TestBatches(dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size, rows):
-            model(images.to(prepared.device)).cpu()
+        for examples, _ in TestBatches(dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size, rows):
+            model(examples.to(prepared.device)).cpu()
     return (time.perf_counter() - began) / len(rows)

@@ -199,7 +199,7 @@ def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[
     for key in values:
         check_parents(merged(row.layers), key)
     layers = [*row.layers, *(Layer(kind, written_out(nested(getattr(cell, kind)))) for kind in LISTS)]
-    if plan.tuned:  # all rows train on the same images, also those without a choice
+    if plan.tuned:  # all rows train on the same examples, also those without a choice
         layers.insert(0, Layer("default", {"evaluate": {"validation": VALIDATION}}))
     of_size, written, changes = row.of_size, merged(layers), plan.changes
     if plan.size == SMOKE:
@@ -212,7 +212,7 @@ def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[
     if cell.tune and flat_settings(settings).get("evaluate.validation") == 0:
         raise SettingsError(
             f"evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by held-out "
-            f"training images; leave it out for {VALIDATION}"
+            f"training examples; leave it out for {VALIDATION}"
         )
     if not values and "cell" in settings:
         settings |= left_sweep(check_settings({"cell": settings["cell"]}).cell, settings)

@@ -1,4 +1,4 @@
-"""Builds a run's model and checks that it accepts the images."""
+"""Builds a run's model and checks that it accepts the examples."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
 def try_model(
     run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device, loss: Loss | None
 ) -> None:
-    """Run two images through the model, so that a wrong size is reported before training.
+    """Run two examples through the model, so that a wrong size is reported before training.
 
     It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
     needs a `loss` of the user.
@@ -75,16 +75,16 @@ def try_model(
     if run.data.crop is not None:
         sizes.insert(0, (run.data.crop, run.data.crop))
     for size in dict.fromkeys(sizes):
-        _try_images(run, model, dataset, size, device)
+        _try_examples(run, model, dataset, size, device)
     try:
         copied = copy.deepcopy(model).train()
     except Exception:  # a module of the user; clients try it
         return
     with seeding.all_streams(0, device):  # dropout draws
-        _try_images(run, copied, dataset, sizes[0], device, loss)
+        _try_examples(run, copied, dataset, sizes[0], device, loss)
 
 
-def _try_images(
+def _try_examples(
     run: Settings,
     model: nn.Module,
     dataset: DataSet | Shape,
@@ -103,7 +103,7 @@ def _try_images(
         if not isinstance(error, RuntimeError | ValueError):
             reason = f"{type(error).__name__}: {reason}"
         raise SettingsError(
-            f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} images of "
+            f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} examples of "
             f"{run.data.name!r}{mode}: {reason}"
         ) from None
     expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
@@ -121,22 +121,22 @@ def _try_images(
             problem = f"{type(error).__name__}: {error}"
         if problem:
             raise SettingsError(
-                f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 images, which "
+                f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples, which "
                 f"train.loss={name_in(run.train.loss)!r} does not take: {problem}"
             )
         return
     if of_pixels and not dataset.dense:
         raise SettingsError(
             f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
-            f"{run.data.name!r} has one label per image; use a classifier, such as resnet18, or segmentation data"
+            f"{run.data.name!r} has one label per example; use a classifier, such as resnet18, or segmentation data"
         )
     if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
         raise SettingsError(
-            f"model.name={run.model.name!r} is a classifier (one output per image), but {run.data.name!r} has one "
+            f"model.name={run.model.name!r} is a classifier (one output per example), but {run.data.name!r} has one "
             "label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
         )
     other = ", or a train.loss of your own that takes what the model returns" if model.training else ""
     raise SettingsError(
-        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 images; expected logits of shape "
+        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected logits of shape "
         f"{expected}, as {run.data.name!r} has {dataset.classes} classes{other}"
     )

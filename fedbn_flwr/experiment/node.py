@@ -51,10 +51,10 @@ def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
 
 @dataclass(frozen=True)
 class Clients:
-    """Makes the clients of an experiment. A process that unpickles it has the `images` without loading them."""
+    """Makes the clients of an experiment. A process that unpickles it has the `examples` without loading them."""
 
     experiment: Experiment
-    images: LoadedData | None = None
+    examples: LoadedData | None = None
 
     def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         return client_of(self.experiment, context, config)
@@ -134,7 +134,7 @@ def min_batch_of(node: Mapping[str, Any]) -> int:
     """The node's own limit for exchanges of statistics; a site with its own data has one even if it sets none."""
     least = node.get("min-batch", protocol.MIN_BATCH if "data-path" in node else 1)
     if not isinstance(least, int) or isinstance(least, bool) or least < 1:
-        raise SettingsError(f"this node's config has min-batch={least!r}; expected a number of images, 1 or more")
+        raise SettingsError(f"this node's config has min-batch={least!r}; expected a number of examples, 1 or more")
     return least
 
 
@@ -159,7 +159,7 @@ def number_of(context: Context, clients: int) -> int:
 
 
 def data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -> tuple[DataSet, Tensor, Tensor]:
-    """The data set of a client, and the indices of its training images and of its own test images."""
+    """The data set of a client, and the indices of its training examples and of its own test examples."""
     if "data-path" not in node and "domain" not in node:
         dataset = load_data(run.data, device)
         indices = partition_of(run.data, run.clients, run.seed, device)[client]
@@ -168,7 +168,13 @@ def data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) ->
     changes: dict[str, Any] = {"partition": KINDS["iid"].options()}
     changes["domains"] = (str(node["domain"]),) if "domain" in node else ()
     if "data-path" in node:
-        changes |= {"name": str(node["data-path"]), "root": None, "images": None, "test_images": None, "random": False}
+        changes |= {
+            "name": str(node["data-path"]),
+            "root": None,
+            "examples": None,
+            "test_examples": None,
+            "random": False,
+        }
     dataset = load_data(run.data.model_copy(update=changes), device)
     check_labels(run, dataset)
     return dataset, torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
@@ -202,7 +208,7 @@ def trains(run: Settings, client: int) -> bool:
 
 
 def _tests_of(run: Settings, dataset: DataSet, own: Tensor, held: Tensor) -> dict[str, TestBatches]:
-    """A client's test sets: all test images, its own, its own of each domain, and the training images held out."""
+    """A client's test sets: all test examples, its own, its own of each domain, and the training examples held out."""
     normalisation = normalisation_of(run, dataset)
     test = functools.partial(TestBatches, dataset.test, normalisation, run.evaluate.batch_size)
     tests = {"": test(), protocol.OWN: test(own)} if len(own) else {"": test()}

@@ -1,4 +1,4 @@
-"""Counts the images in an experiment's partitions, for `fedbn partition EXPERIMENT`."""
+"""Counts the examples in an experiment's partitions, for `fedbn partition EXPERIMENT`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .settings import Experiment, Settings
 
 
 def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
-    """The image counts of each different partition of the runs, with the first seed that uses it."""
+    """The numbers of examples of each different partition of the runs, with the first seed that uses it."""
     users: dict[tuple[settings.Data, int], list[Settings]] = {}
     for run in experiment.runs:
         users.setdefault((run.data.model_copy(update=PLAIN), run.clients), []).append(run)
@@ -34,11 +34,11 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
 
 
 def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:
-    """The image counts of a run's clients, which have these rows of the data set."""
+    """The numbers of examples of a run's clients, which have these rows of the data set."""
     data, labels = run.data, dataset.train.labels.cpu()
     parts = [part.cpu() for part in partition]
-    # Images of segmentation data have many classes each: only the images are counted.
-    classes = ("images",) if dataset.dense else dataset.class_names
+    # A segmentation example has many classes: only the examples are counted.
+    classes = ("examples",) if dataset.dense else dataset.class_names
     counts = [torch.bincount(labels[part], minlength=len(classes)).tolist() for part in parts]
     options = {key: value for key, value in data.partition.model_dump().items() if value is not None}
     words = [options.pop("kind"), *(f"{key}={value}" for key, value in options.items())]
@@ -47,6 +47,6 @@ def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> P
 
 
 def _names_of(data: settings.Data, dataset: DataSet, parts: Sequence[Tensor]) -> tuple[str, ...]:
-    """The clients' names in a partition by domain or column: the group that their images belong to."""
+    """The clients' names in a partition by domain or column: the group that their examples belong to."""
     groups = {"domain": dataset.domains, "natural": dataset.natural}.get(data.partition.kind)
     return () if groups is None else tuple(groups.names[int(groups.train[int(part[0])])] for part in parts)

@@ -47,17 +47,17 @@ class Parts:
 
     @cached_property
     def partition(self) -> list[Tensor]:
-        """Indices of each client's training images."""
+        """Indices of each client's training examples."""
         return partition_of(self.run.data, self.run.clients, self.run.seed, str(self.device))
 
     @cached_property
     def held_out(self) -> Tensor:
-        """Indices of the training images that all clients together hold out."""
+        """Indices of the training examples that all clients together hold out."""
         return validation_rows(self.run, self.partition)
 
     @cached_property
     def normalise(self) -> Normalise | None:
-        """None: a server without data does not know the moments of the clients' images."""
+        """None: a server without data does not know the moments of the clients' examples."""
         known = self.dataset is not None or self.run.data.normalise != "moments"
         return normalisation_of(self.run, self.shape) if known else None
 
@@ -71,7 +71,7 @@ class Parts:
         return metrics_of(self.run)
 
     def work(self) -> list[int] | None:
-        """The images of each client if it trains on all of them, as the expected relative duration of its messages."""
+        """The examples of each client if it trains on all of them, as the expected relative duration of a message."""
         if self.run.train.steps is not None or self.dataset is None:  # the same steps for all, or no data here
             return None
         return [len(part) for part in self.partition]

@@ -183,7 +183,7 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 
 
 def check_partition(parts: Parts, seeds: Sequence[int]) -> None:
-    """Refuse clients with so few images that they would not exchange the statistics of their batches."""
+    """Refuse clients with so few examples that they would not exchange the statistics of their batches."""
     run, least, device = parts.run, parts.rule.traits.min_batch, str(parts.device)
     small: dict[str, int] = {}
     for seed in seeds if least > 1 else ():
@@ -193,10 +193,10 @@ def check_partition(parts: Parts, seeds: Sequence[int]) -> None:
                 small[f"{client}{with_seed} ({size})"] = size
     if small:
         raise SettingsError(
-            f"{len(small)} of {len(seeds) * run.trained} clients have fewer than {least} training images: "
+            f"{len(small)} of {len(seeds) * run.trained} clients have fewer than {least} training examples: "
             f"{', '.join([*small][:5])}{', ...' if len(small) > 5 else ''}; with strategy "
             f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
-            "reveal the images; change clients or data.partition, or allow it with strategy.min_batch: "
+            "reveal the examples; change clients or data.partition, or allow it with strategy.min_batch: "
             f"{min(small.values())}"
         )
 
@@ -252,8 +252,8 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
             "gradient of all, and clipping the parts changes their mean; leave train.clip out": "linear" in traits.steps
             and train.clip is not None,
             f"train.batch_size is {train.batch_size}, but with strategy {name} clients refuse to exchange the "
-            f"statistics of batches of fewer than {traits.min_batch} images, because these reveal the images; use a "
-            f"larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}": train.batch_size
+            f"statistics of batches of fewer than {traits.min_batch} examples, because these reveal the examples; use "
+            f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}": train.batch_size
             < traits.min_batch,
             f"{found}, but strategy {name} averages the momentum of SGD; expected train.optimizer sgd and a "
             "train.momentum above zero": "momentum" in traits.steps and not (by_sgd and train.momentum > 0),
@@ -288,7 +288,7 @@ def _check_metrics(metrics: Sequence[Metric], logits: Tensor, labels: Tensor) ->
             )
     if logits.ndim > 2 and "auc" in names:
         raise SettingsError(
-            "evaluate.metrics has 'auc', which ranks images, but segmentation data have masks of labels; "
+            "evaluate.metrics has 'auc', which ranks examples, but segmentation data have masks of labels; "
             f"expected others of {', '.join(METRICS)}"
         )
     measurement = Measurement(metrics)

@@ -38,7 +38,7 @@ from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 
-from .cost import images_of
+from .cost import examples_of
 from .data import loaded_data
 from .find import from_run_config
 from .listeners.base import Listener, RunState
@@ -162,7 +162,7 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    state.clients = {} if rule.traits.hides else values_of(used, "images")
+    state.clients = {} if rule.traits.hides else values_of(used, "examples")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)
@@ -245,8 +245,8 @@ def run_experiment(
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    images = [images_of(run) for run in experiment.runs]
-    with Progress(titles, rounds, images, several=jobs > 1, plain=plain, quiet=quiet) as progress:
+    examples = [examples_of(run) for run in experiment.runs]
+    with Progress(titles, rounds, examples, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         planned = _without_workers(experiment) if jobs > 1 else experiment
@@ -354,11 +354,11 @@ def carry_out(
 def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
 ) -> Iterator[Grid]:
-    run, gpus, images = parts.run, gpus_of(parts.run), None
+    run, gpus, examples = parts.run, gpus_of(parts.run), None
     if gpus and run.evaluate.server and not node_config:
-        images = loaded_data(run.data, str(parts.device))
+        examples = loaded_data(run.data, str(parts.device))
     with LocalGrid(
-        client_app(Clients(experiment, images), mods=client_mods(experiment)),
+        client_app(Clients(experiment, examples), mods=client_mods(experiment)),
         run.clients,
         workers=workers_of(run),
         gpus=gpus,

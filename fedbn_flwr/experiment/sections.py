@@ -41,7 +41,7 @@ class Evaluate(Section):
     every: Positive = Field(
         default=1,
         description=(
-            "rounds between evaluations of the global model on the test images; the last round is always evaluated"
+            "rounds between evaluations of the global model on the test examples; the last round is always evaluated"
         ),
     )
     clients: bool | None = Field(
@@ -54,7 +54,7 @@ class Evaluate(Section):
     server: bool = Field(
         default=True,
         description=(
-            "`false`: the server has no data and reports the clients' means on their test images; needs "
+            "`false`: the server has no data and reports the clients' means on their test examples; needs "
             "`data.classes`, `data.channels` and `data.size` ([Deployment](deployment.md#data-at-each-site))"
         ),
     )
@@ -62,13 +62,13 @@ class Evaluate(Section):
         default="model",
         description=(
             "statistics used to evaluate the global model: its own, or `reestimated`: mean and variance of "
-            "each batch norm's inputs over all test images, see below"
+            "each batch norm's inputs over all test examples, see below"
         ),
     )
     batch_size: Positive = Field(
         default=100,
         description=(
-            "images per batch; on a CPU the server evaluates in `engine.workers` threads, each with a batch in memory"
+            "examples per batch; on a CPU the server evaluates in `engine.workers` threads, each with a batch in memory"
         ),
     )
     dynamics: bool = Field(
@@ -90,7 +90,7 @@ class Evaluate(Section):
         ge=0,
         le=0.5,
         description=(
-            "share of each client's training images that is held out, to choose the best round: "
+            "share of each client's training examples that is held out, to choose the best round: "
             "`model-best.safetensors`, `best_round`; see [Clients](clients.md#best-round-and-early-stopping)"
         ),
     )
@@ -111,7 +111,7 @@ class Evaluate(Section):
         le=1_000_000,
         description=(
             "number of clients that never train, those of the last partitions; the global model is evaluated "
-            "on their own test images after the last round, see "
+            "on their own test examples after the last round, see "
             "[Clients](clients.md#clients-that-never-trained)"
         ),
     )
@@ -125,7 +125,7 @@ class Evaluate(Section):
     matrix: bool = Field(
         default=False,
         description=(
-            "after the last round, evaluate the personal model of each client on the own test images of each "
+            "after the last round, evaluate the personal model of each client on the own test examples of each "
             "client, see [Clients](clients.md#matrix-of-personal-models)"
         ),
     )
@@ -135,7 +135,7 @@ class Evaluate(Section):
         return {
             f"metrics has {unknown!r}; {did_you_mean(str(unknown), METRICS)}, or module:function": unknown is not None,
             f"patience is {self.patience}, but validation is 0: a run ends by its validation accuracy, never by the "
-            "test images; set validation, for instance to 0.1": self.patience is not None and not self.validation,
+            "test examples; set validation, for instance to 0.1": self.patience is not None and not self.validation,
             f"min_delta ({self.min_delta:g}) has no effect without patience; set patience too": self.min_delta > 0
             and self.patience is None,
             "finetune_lr has no effect without unseen clients and finetune_steps; set unseen too": self.finetune_lr
@@ -144,7 +144,7 @@ class Evaluate(Section):
             f"finetune_steps ({self.finetune_steps}) has no effect without unseen clients; set unseen": not self.unseen
             and self.finetune_steps != 10,
             "server and clients are both false; one of them must evaluate": not self.server and self.clients is False,
-            "statistics is 'reestimated', which needs the server's test images, but server is false": not self.server
+            "statistics is 'reestimated', which needs the server's test examples, but server is false": not self.server
             and self.statistics == "reestimated",
         }
 

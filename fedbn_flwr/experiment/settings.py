@@ -144,7 +144,7 @@ class Data(Section):
     image: str | None = Field(default=None, description="image column; required if the data set has several")
     label: str | None = Field(default=None, description="label column; for segmentation the column with the masks")
     domain: str | None = Field(
-        default=None, description="the column with each image's domain; accuracy is reported per domain"
+        default=None, description="the column with each example's domain; accuracy is reported per domain"
     )
     domains: Names = Field(default=(), description="the domains to use")
     train: str | None = Field(
@@ -213,19 +213,19 @@ class Data(Section):
     memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
     readers: Few = Field(default=2, description="decoding threads per client for images on disk")
     partition: Partition = Field(
-        default=KINDS["iid"].options(), description="who has which images: see `fedbn list partitions`"
+        default=KINDS["iid"].options(), description="who has which examples: see `fedbn list partitions`"
     )
-    images: Positive | None = Field(
+    examples: Positive | None = Field(
         default=None,
         description=(
-            "use this many training images, drawn in the proportions of classes and domains, see [Sweeps and "
-            "sizes](sweeps.md#fewer-images)"
+            "use this many training examples, drawn in the proportions of classes and domains, see [Sweeps and "
+            "sizes](sweeps.md#fewer-examples)"
         ),
     )
-    test_images: Positive | None = Field(default=None, description="likewise for test images")
+    test_examples: Positive | None = Field(default=None, description="likewise for test examples")
     random: bool = Field(
         default=False,
-        description="random images in the form of the data set, which is not read; figures then mean nothing",
+        description="random examples in the form of the data set, which is not read; figures then mean nothing",
     )
 
     @model_validator(mode="before")
@@ -460,16 +460,16 @@ class Train(Section):
         default=None,
         description=(
             "weights of the classes in the cross entropy: a list, or `balanced`, inversely proportional to "
-            "the numbers of the client's own training images"
+            "the numbers of the client's own training examples"
         ),
     )
     batch_size: Positive = Field(
         default=32,
         description=(
-            "images in a step; a last batch of one image is dropped, because batch norm cannot compute its variance"
+            "examples in a step; a last batch of one example is dropped, because batch norm cannot compute its variance"
         ),
     )
-    epochs: Positive | None = Field(default=None, description="passes over a client's images per round")
+    epochs: Positive | None = Field(default=None, description="passes over a client's examples per round")
     steps: Positive | None = Field(default=None, description="optimiser steps per round, instead of epochs")
     schedule: Annotated[Schedule, BeforeValidator(_of_kind)] = Schedule()
     channels_last: bool = Field(
@@ -531,7 +531,8 @@ class Settings(Section):
         ge=0,
         lt=2**63,
         description=(
-            "seed of the initial weights, the partition, the order of images, augmentation, dropout and client sampling"
+            "seed of the initial weights, the partition, the order of examples, augmentation, dropout and the sampling "
+            "of clients"
         ),
     )
     data: Data = Data()

@@ -1,4 +1,4 @@
-"""The size `smoke`: changes that make any experiment run in seconds, on random images in the form of its data set.
+"""The size `smoke`: changes that make any experiment run in seconds, on random examples in the form of its data set.
 
 Each client has a few of them, by chance (partition iid). It shows that an experiment works from end to end; its figures
 mean nothing.
@@ -18,7 +18,7 @@ from .settings import Data, Settings
 
 ROUNDS, STEPS, BATCH = 2, 2, 4
 CLIENTS = 10  # at most
-IMAGES = 8  # of a client
+EXAMPLES = 8  # of a client
 _SIDE = 32  # pixels
 _LARGER = {"alexnet": 64, "alexnet_bn": 64}  # networks that need larger images
 _ROUND_ARGUMENTS = ("freeze_round", "fedtan_rounds")
@@ -29,8 +29,8 @@ def smoke(run: Settings, *, keep_partition: bool) -> dict[str, Any]:
     """The changes to a run."""
     own = is_name(run.data.partition.kind)  # which may need all clients
     clients = run.clients if own else min(run.clients, CLIENTS)
-    data: dict[str, Any] = {"images": IMAGES * clients, "test_images": max(_classes(run.data), 2 * clients)}
-    if not own and not keep_partition:  # others need some number of images of each class, domain or shard
+    data: dict[str, Any] = {"examples": EXAMPLES * clients, "test_examples": max(_classes(run.data), 2 * clients)}
+    if not own and not keep_partition:  # others need some number of examples of each class, domain or shard
         data["partition"] = {"kind": "iid"}
     changes: dict[str, Any] = {
         "rounds": ROUNDS,
@@ -87,7 +87,7 @@ def _strategy(spec: Mapping[str, Any], rounds: int, clients: int) -> dict[str, A
     from fedbn_flwr.strategies import STRATEGIES, describe
 
     if spec["name"] in STRATEGIES and any(each.name == "min_batch" for each in describe(spec["name"]).arguments):
-        changes["min_batch"] = 1  # the statistics of a small batch reveal no image of anyone
+        changes["min_batch"] = 1  # the statistics of a small batch reveal no example of anyone
     if isinstance(base := spec.get("base"), Mapping) and (inner := _strategy(base, rounds, clients)):
         changes["base"] = inner
     return changes

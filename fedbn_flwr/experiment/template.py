@@ -50,7 +50,7 @@ KEYS = frozenset(
 )
 _HEAD = """\
 # An experiment of fedbn-flwr, written by `fedbn new`.
-#   fedbn explain {file}      what it sends, who has which images, how long it takes
+#   fedbn explain {file}      what it sends, who has which examples, how long it takes
 #   fedbn run {file}          changes on the command line: rounds=3 train.lr=0.01
 # A key that is commented out has its default. The page "Experiments" of the documentation describes all keys.
 """

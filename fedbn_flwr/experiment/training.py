@@ -51,7 +51,7 @@ def schedule_of(run: Settings) -> Schedule:
 
 
 def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
-    """The loss of a client, whose training images are those at `indices`."""
+    """The loss of a client, whose training examples are those at `indices`."""
     train = run.train
     if (loss := own_loss(run)) is not None:
         return loss

@@ -64,7 +64,7 @@ COHORT_BATCH = "fedbn.cohort-batch"
 COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
 
-# Images that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
+# Examples that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
 # smaller batches reveal.
 MIN_BATCH = 32
 
@@ -78,10 +78,10 @@ NUM_EXAMPLES = "num-examples"
 TRAIN_LOSS = "train-loss"
 OWN_DATA = "own-data"  # the node has data of its own instead of a partition of the server's
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
-BATCH_EXAMPLES = "batch-examples"  # images in the first batch of the round
+BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
 TUNED = "tuned"  # the beginning of metrics after the steps that TUNE_STEPS asks for
 VALIDATION = "validation"  # the test set that is a share of the client's training data
-OWN = "own"  # the test set that is the client's own share of all test images
+OWN = "own"  # the test set that is the client's own share of all test examples
 EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
 
 # Metrics beside loss and accuracy that evaluations can report, by their names in the history.

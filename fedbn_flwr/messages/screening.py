@@ -140,7 +140,7 @@ def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
 def common_metrics(records: Sequence[MetricRecord]) -> list[MetricRecord]:
     """Of each record the metrics that are one number in all of them, since only these have a mean.
 
-    A client leaves out a metric that its images do not define, such as the AUC of images of one class.
+    A client leaves out a metric that its examples do not define, such as the AUC if all have one class.
     """
     numbers = [{key for key, value in record.items() if not isinstance(value, list)} for record in records]
     common = set.intersection(*numbers) if numbers else set()

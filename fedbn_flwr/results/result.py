@@ -91,9 +91,9 @@ class Result:
         return global_model(folder, file) if client is None else personal_model(folder, client)
 
     def normalise(self) -> nn.Module:
-        """The normalisation of the model's inputs: a function of images with pixel values from 0 to 1.
+        """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1.
 
-        If `data.normalise` names a function of your own, it is that function, of images as the data set stores them.
+        If `data.normalise` names a function of your own, it is that function, of inputs as the data set stores them.
         """
         from .read.trained import normalisation
 

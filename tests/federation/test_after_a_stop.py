@@ -26,7 +26,7 @@ TEXT = """
 name: mine
 rounds: 4
 clients: 2
-data: {images: 40}
+data: {examples: 40}
 model: {name: "my_parts:net"}
 train: {steps: 1, loss: "my_parts:loss", schedule: {kind: "my_parts:rate"}}
 evaluate: {metrics: ["my_parts:share"]}
@@ -87,7 +87,7 @@ def test_the_command_after_a_failure_continues_and_names_what_was_edited(tmp_pat
 
 
 def test_ctrl_c_prints_the_round_and_the_command(tmp_path: Path) -> None:
-    text = "{name: long, rounds: 5000, clients: 2, data: {images: 40}, train: {steps: 1}, engine: {workers: 0}}"
+    text = "{name: long, rounds: 5000, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0}}"
     words = [sys.executable, "-m", "fedbn_flwr.cli", "run", text, "--out", "my runs"]
     with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + PATIENCE
@@ -113,7 +113,7 @@ def test_a_stop_before_the_first_round_has_no_report(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(History, "on_start", interrupt)
-    assert cli.main(["run", "{clients: 2, data: {images: 40}, engine: {workers: 0}}", "--out", str(tmp_path)]) == 130
+    assert cli.main(["run", "{clients: 2, data: {examples: 40}, engine: {workers: 0}}", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "\nfedbn: stopped\n"
     assert not (tmp_path / "report.md").exists()
 
@@ -122,7 +122,7 @@ def test_every_own_module_is_recorded(tmp_path: Path, monkeypatch: pytest.Monkey
     """Those of all kinds of parts, also in a package, which the server has imported when the run begins."""
     package = tmp_path / "own_package"
     package.mkdir()
-    (package / "__init__.py").write_text("import torch\ndef norm(images): return images.float()\n")
+    (package / "__init__.py").write_text("import torch\ndef norm(examples): return examples.float()\n")
     (package / "inside.py").write_text(PARTS.replace("LAST", "None"))
     (tmp_path / "own_rule.py").write_text("from fedbn_flwr.strategies import FedAvg\nclass Mine(FedAvg):\n    pass\n")
     (tmp_path / "not_named.py").write_text("")

@@ -1,4 +1,4 @@
-"""The shipped experiments run at size smoke: two rounds on random images of the form of their data."""
+"""The shipped experiments run at size smoke: two rounds on random examples of the form of their data."""
 
 from __future__ import annotations
 

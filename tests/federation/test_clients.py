@@ -218,7 +218,7 @@ def test_a_run_ends_after_evaluations_that_are_not_better(page: dict[str, Path])
 def test_clients_hold_out_a_tenth_of_their_images(page: dict[str, Path]) -> None:
     run = settings(page["early"])
     parts = partition_of(run.data, run.clients, run.seed, "cpu")
-    assert [client["images"] for client in clients_of(page["early"]).values()] == [
+    assert [client["examples"] for client in clients_of(page["early"]).values()] == [
         len(part) - int(0.1 * len(part) + 0.5) for part in parts
     ]
 
@@ -237,18 +237,18 @@ runs:
 
 
 def test_server_and_clients_measure_the_same_validation_accuracy(tmp_path: Path) -> None:
-    """The clients' mean is weighted by their images: it is the accuracy on the images of all clients together."""
+    """The clients' mean is weighted by their examples: it is the accuracy on the examples of all clients together."""
     runs = carried_out(SMALL, tmp_path)
     (_, server), (_, clients) = (RunFolder(runs[name]).history() for name in ("server", "clients"))
     assert server["validation_accuracy"] == pytest.approx(clients["validation_accuracy"], rel=1e-14)
     assert server["validation_loss"] == pytest.approx(clients["validation_loss"], rel=1e-6)
     assert (runs["server"] / "model.safetensors").read_bytes() == (runs["clients"] / "model.safetensors").read_bytes()
     values = clients_of(runs["clients"]).values()
-    assert len({client["validation_images"] for client in values}) > 1, "clients of different sizes"
-    total = sum(client["validation_images"] for client in values)
-    mean = sum(client["validation_images"] * client["validation_accuracy"] for client in values) / total
+    assert len({client["validation_examples"] for client in values}) > 1, "clients of different sizes"
+    total = sum(client["validation_examples"] for client in values)
+    mean = sum(client["validation_examples"] * client["validation_accuracy"] for client in values) / total
     assert clients["validation_accuracy"] == pytest.approx(mean, rel=1e-14)
-    assert not [key for key in clients if key.startswith("clients_validation") or "images" in key]
+    assert not [key for key in clients if key.startswith("clients_validation") or "examples" in key]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

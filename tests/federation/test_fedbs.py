@@ -57,7 +57,7 @@ def assert_close(found: Arrays, expected: Arrays) -> None:
 
 
 def test_the_mean_is_weighted_by_the_losses(federation: Federations) -> None:
-    """Losses 3 and 1, for any numbers of images: (3 w_0 + w_1) / 4, statistics of batch norm included."""
+    """Losses 3 and 1, for any numbers of examples: (3 w_0 + w_1) / 4, statistics of batch norm included."""
     trace = Trace(federation((8, 12), dtype=torch.float64), strategy(), 1, lambda r, i: [3.0, 1.0][i])
     assert_close(trace.models[1], trace.mean(1, [3, 1]))
     assert "1.running_var" in trace.models[1]

@@ -303,7 +303,7 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
     [
         (lambda: FedTAN(exchange="both"), "exchange is 'both'"),
         (lambda: FedTAN(weights="none"), "weights is 'none'"),
-        (lambda: FedTAN(min_batch=0), "min_batch is 0; expected a number of images"),
+        (lambda: FedTAN(min_batch=0), "min_batch is 0; expected a number of examples"),
         (lambda: FedTANII(fedtan_rounds=-1), "fedtan_rounds is -1"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_client_that_is_absent_when_the_statistics_freeze_is_named(
 
     def make(context: Context, config: ConfigRecord) -> BNClient:
         if context.node_config["partition-id"] == 1 and config["server-round"] in lost:
-            raise ValueError("no images today")
+            raise ValueError("no examples today")
         return fed.make_client(context)
 
     strategy = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=freeze_round, window=2, threshold=1e9)

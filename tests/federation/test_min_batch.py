@@ -21,7 +21,7 @@ from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN
 from tests.support.federations import last_model, same
 
 Federations = Callable[..., Any]
-REFUSES = r"(client 1|node 2).* the batch of this client has 31 images, and it refuses .* of fewer than 32, because"
+REFUSES = r"(client 1|node 2).* the batch of this client has 31 examples, and it refuses .* of fewer than 32, because"
 
 
 class Noting(GridAround):
@@ -59,7 +59,9 @@ def test_a_client_with_a_small_batch_sends_no_array(
     assert [reply.has_error() for reply in small] == [True]
     assert all(reply.has_content() for reply in noting.replies if reply not in small)
     assert len(noting.replies) > len(small)
-    assert "because these reveal the images; use larger batches, or allow it by min_batch: 31 of the" in flower_log.text
+    assert (
+        "because these reveal the examples; use larger batches, or allow it by min_batch: 31 of the" in flower_log.text
+    )
 
 
 def test_a_run_of_which_too_few_clients_are_left_names_them(federation: Federations) -> None:
@@ -106,11 +108,13 @@ def test_an_experiment_with_small_batches_is_refused(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [["clients=100"], ["clients=40", "evaluate.validation=0.2"]],
-    ids=["few images", "few images without validation"],
+    ids=["few examples", "few examples without validation"],
 )
 def test_clients_with_few_images_are_refused_before_training(tmp_path: Any, changes: list[str]) -> None:
     experiment = load_experiment(EXPERIMENT, changes)
-    message = r"clients have fewer than 32 training images: 0 \(\d+\), .*; change clients or data\.partition, or allow"
+    message = (
+        r"clients have fewer than 32 training examples: 0 \(\d+\), .*; change clients or data\.partition, or allow"
+    )
     with pytest.raises(SettingsError, match=message):
         explain(experiment)
     with pytest.raises(SettingsError, match=message):

@@ -54,7 +54,7 @@ def test_the_checkpoint_of_another_run_is_refused(
 
 
 def test_the_checkpoint_of_another_seed_is_refused_by_the_command(tmp_path: Path) -> None:
-    words = ["run", "{name: x, rounds: 4, clients: 2, data: {images: 40}, train: {steps: 1}, engine: {workers: 0}}"]
+    words = ["run", "{name: x, rounds: 4, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0}}"]
     for seed in (0, 1):
         out = tmp_path / str(seed)
         assert cli.main([*words, f"seed={seed}", "--out", str(out)]) == 0

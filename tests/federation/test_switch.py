@@ -13,7 +13,7 @@ from fedbn_flwr import run
 
 ROUNDS, FACTOR = 6, 0.1
 TRAINING = {"lr": 0.1, "batch_size": 16, "steps": 2}
-DATA = {"name": "digits", "images": 200, "test_images": 50, "partition": {"kind": "iid"}}
+DATA = {"name": "digits", "examples": 200, "test_examples": 50, "partition": {"kind": "iid"}}
 
 
 def model_of(folder: Path, strategy: dict[str, Any], schedule: dict[str, Any]) -> dict[str, Any]:

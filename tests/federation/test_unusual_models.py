@@ -49,7 +49,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 class As(nn.Module):
-    """The network in another dtype; images and logits stay float32."""
+    """The network in another dtype; examples and logits stay float32."""
 
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

@@ -142,7 +142,7 @@ def small_net() -> nn.Module:
 
 @dataclass
 class Federation:
-    """Clients with images of their own, and the model they begin with."""
+    """Clients with examples of their own, and the model they begin with."""
 
     model: nn.Module
     data: list[Batches]
@@ -166,7 +166,7 @@ class Federation:
 
 @pytest.fixture
 def federation() -> Callable[..., Federation]:
-    """Makes a Federation; a client has its number of images in `sizes`, in `batches` batches."""
+    """Makes a Federation; a client has its number of examples in `sizes`, in `batches` batches."""
 
     def make(
         sizes: tuple[int, ...] = (8, 12),

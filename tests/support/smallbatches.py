@@ -1,4 +1,4 @@
-"""FedTAN and its relatives with permission for the batches of a few images that most tests have."""
+"""FedTAN and its relatives with permission for the batches of a few examples that most tests have."""
 
 from functools import partial
 

@@ -230,13 +230,13 @@ def test_experiments_are_listed_by_paper_with_their_cost(capsys: pytest.CaptureF
     assert next(iter(listed)) == "demo"
     assert listed["demo"]["paper"] == ""
     centralised, others = 100 * 5 * 32, 4 * 100 * 5 * 5 * 32
-    assert listed["demo"]["images"] == centralised + others
+    assert listed["demo"]["examples"] == centralised + others
     table4 = listed["fixbn/table4"]
     assert (table4["paper"], table4["runs"]) == ("fixbn", 7 * 3)
-    assert table4["images"] == 7 * 3 * 128 * 50_000, "128 epochs in each run"
+    assert table4["examples"] == 7 * 3 * 128 * 50_000, "128 epochs in each run"
     assert cli.main(["list", "experiments", "demo", "fixbn/table4", "--size", "small", "--json"]) == 0
     small = json.loads(capsys.readouterr().out)
-    assert (small["fixbn/table4"]["images"], small["demo"]) == (table4["images"] // 4, listed["demo"])
+    assert (small["fixbn/table4"]["examples"], small["demo"]) == (table4["examples"] // 4, listed["demo"])
     assert cli.main(["list", "experiments", "fixbn/table4", "--size", "tiny"]) == 2
     assert "fixbn-table4 has no size 'tiny'" in capsys.readouterr().err
     assert cli.main(["list", "experiments", "fedbs"]) == 0

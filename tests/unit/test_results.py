@@ -83,9 +83,9 @@ def test_the_whole_budget_is_all_runs_with_the_settings_of_the_experiment(raw: C
 
 
 def test_fewer_rounds_are_a_share_and_other_images_are_named(raw: Callable[..., None]) -> None:
-    raw(("FedAvg+GN", {"rounds": 2, "data": {"images": 500}}), ("FedTAN", {"clients": 3}))
+    raw(("FedAvg+GN", {"rounds": 2, "data": {"examples": 500}}), ("FedTAN", {"clients": 3}))
     text, _ = results.status(ITEM)
-    assert text.startswith("100 to 200 % of the rounds; 2 of 3 runs; other `clients`, `data.images`")
+    assert text.startswith("100 to 200 % of the rounds; 2 of 3 runs; other `clients`, `data.examples`")
 
 
 def test_an_index_that_claims_more_than_there_is_is_refused(raw: Callable[..., None], tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def fedbs() -> Iterator[str]:
         words = "of the last 53 rounds of MNIST" if file == "mnist" else "of 53 of Fashion-MNIST"
         yield f"{ahead} {words}"
         own = fedbn.summary
-        mean = f"{100 * own['clients_accuracy']:.1f} % on all test images"
+        mean = f"{100 * own['clients_accuracy']:.1f} % on all test examples"
         yield mean if file == "mnist" else f"{mean} after 60 rounds"
         spread = f" ± {100 * own['clients_own_accuracy_std']:.1f}" if file == "fashion-mnist" else ""
         yield f"{100 * own['clients_own_accuracy']:.1f}{spread} % on"

@@ -1,1 +1,1 @@
-"""Partitions: which client trains on which images."""
+"""Partitions: which client trains on which examples."""

@@ -1,4 +1,4 @@
-"""The indices of each client's training images, and of its share of the test images."""
+"""The indices of each client's training examples, and of its share of the test examples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KEY = "data.partition.kind"
 def partition(
     labels: Tensor, classes: int, clients: int, seed: int, kind: str, *, groups: Groups | None = None, **options: Any
 ) -> list[Tensor]:
-    """Indices of each client's images, ascending, for a kind of partition in kinds.py with its `options`.
+    """Indices of each client's examples, ascending, for a kind of partition in kinds.py with its `options`.
 
-    `kind` may also be `module:callable`, a partition of the user, which may leave images out, as does the option
-    `images`. Raises DataError unless each image belongs to exactly one client and each client has images.
+    `kind` may also be `module:callable`, a partition of the user, which may leave examples out, as does the option
+    `examples`. Raises DataError unless each example belongs to exactly one client and each client has examples.
     """
     if clients > len(labels):
-        raise DataError(f"clients is {clients}, but the data has {len(labels)} training images")
+        raise DataError(f"clients is {clients}, but the data has {len(labels)} training examples")
     rows = Rows(labels.numpy(), classes, groups)
     own = named.is_name(kind)
     if not own and kind not in KINDS:
@@ -37,14 +37,14 @@ def partition(
     if empty:
         shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
         raise DataError(
-            f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without images (clients {shown}); "
+            f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without examples (clients {shown}); "
             "use fewer clients, more classes per client, a larger alpha, or another seed"
         )
     lost = np.setdiff1d(np.arange(len(labels)), np.concatenate(parts))
-    if len(lost) and not own and not options.get("images"):
+    if len(lost) and not own and not options.get("examples"):
         gone = sorted(set(labels[torch.from_numpy(lost)].tolist()))
         raise DataError(
-            f"data.partition ({kind}) gives {len(lost)} of {len(labels)} images to no client (classes {gone[:10]}); "
+            f"data.partition ({kind}) gives {len(lost)} of {len(labels)} examples to no client (classes {gone[:10]}); "
             "use more clients, more classes per client, or assignment: consecutive"
         )
     return [torch.from_numpy(np.sort(part)) for part in parts]
@@ -97,7 +97,9 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str
             )
         for row in part.tolist():
             if not 0 <= row < len(rows.labels):
-                raise DataError(f"{where} has the row {row}; expected 0 to {len(rows.labels) - 1}, the training images")
+                raise DataError(
+                    f"{where} has the row {row}; expected 0 to {len(rows.labels) - 1}, the training examples"
+                )
             if row in owners:
                 raise DataError(
                     f"{where} has the row {row}, which client {owners[row]} has too; expected each row once"
@@ -108,7 +110,7 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str
 
 
 def hold_out(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
-    """A client's images for training, and a random share for validation, rounded; at least one is for training."""
+    """A client's examples for training, and a random share for validation, rounded; at least one is for training."""
     if not share:
         return rows, rows[:0]
     count = min(int(share * len(rows) + 0.5), len(rows) - 1)
@@ -117,11 +119,11 @@ def hold_out(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor
 
 
 def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, seed: int) -> list[Tensor]:
-    """Indices of each client's own test images, ascending; `parts` are its training images, indices of `labels`.
+    """Indices of each client's own test examples, ascending; `parts` are its training examples, indices of `labels`.
 
-    The test images of each class are divided in proportion to the clients' training images of that class, by largest
-    remainders. Test images of a class without training images belong to no client. If a class has few test images, a
-    client may get none.
+    The test examples of each class are divided in proportion to the clients' training examples of that class, by
+    largest remainders. Test examples of a class without training examples belong to no client. If a class has few test
+    examples, a client may get none.
     """
     classes = 1 + int(max(labels.max(), test_labels.max()))
     held = np.stack([np.bincount(labels[part].numpy(), minlength=classes) for part in parts])  # [clients, classes]

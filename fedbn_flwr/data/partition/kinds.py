@@ -1,7 +1,7 @@
 """The kinds of partition: one function each, which assigns rows to clients by labels or groups.
 
 To add a kind, write its function. Its keyword-only arguments, with types and defaults, are the settings of the kind;
-the first line of its docstring describes the images of one client. A kind that Flower has too makes the same draws as
+the first line of its docstring describes the examples of one client. A kind that Flower has too makes the same draws as
 Flower's partitioner, so both give the same partition for a seed. indices.py checks every partition.
 """
 # Without `from __future__ import annotations`: pydantic needs the types in the signatures, not their names.
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from fedbn_flwr.data.dataset import Groups
 
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-Labels = np.ndarray  # int64 [N], the class of each image
+Labels = np.ndarray  # int64 [N], the class of each example
 Parts = list[np.ndarray]  # the row numbers of each client
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The training images to assign to clients."""
+    """The training examples to assign to clients."""
 
     labels: Labels
     classes: int  # their number
@@ -67,7 +67,7 @@ class OwnOptions(Options):
 class Kind:
     assign: Callable[..., Parts]  # (rows, clients, seed, **options)
     options: type[Options]
-    by_class: bool  # whether each image must have one class
+    by_class: bool  # whether each example must have one class
 
 
 KINDS: dict[str, Kind] = {}
@@ -115,7 +115,7 @@ def dirichlet(
     seed: int,
     *,
     alpha: Annotated[float, Field(gt=0)],
-    min_size: Annotated[int, Field(ge=0)] = 1,  # smallest number of images of a client
+    min_size: Annotated[int, Field(ge=0)] = 1,  # smallest number of examples of a client
     by: Literal["class", "client"] = "class",
 ) -> Parts:
     """Images of all classes in random proportions, more alike with a larger `alpha`.
@@ -137,13 +137,13 @@ def dirichlet(
             return parts
     raise DataError(
         f"data.partition (dirichlet, alpha={alpha}): none of {_DRAWS} draws gives each of {clients} clients at least "
-        f"min_size={min_size} images; use a larger alpha, fewer clients or another seed"
+        f"min_size={min_size} examples; use a larger alpha, fewer clients or another seed"
     )
 
 
 def _dirichlet_by_client(labels: Labels, clients: int, seed: int, alpha: float) -> Parts:
-    # Flower's InnerDirichletPartitioner draws image by image and divides zero by zero when no images of a client's
-    # classes are left, which is likely with a small alpha. Here such a client draws from the remaining images.
+    # Flower's InnerDirichletPartitioner draws example by example and divides zero by zero when no examples of a
+    # client's classes are left, which is likely with a small alpha. Here such a client draws from the remaining ones.
     rng = np.random.default_rng(seed)
     classes, counts = np.unique(labels, return_counts=True)
     rows = [rng.permutation(np.flatnonzero(labels == label)) for label in classes]
@@ -200,7 +200,7 @@ def classes(
         if drawn and len(of_label) < len(holders):
             raise DataError(
                 f"data.partition (classes, {assignment}): {len(holders)} clients have drawn class {label}, which has "
-                f"{len(of_label)} images; use fewer clients or classes per client, or another seed"
+                f"{len(of_label)} examples; use fewer clients or classes per client, or another seed"
             )
         for client, piece in zip(holders, np.array_split(of_label, max(1, len(holders))), strict=False):
             pieces[client].append(piece)
@@ -217,18 +217,18 @@ def _first_and_drawn(known: Labels, client: int, count: int, rng: np.random.Gene
 
 @kind(by_class=True)
 def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) -> Parts:
-    """`shards_per_client` equal-sized shards of the images sorted by class (McMahan et al. 2017).
+    """`shards_per_client` equal-sized shards of the examples sorted by class (McMahan et al. 2017).
 
     With ten classes, five clients with two shards each have 20 % of the classes (FixBN); with MNIST, 100 clients have
-    two shards of 300 images (FedBS).
+    two shards of 300 examples (FedBS).
     """
     labels = rows.labels
     wanted = clients * shards_per_client
     size = -(-len(labels) // wanted)
     if -(-len(labels) // size) != wanted:
         raise DataError(
-            f"data.partition (shards): {len(labels)} images cannot be cut into {wanted} shards ({clients} clients with "
-            f"shards_per_client={shards_per_client}) of one size, even if the last is smaller; use fewer shards"
+            f"data.partition (shards): {len(labels)} examples cannot be cut into {wanted} shards ({clients} clients "
+            f"with shards_per_client={shards_per_client}) of one size, even if the last is smaller; use fewer shards"
         )
     pieces = _shards_of(labels, size)
     dealt = np.random.default_rng(seed).permutation(wanted).reshape(clients, shards_per_client)
@@ -245,11 +245,11 @@ def unbalanced_shards(
     clients: int,
     seed: int,
     *,
-    shard_size: Positive,  # images
+    shard_size: Positive,  # examples
     min_shards: Positive = 1,  # of a client
     max_shards: Positive = 30,
 ) -> Parts:
-    """A random number of shards of the images sorted by class; `shard_size: 50` gives 1,200 shards of MNIST (FedBS).
+    """A random number of shards of the examples sorted by class; `shard_size: 50` gives 1,200 shards of MNIST (FedBS).
 
     The numbers are drawn uniformly between the bounds and scaled to the number of shards.
     """
@@ -258,7 +258,7 @@ def unbalanced_shards(
     if not clients * min_shards <= len(pieces) <= clients * max_shards:
         raise DataError(
             f"data.partition (unbalanced_shards): shard_size={shard_size} makes {len(pieces)} shards of {len(labels)} "
-            f"images, but {clients} clients with min_shards={min_shards} to max_shards={max_shards} hold "
+            f"examples, but {clients} clients with min_shards={min_shards} to max_shards={max_shards} hold "
             f"{clients * min_shards} to {clients * max_shards}"
         )
     rng = np.random.default_rng(seed)
@@ -280,11 +280,11 @@ def domain(
     seed: int,
     *,
     clients_per_domain: Positive | None = None,
-    images: Positive | None = None,  # of each client; the others are not used
+    examples: Positive | None = None,  # of each client; the others are not used
 ) -> Parts:
     """Images of one domain; the clients of the first domain have the lowest numbers.
 
-    The clients of a domain have equal-sized random shares of it, or `images` of these. Default: clients / domains.
+    The clients of a domain have equal-sized random shares of it, or `examples` of these. Default: clients / domains.
     """
     if not (found := rows.by_group()):
         raise DataError("data.partition (domain): the data has no domains; name their column by data.domain")
@@ -296,17 +296,17 @@ def domain(
         )
     parts: Parts = []
     for number, (name, group) in enumerate(found.items()):
-        if len(group) < each * (images or 1):
-            of_each = f" with images={images}" if images else ""
-            raise DataError(f"data.partition (domain): {name!r} has {len(group)} images for {each} clients{of_each}")
+        if len(group) < each * (examples or 1):
+            of_each = f" with examples={examples}" if examples else ""
+            raise DataError(f"data.partition (domain): {name!r} has {len(group)} examples for {each} clients{of_each}")
         shares = np.array_split(np.random.default_rng(seed + number).permutation(group), each)
-        parts += [share[:images] for share in shares]
+        parts += [share[:examples] for share in shares]
     return parts
 
 
 @kind()
 def natural(rows: Rows, clients: int, seed: int, *, column: str) -> Parts:
-    """All images with one value in this column, for instance a city; one client for each value."""
+    """All examples with one value in this column, for instance a city; one client for each value."""
     if not (found := rows.by_group()):
         raise DataError(f"data.partition (natural): the data has no column {column!r}")
     if len(found) != clients:

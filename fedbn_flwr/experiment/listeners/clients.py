@@ -18,14 +18,14 @@ ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
 _IDENTIFIERS = (protocol.PARTITION, protocol.BATCH_EXAMPLES)
 
 
-def values_of(replies: Iterable[Message], images: str) -> ByClient:
-    """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is called `images`."""
+def values_of(replies: Iterable[Message], examples: str) -> ByClient:
+    """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is `examples`."""
     found: ByClient = {}
     for reply in replies:
         for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
             numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
             found.setdefault(number_of(reply), {}).update(
-                (images if key == protocol.NUM_EXAMPLES else name_of(key), value)
+                (examples if key == protocol.NUM_EXAMPLES else name_of(key), value)
                 for key, value in numbers.items()
                 if key not in _IDENTIFIERS
             )
@@ -33,26 +33,26 @@ def values_of(replies: Iterable[Message], images: str) -> ByClient:
 
 
 def name_of(key: str) -> str:
-    """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own test images of one domain, as `own_accuracy_sea`."""
+    """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own examples of one domain, as `own_accuracy_sea`."""
     test_set, _, measure = key.partition("-")
     owner, at, domain = test_set.partition("@")
     name = (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
-    return name.replace("num_examples", "images")
+    return name.replace("num_examples", "examples")
 
 
 def own_means(clients: ByClient) -> dict[str, float]:
-    """Means over the clients' own test images, with equal weights, over the clients that have some (of a domain)."""
+    """Means over the clients' own test examples, with equal weights, over the clients that have some (of a domain)."""
     metrics = {name: each for name, each in by_metric(clients).items() if name.startswith("own_")}
     return {name: statistics.fmean(each) for name, each in metrics.items() if not is_count(name)}
 
 
 def validation_means(clients: ByClient) -> dict[str, float]:
-    """Validation loss and accuracy over the images that all clients hold out; empty if none reports any."""
+    """Validation loss and accuracy over the examples that all clients hold out; empty if none reports any."""
     names = ("validation_loss", "validation_accuracy")
-    held = [each for each in clients.values() if each.get("validation_images") and each.keys() >= {*names}]
-    total = math.fsum(metrics["validation_images"] for metrics in held)
+    held = [each for each in clients.values() if each.get("validation_examples") and each.keys() >= {*names}]
+    total = math.fsum(metrics["validation_examples"] for metrics in held)
     return {
-        name: math.fsum(metrics[name] * metrics["validation_images"] for metrics in held) / total
+        name: math.fsum(metrics[name] * metrics["validation_examples"] for metrics in held) / total
         for name in names
         if held
     }
@@ -63,7 +63,7 @@ def spreads(clients: ByClient) -> dict[str, float]:
     metrics = by_metric(clients)
     found: dict[str, float] = {}
     for name, each in metrics.items():
-        # A metric of a single domain exists only on own test images.
+        # A metric of a single domain exists only on own test examples.
         if name.removeprefix("own_") in metrics and not is_count(name):
             measured = spread(each, name)
             found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}

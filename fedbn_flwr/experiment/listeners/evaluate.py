@@ -1,4 +1,4 @@
-"""Evaluates after a round: the global model on the server's test images, and the clients' models on the clients."""
+"""Evaluates after a round: the global model on the server's test examples, and the clients' models on the clients."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Evaluate(Listener):
             return {}
         metrics = self.rule.aggregate_evaluate(state.round, replies)
         used = self.rule.leaf.used
-        values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_images")
+        values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         for client, measured in values.items():
             state.clients.setdefault(client, {}).update(measured)
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
@@ -106,22 +106,22 @@ class Evaluate(Listener):
         by_clients = {f"clients_{name}": value for name, value in figures.items() if not name.startswith("validation_")}
         return by_clients | validation_means(values)
 
-    def _load(self, arrays: ArrayRecord, images: TestBatches, queried: bool) -> str:
-        """Load the global model to evaluate it on `images`; returns the statistics that its batch norms use."""
+    def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
+        """Load the global model to evaluate it on `examples`; returns the statistics that its batch norms use."""
         model = self.prepared.model
         state = {key: torch.from_numpy(value.copy()) for key, value in unpack(arrays).items()}
         model.load_state_dict(state, strict=False)
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         if norms and self.prepared.run.evaluate.statistics == "reestimated":
-            statistics = reestimate(model, images, self.prepared.device, pooled=True, threads=self.threads)[0]
+            statistics = reestimate(model, examples, self.prepared.device, pooled=True, threads=self.threads)[0]
             model.load_state_dict(statistics, strict=False)
             return "reestimated"
         if queried:  # the strategy asked clients for statistics
             return "query"
         return "model" if all(norm.running_mean is not None for norm in norms) else "batch"
 
-    def _measure(self, images: TestBatches) -> dict[str, Any]:
+    def _measure(self, examples: TestBatches) -> dict[str, Any]:
         model, device = self.prepared.model, self.prepared.device
-        figures = evaluate(model, images, self.loss, device, self.metrics, threads=self.threads)
+        figures = evaluate(model, examples, self.loss, device, self.metrics, threads=self.threads)
         figures.pop("num-examples")
         return {key.replace("-", "_"): value for key, value in figures.items()}

@@ -44,7 +44,7 @@ class Final(Listener):
             measured = {}
             if client in personal:
                 replies = _evaluate(state, state.nodes.values(), personal[client])
-                measured = values_of(replies, "test_images")
+                measured = values_of(replies, "test_examples")
             rows.append([measured.get(other, {}).get("own_accuracy") for other in clients])
         matrix = {"clients": [str(client) for client in clients], "accuracy": rows}
         self.folder.write("matrix.json", matrix)
@@ -62,7 +62,7 @@ def evaluate_unseen(state: RunState) -> None:
             protocol.TUNE_LR: options.finetune_lr or state.run.train.lr,
         }
     replies = _evaluate(state, state.unseen.values(), state.arrays, **tuning)
-    measured = {client: _renamed(values) for client, values in values_of(replies, "test_images").items()}
+    measured = {client: _renamed(values) for client, values in values_of(replies, "test_examples").items()}
     state.clients |= measured
     means = {name: statistics.fmean(each) for name, each in by_metric(measured).items()}
     state.line |= {name: value for name, value in means.items() if not is_count(name)}
@@ -97,7 +97,7 @@ def personal_models(state: RunState) -> dict[int, ArrayRecord]:
 
 
 def _evaluate(state: RunState, nodes: Iterable[int], arrays: ArrayRecord, **keys: float) -> list[Message]:
-    """The replies of nodes that evaluate these arrays on their own test images."""
+    """The replies of nodes that evaluate these arrays on their own test examples."""
     config = ConfigRecord({**state.identity, protocol.ROUND: state.round, protocol.TEST_SETS: protocol.OWN, **keys})
     content = RecordDict({"arrays": arrays, "config": config})
     return _answers(state, [Message(content, node, MessageType.EVALUATE) for node in nodes])

@@ -67,7 +67,7 @@ def begin_summary(prepared: Parts) -> Summary:
     if not prepared.rule.traits.has_global_model:
         accuracy_of = "the clients' models, mean"
     elif prepared.dataset is None:
-        accuracy_of = "the clients' models on their test images, mean"
+        accuracy_of = "the clients' models on their test examples, mean"
     else:
         accuracy_of = GLOBAL_MODEL
     return Summary(
@@ -83,7 +83,7 @@ def begin_summary(prepared: Parts) -> Summary:
         accuracy_of=accuracy_of,
         metrics=tuple(name_of(metric) for metric in prepared.metrics),
         size=run.size.name if run.size.name != PAPER else None,
-        images="random images; figures mean nothing" if run.data.random else None,
+        examples="random examples; figures mean nothing" if run.data.random else None,
         memory_format="channels_last" if run.train.channels_last else None,
         precision=run.train.precision if run.train.precision != "float32" else None,
         compiled=run.train.compile or None,

@@ -94,14 +94,14 @@ class _Running:
 class Progress:
     """The progress of an experiment's runs; `rounds` has the number of rounds of each.
 
-    `images` has the number of images that each run trains on: the time that is left is estimated from it.
+    `examples` has the number of examples that each run trains on: the time that is left is estimated from it.
     """
 
     def __init__(
         self,
         labels: Sequence[str],
         rounds: Sequence[int],
-        images: Sequence[int | None] = (),
+        examples: Sequence[int | None] = (),
         *,
         several: bool = False,  # at the same time
         plain: bool | None = None,
@@ -113,8 +113,8 @@ class Progress:
         self._quiet = quiet
         self._several = several
         self._labels, self._rounds = labels, rounds
-        # The work of a round of each run, in images or, if those of a run are not known, in rounds.
-        work = [count / of for count, of in zip(images, rounds, strict=False) if count]
+        # The work of a round of each run, in examples or, if those of a run are not known, in rounds.
+        work = [count / of for count, of in zip(examples, rounds, strict=False) if count]
         self._work = work if len(work) == len(rounds) else [1.0] * len(rounds)
         self._running: dict[int, _Running] = {}  # by place
         self._ended = 0
@@ -264,7 +264,7 @@ class Progress:
             self._say_of(place, f"round {run.news.round}/{rounds}  {run.news.figures}{ending}")
 
     def _left(self, now: float) -> float:
-        """Seconds to the end of all runs, if all images take as long as those of this session did on average."""
+        """Seconds to the end of all runs, if all examples take as long as those of this session did on average."""
         assert self._training_began is not None
         each = (self._last_round - self._training_began) / self._counted
         total = sum(rounds * work for rounds, work in zip(self._rounds, self._work, strict=True))

@@ -140,7 +140,7 @@ class FixedPoint:
             np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind)),
             weight * self._range(kind),
         )
-        least = weight if place[1] == protocol.BATCH_EXAMPLES else 0.0  # a batch has an image
+        least = weight if place[1] == protocol.BATCH_EXAMPLES else 0.0  # a batch has an example
         if kind not in _ADDED:
             largest = (largest + self.resolution(kind)) * (1 + 1e-12)  # float64 rounds the sum
             least = -largest

@@ -306,7 +306,7 @@ class MaskedRound(GridAround):
         count, kind = len(replies), client.kind_in(replies[0].content)
         means = self._fixed.means(sums, self._fixed.kinds(sums, kind), count)
         tensors = {key: mean for (name, key), mean in means.items() if name == "arrays"}
-        images = round(float(means[TOTALS, protocol.BATCH_EXAMPLES]) * count)
+        batch = round(float(means[TOTALS, protocol.BATCH_EXAMPLES]) * count)
         weight = float(means[TOTALS, self.rule.leaf.weighted_by_key])
         error = self._fixed.resolution("statistics") / (weight * count or 1)
         # FedTAN refuses tensors of other names and shapes.
@@ -324,9 +324,9 @@ class MaskedRound(GridAround):
             mean = Contribution(
                 kind,
                 tensors,
-                images=images // count + (place < images % count),  # they add up to the images of all
+                batch=batch // count + (place < batch % count),  # they add up to the examples of all
                 remaining=int(readable.get(protocol.EXCHANGES_LEFT, -1)),  # type: ignore[arg-type]
-                examples=min(images, MOST_EXAMPLES),  # the same for all; a batch must not exceed it
+                examples=min(batch, MOST_EXAMPLES),  # the same for all; a batch must not exceed it
                 partition=partition_of(reply.content),
             )
             found.append(with_content(reply, contribution_to_records(mean)))

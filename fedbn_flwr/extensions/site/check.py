@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
         ),
         epilog=(
             "Example: fedbn check --superlink fl.example.org:8000 --root-certificates keys/ca.crt "
-            "--auth-supernode-private-key keys/node.key --node-config \"data-path='/srv/images'\" mine.yaml"
+            "--auth-supernode-private-key keys/node.key --node-config \"data-path='/srv/data'\" mine.yaml"
         ),
     )
     parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT", help="check the data for this experiment")

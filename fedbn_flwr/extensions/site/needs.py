@@ -87,7 +87,7 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
     yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
     if not len(test):
         yield Check(
-            "data", "warning", f"{where}: no test images", "add a test split; the site cannot evaluate its model"
+            "data", "warning", f"{where}: no test examples", "add a test split; the site cannot evaluate its model"
         )
     if not expected:
         return
@@ -98,17 +98,17 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
         if wrong := [f"{key} {here[key]}, expected {value}" for key, value in given.items() if here[key] != value]:
             raise Failed("the data have " + "; ".join(wrong), "correct data or experiment")
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
-    yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these images")
+    yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:
         used, _ = hold_out(train, run.evaluate.validation, run.seed, client)
         exchange = _exchange(min(run.train.batch_size, len(used)), allowed, min_batch_of(node))
-        yield from asked("exchange", exchange, "have more images, or allow smaller batches")
+        yield from asked("exchange", exchange, "have more examples, or allow smaller batches")
 
 
-def _exchange(images: int, allowed: int, own: int) -> Iterator[Check]:
+def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
     """Whether the statistics of the site's batches may be exchanged."""
-    check_batch(images, allowed=allowed, own=own)
-    yield Check("exchange", "ok", f"batches of {images} images, {max(allowed, own)} are needed")
+    check_batch(examples, allowed=allowed, own=own)
+    yield Check("exchange", "ok", f"batches of {examples} examples, {max(allowed, own)} are needed")
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
@@ -123,7 +123,7 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
         more = f", ... ({len(named)} classes)" if len(named) > _SHOWN_CLASSES else ""
         parts.append(f"classes: {', '.join(named[:_SHOWN_CLASSES])}{more}")
         if absent := counts.count(0):
-            parts.append(f"no training images of {absent} of the {len(counts)} classes")
+            parts.append(f"no training examples of {absent} of the {len(counts)} classes")
     if (domains := dataset.domains) is not None:
         here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
         parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")
@@ -135,7 +135,7 @@ def check_machine(folder: Path) -> Iterator[Check]:
     free, space = _free_memory() / 1e9, shutil.disk_usage(folder if folder.is_dir() else Path.cwd()).free / 1e9
     answers = [
         ("memory", free, _LITTLE_MEMORY, f"{free:.1f} GB free, {cores()} cores", "end other programs"),
-        ("disk", space, _LITTLE_DISK, f"{space:.1f} GB free", "images, state and models are written there"),
+        ("disk", space, _LITTLE_DISK, f"{space:.1f} GB free", "examples, state and models are written there"),
     ]
     for name, here, needed, found, cure in answers:
         short = here < needed

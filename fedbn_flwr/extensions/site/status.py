@@ -20,7 +20,7 @@ from fedbn_flwr.messages.arrays import configs_in, metrics_in
 from fedbn_flwr.storage import replacing, to_json
 
 FILE = "status.json"
-_FIGURES = {protocol.NUM_EXAMPLES: "images", protocol.TRAIN_LOSS: "loss", "loss": "loss", "accuracy": "accuracy"}
+_FIGURES = {protocol.NUM_EXAMPLES: "examples", protocol.TRAIN_LOSS: "loss", "loss": "loss", "accuracy": "accuracy"}
 
 
 def record_status(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:

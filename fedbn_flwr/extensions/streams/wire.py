@@ -42,7 +42,7 @@ def to_bytes(value: Contribution | Agreement | str) -> bytes:
         case Contribution():
             records = contribution_to_records(value)
         case Agreement():
-            config = ConfigRecord({protocol.COHORT_BATCH: value.images})
+            config = ConfigRecord({protocol.COHORT_BATCH: value.batch})
             records = RecordDict({"arrays": pack(value.tensors), "config": config})
         case str():
             records = RecordDict({"config": ConfigRecord({_FAILURE: value[:TEXT_LIMIT]})})

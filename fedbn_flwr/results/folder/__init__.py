@@ -3,13 +3,13 @@
 config.yaml         the resolved settings
 environment.json    token, commit, versions, hardware, command, modules of the user; what differs in resumed sessions
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
-partition.json      the images of each client by class, unless nodes have data of their own
+partition.json      the examples of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
-model.json          how to build the network and to normalise its images
-matrix.json         the accuracy of each personal model on each client's test images
+model.json          how to build the network and to normalise its examples
+matrix.json         the accuracy of each personal model on each client's test examples
 promises            what the rounds begun have spent, for a strategy that promises to count it: of privacy
 checkpoint          everything needed to resume the run, see checkpoint.py
 """
@@ -220,7 +220,7 @@ class RunFolder:
             raise StorageError(f"{str(path)!r} cannot be written: {error}") from None
 
     def model_description(self) -> dict[str, Any]:
-        """How to build the network and to normalise its images."""
+        """How to build the network and to normalise its examples."""
         if (found := self.read("model.json")) is None:
             raise UserError(f"{str(self.path)!r} has no model.json")
         return found

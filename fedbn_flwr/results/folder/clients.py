@@ -1,6 +1,6 @@
 """Clients as individuals: the values of each client, and their spread.
 
-`clients.jsonl` has a line per round, {"round": 3, "clients": {"0": {"images": 96, "train_loss": 0.4, ...}, ...}}. All
+`clients.jsonl` has a line per round, {"round": 3, "clients": {"0": {"examples": 96, "train_loss": 0.4, ...}, ...}}. All
 figures here give each client the same weight. They describe the clients that took part, so the deviation is that of
 the whole group (divisor n), not an estimate from a sample.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_IMAGES = re.compile(r"(own_|test_|validation_|unseen_)?images(_|$)")
+_EXAMPLES = re.compile(r"(own_|test_|validation_|unseen_)?examples(_|$)")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def is_loss(metric: str) -> bool:
 
 
 def is_count(metric: str) -> bool:
-    """Whether it is a number of images, for instance of a client's own test images of one domain."""
-    return _IMAGES.match(metric) is not None
+    """Whether it is a number of examples, for instance of a client's own test examples of one domain."""
+    return _EXAMPLES.match(metric) is not None
 
 
 def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The images of each client by class: the content of partition.json."""
+"""The examples of each client by class: the content of partition.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PartitionCounts:
-    """How many images of each class the clients of a partition have."""
+    """How many examples of each class the clients of a partition have."""
 
     title: str
     classes: tuple[str, ...]

@@ -14,7 +14,7 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 # Accuracies by domain: the beginning of the key, which ends with the domain's name, and a description.
 BY_DOMAIN = {
     "accuracy_": "accuracy of the global model, by domain",
-    "clients_own_accuracy_": "accuracy of clients on test images of their own, by domain",
+    "clients_own_accuracy_": "accuracy of clients on test examples of their own, by domain",
 }
 
 # Keys of the history whose last value is in the summary, beside metrics, spreads over clients and domains.
@@ -23,14 +23,14 @@ _LATEST = (
     "loss",
     "evaluated_with",  # the source of the statistics in the global model's batch norms
     "mean_iou",
-    "clients_accuracy",  # means over clients: on all test images, and on their own
+    "clients_accuracy",  # means over clients: on all test examples, and on their own
     "clients_own_accuracy",
     "clients_mean_iou",
-    "unseen_accuracy",  # of clients that never trained: the global model's on their own test images
+    "unseen_accuracy",  # of clients that never trained: the global model's on their own test examples
     "unseen_accuracy_tuned",  # and after fine-tuning
 )
 
-# The best round by validation; and the best accuracy on the test images, an optimistic choice.
+# The best round by validation; and the best accuracy on the test examples, an optimistic choice.
 _BEST = ("best_test_accuracy", "best_round", "best_round_accuracy", "best_validation_accuracy")
 
 # Endings of the keys of a spread over clients, which follow the name of the metric.
@@ -57,7 +57,7 @@ class Summary:
     error: str | None = None  # of a run that failed
     stopped_early: str | None = None  # the reason why a finished run has fewer rounds than it might have had
     size: str | None = None  # of the experiment, if not that of the file
-    images: str | None = None  # of random ones
+    examples: str | None = None  # of random ones
 
     # Options in use that make training faster and change results.
     memory_format: str | None = None
@@ -142,7 +142,7 @@ class Summary:
 
 
 def keys_of(metrics: Iterable[str]) -> list[str]:
-    """The keys of metrics in history and summary: of the global model, and of clients on all and on own test images.
+    """The keys of metrics in history and summary: of the global model, and of clients on all and on own test examples.
 
     Without those that every summary has.
     """
@@ -155,7 +155,7 @@ def is_taken(name: str) -> bool:
     keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *_BEST}
     keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
     prefixes = ("accuracy_", "clients_", "own_", "train_", "validation_", "unseen_", "tuned_")
-    return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "images"))
+    return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "examples"))
 
 
 def _is_spread(key: str) -> bool:

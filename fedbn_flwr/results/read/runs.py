@@ -75,7 +75,7 @@ class Run:
         """Segmentation always has mean IoU; classification has it if `evaluate.metrics` names it."""
         if "mean_iou" not in self.figures or "mean_iou" not in self.summary.metrics:
             return "mean_iou" in self.figures
-        return (self.folder.read("partition.json") or {}).get("classes") == ["images"]  # not counted by class
+        return (self.folder.read("partition.json") or {}).get("classes") == ["examples"]  # not counted by class
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:

@@ -70,7 +70,7 @@ def normalisation(folder: RunFolder) -> nn.Module:
     moments = folder.model_description()["normalise"]
     if moments is None:
         raise UserError(
-            f"{str(folder.path)!r} has no mean and standard deviation of the images: its server had no data, and each "
+            f"{str(folder.path)!r} has no mean and standard deviation of the inputs: its server had no data, and each "
             "client used those of its own; data.normalise: unit avoids this"
         )
     if isinstance(moments, str):
@@ -86,8 +86,8 @@ class _Own(nn.Module):
         super().__init__()
         self._normalise = own_normalisation(name)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self._normalise(images)
+    def forward(self, examples: Tensor) -> Tensor:
+        return self._normalise(examples)
 
 
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:

@@ -1,7 +1,7 @@
 """Chooses among the candidates of `tune`, and words for the size of an experiment.
 
-The best candidate of each run and condition has the highest accuracy on held-out training images in the last evaluated
-round, mean over seeds. The test images have no part in it.
+The best candidate of each run and condition has the highest accuracy on held-out training examples in the last
+evaluated round, mean over seeds. The test examples have no part in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..read.runs import Run
 from .rows import Row
 from .tables import Lines, figure
 
-TITLE = "candidates: the best is chosen by the accuracy on held-out training images, mean over seeds"
+TITLE = "candidates: the best is chosen by the accuracy on held-out training examples, mean over seeds"
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def _mean(row: Row) -> float:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each size of the runs, with what it changed, and one on random images."""
+    """A sentence for each size of the runs, with what it changed, and one on random examples."""
     changed: dict[str, dict[str, set[str]]] = {}
     configs = [run.config for row in rows for run in row.runs]
     for config in configs:
         size = config.get("size") or {}
         if (name := size.get("name")) not in (None, "paper"):
             for key, (before, after) in size.get("changed", {}).items():
-                nothing = "all" if key in ("data.images", "data.test_images") else "none"
+                nothing = "all" if key in ("data.examples", "data.test_examples") else "none"
                 words = (nothing if value is None else str(value) for value in (before, after))
                 changed.setdefault(str(name), {}).setdefault(key, set()).add(" to ".join(words))
     notes = []
@@ -79,5 +79,5 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         words = (f"{key} {arrows.pop() if len(arrows) == 1 else 'by run'}" for key, arrows in keys.items())
         notes.append(f"Size {name}, which differs from the file in: {', '.join(words)}.")
     if any((config.get("data") or {}).get("random") for config in configs):
-        notes.append("Random images; figures mean nothing.")
+        notes.append("Random examples; figures mean nothing.")
     return notes

@@ -27,10 +27,10 @@ AXES = {
 _FRACTIONS = ("accuracy", *METRICS)
 _WORDS = {"auc": "AUC", "mean_iou": "mean IoU", "macro_f1": "macro F1"}
 _OF = {
-    "clients_own_": "clients, own test images",
-    "clients_": "clients, all test images",
-    "validation_": "held-out training images",
-    "unseen_": "new clients, own test images",
+    "clients_own_": "clients, own test examples",
+    "clients_": "clients, all test examples",
+    "validation_": "held-out training examples",
+    "unseen_": "new clients, own test examples",
     "train_": "training",
     "": "global model",
 }
@@ -43,7 +43,7 @@ class Measure:
     """A key of the history, in words."""
 
     key: str
-    group: str  # the models and images that it is of
+    group: str  # the models and examples that it is of
     title: str
     is_fraction: bool
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _CLIENTS = 100  # bars of a picture
 _LINES = 200  # rounds of a heat map
 _NOTE = (
-    '<p class="note">Accuracies are those of the last evaluated round; "best" is the best round on the test images. '
+    '<p class="note">Accuracies are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
     "is 2<sup>20</sup> bytes of arrays, summed over clients. Pictures show values under the pointer.</p>"
 )
@@ -106,7 +106,7 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
         if (counts := run.folder.read("partition.json")) is not None:
             partitions.setdefault(json.dumps(counts), []).append(name)
         if (matrix := run.folder.read("matrix.json")) is not None:
-            yield "Personal models on other clients' images", name, [matrix_plot(matrix)]
+            yield "Personal models on other clients' examples", name, [matrix_plot(matrix)]
         if norms := run.folder.lines("norms.jsonl"):
             yield "Batch norm by layer", name, [dynamics_plot(thinned(norms, _LINES))]
     for text, names in partitions.items():

@@ -44,8 +44,8 @@ def as_csv(rows: Sequence[Row], form: Form) -> str:
 def latex(rows: Sequence[Row], form: Form) -> str:
     """A table for the package booktabs: mean ± standard deviation, the best mean of each measure in bold.
 
-    Without a choice of columns the best accuracy on the test images is left out. Rows with runs that have not finished
-    are not the best.
+    Without a choice of columns the best accuracy on the test examples is left out. Rows with runs that have not
+    finished are not the best.
     """
     if not form.columns:
         form = Form(tuple(key for key in columns(rows, form) if key != "best_test_accuracy"), form.baseline)

@@ -1,4 +1,4 @@
-"""A table of the images of each client by class, for `fedbn partition EXPERIMENT` and `fedbn explain EXPERIMENT`."""
+"""A table of the examples of each client by class, for `fedbn partition EXPERIMENT` and `fedbn explain EXPERIMENT`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def partition_table(partition: PartitionCounts) -> str:
         shown = [str(count) if count else "." for count in row] if few else largest
         return (str(sum(row)), str(sum(count > 0 for count in row)), *shown)
 
-    heads = ("images", "classes", *(classes if few else ("largest",)))
+    heads = ("examples", "classes", *(classes if few else ("largest",)))
     lines: Lines = [("client", *(heads[:1] if len(classes) == 1 else heads))]
     for client, row in enumerate(partition.counts[:_SHOWN_CLIENTS]):
         name = f"{client} {partition.clients[client]}" if partition.clients else str(client)
@@ -30,5 +30,5 @@ def partition_table(partition: PartitionCounts) -> str:
     lines.append(("all", *cells(tuple(map(sum, zip(*partition.counts, strict=True))), "")))
     more = len(partition.counts) - _SHOWN_CLIENTS
     rest = f"... and {more} more clients\n" if more > 0 else ""
-    spread = f"images per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
+    spread = f"examples per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
     return f"{partition.title}\n\n{as_text(lines)}\n{rest}{spread}"

@@ -318,7 +318,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
 
 
 def matrix_plot(matrix: Mapping[str, Any]) -> Plot:
-    """A heat map: row = client whose personal model, column = client whose test images."""
+    """A heat map: row = client whose personal model, column = client whose test examples."""
     clients = matrix["clients"]
     side = min(12.0, 2.5 + 0.45 * len(clients))
     figure, (panel,) = _panels(1, 1, side + 1, side)
@@ -327,13 +327,13 @@ def matrix_plot(matrix: Mapping[str, Any]) -> Plot:
     places = range(0, len(clients), math.ceil(len(clients) / 20))
     panel.set_xticks(places, [in_plot(clients[place], 20) for place in places])
     panel.set_yticks(places, [in_plot(clients[place], 20) for place in places])
-    panel.set(xlabel="test images of client", ylabel="model of client")
+    panel.set(xlabel="test examples of client", ylabel="model of client")
     for row, values in enumerate(shown):
         for column, value in enumerate(values if len(clients) <= _TIPS else ()):
             text = "-" if math.isnan(value) else f"{value:.0f}"
             if len(clients) <= 12:
                 panel.text(column, row, text, ha="center", va="center", color="black" if value > 60 else "white")
-            figure.tips(panel, [(column, row)], [f"model of {clients[row]}, images of {clients[column]}: {text}%"])
+            figure.tips(panel, [(column, row)], [f"model of {clients[row]}, examples of {clients[column]}: {text}%"])
     figure.colorbar(image, ax=panel, label="accuracy, %")
     return figure
 
@@ -357,12 +357,14 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
             width = 1.0 if many else 0.8
             panel.bar(places, heights, width, bottom, color=colour, edgecolor="white", linewidth=edge)
             if not many:
-                named = [(i, f"client {i}, {partition.classes[label]}: {n} images") for i, n in enumerate(heights) if n]
+                named = [
+                    (i, f"client {i}, {partition.classes[label]}: {n} examples") for i, n in enumerate(heights) if n
+                ]
                 points = [(i, bottom[i] + heights[i] / 2) for i, _ in named]
                 figure.tips(panel, points, [words for _, words in named])
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
         limits = {"xlim": (-0.6, len(places) - 0.4), "ylim": (0, 1.05 * max(1, *partition.sizes))}
-        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="images", **limits)
+        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", **limits)
         if not many:
             slanted = bool(partition.clients) and len(partition.counts) > 8
             panel.set_xticks(places, [in_plot(name, 30) for name in partition.clients or map(str, places)])

@@ -169,7 +169,7 @@ _MAIN = (*_FIRST_OF_CLIENTS, "mean_iou", "own_mean_iou", "unseen_accuracy", "uns
 
 
 def measures_of_clients(run: Run, *, every: bool) -> dict[str, Measure]:
-    """The metrics without losses and numbers of images; those on the clients' own test images come first.
+    """The metrics without losses and numbers of examples; those on the clients' own test examples come first.
 
     Without `every` only those that a terminal and a picture have room for: not those of domains and of the user.
     """

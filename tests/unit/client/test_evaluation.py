@@ -131,26 +131,26 @@ def values(folder: Path, server_round: int) -> dict[str, dict[str, float]]:
 
 
 def test_the_history_has_the_spread_of_the_clients_values(runs: dict[str, Path]) -> None:
-    """The means are those over test images for all clients' images, and over clients for their own."""
+    """The means are those over test examples for all clients' examples, and over clients for their own."""
     clients, last = values(runs["FedBN"], 2), lines(runs["FedBN"])[1]
     assert list(clients) == ["0", "1", "2"]
     for metric in ("accuracy", "loss", "own_accuracy", "own_loss"):
         each = np.array([client[metric] for client in clients.values()])
-        assert last[f"clients_{metric}"] == pytest.approx(each.mean(), rel=1e-13), "all have 360 test images"
+        assert last[f"clients_{metric}"] == pytest.approx(each.mean(), rel=1e-13), "all have 360 test examples"
         assert last[f"clients_{metric}_std"] == pytest.approx(each.std(), rel=1e-12)
         worst = each.max() if "loss" in metric else each.min()
         assert last[f"clients_{metric}_worst_tenth"] == worst, "one of three"
         assert summary(runs["FedBN"])[f"clients_{metric}_std"] == last[f"clients_{metric}_std"]
-    assert {client["test_images"] for client in clients.values()} == {len(load(Source("digits")).test.labels)}
+    assert {client["test_examples"] for client in clients.values()} == {len(load(Source("digits")).test.labels)}
 
 
 def test_every_round_has_the_clients_training_values(runs: dict[str, Path]) -> None:
     for name in ("FedAvg", "Standalone"):
         clients = values(runs[name], 1)
-        assert all(client.keys() == {"images", "train_loss"} for client in clients.values())
-        total = sum(client["images"] for client in clients.values())
+        assert all(client.keys() == {"examples", "train_loss"} for client in clients.values())
+        total = sum(client["examples"] for client in clients.values())
         assert total == len(load(Source("digits")).train.labels)
-        mean = sum(client["images"] * client["train_loss"] for client in clients.values()) / total
+        mean = sum(client["examples"] * client["train_loss"] for client in clients.values()) / total
         assert lines(runs[name])[0]["train_loss"] == pytest.approx(mean, rel=1e-13)
 
 
@@ -167,7 +167,7 @@ def test_a_client_without_own_test_images_is_left_out_of_their_mean() -> None:
         Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)
         for each in sent
     ]
-    assert own_means(values_of(replies, "test_images")) == {"own_accuracy": pytest.approx(0.6, rel=1e-15)}
+    assert own_means(values_of(replies, "test_examples")) == {"own_accuracy": pytest.approx(0.6, rel=1e-15)}
 
 
 def test_standalone_s_accuracy_is_the_clients_mean(runs: dict[str, Path]) -> None:

@@ -51,7 +51,7 @@ def test_the_embedded_digits_have_the_form_of_their_entry() -> None:
     data, entry = load(Source("digits")), CATALOGUE["digits"]
     assert entry.size is not None
     assert (data.classes, data.channels, data.size) == (entry.classes, entry.channels, (entry.size, entry.size))
-    assert len(data.train.labels) == entry.images
+    assert len(data.train.labels) == entry.examples
 
 
 def test_what_has_no_name_is_not_found() -> None:
@@ -274,7 +274,7 @@ def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> N
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
         write_parquet(file, (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)}, "image")
-    with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'mnist', but these images have 3"):
+    with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'mnist', but these examples have 3"):
         prepare(load_experiment(f"clients: 2\ndata: {{name: mnist, root: {root}}}"))
 
 

@@ -202,7 +202,7 @@ def test_fedbn_partition_counts_the_images_of_each_city(
     words = [f"data.root={root}", "clients=2", "data.crop=16"]
     assert cli.main(["partition", "fixbn/table3", *words, "--out", str(tmp_path / "bars.png")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert ["client", "images"] in lines
+    assert ["client", "examples"] in lines
     assert ["0", "aachen", "3"] in lines
     assert ["1", "bochum", "5"] in lines
     assert ["all", "8"] in lines
@@ -217,14 +217,14 @@ def test_fedbn_partition_counts_the_images_of_each_city(
 )
 def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
     name = kind.split(",")[0]
-    with pytest.raises(SettingsError, match=f"kind is '{name}', which splits images by class, but 'cityscapes'"):
+    with pytest.raises(SettingsError, match=f"kind is '{name}', which splits examples by class, but 'cityscapes'"):
         prepare(experiment_of(root, f"partition: {{kind: {kind}}}", "model.name=resnet20"))
 
 
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("", ["model.name=resnet20"], r"'resnet20' is a classifier \(one output per image\), but 'cityscapes' has one"),
+        ("", ["model.name=resnet20"], r"'resnet20' is a classifier \(one output per example\), but 'cityscapes' has one"),
         ("augment: [flip, rotate]", [], r"data\.augment has 'rotate', but 'cityscapes' is segmentation data"),
         ("augment: [resized_crop]", [], r"data\.augment has 'resized_crop', but 'cityscapes'"),
         ("", ["data.crop=33"], r"data\.crop is 33, but the images of 'cityscapes' have 32x64 pixels"),
@@ -245,14 +245,14 @@ def test_a_model_of_pixels_is_refused_for_labels_of_images(tmp_path: Path, monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     experiment = read_experiment({"model": {"name": "pixels_model:make"}})
-    with pytest.raises(SettingsError, match=r"make' is a segmentation network .* but 'digits' has one label per image"):
+    with pytest.raises(SettingsError, match=r"make' is a segmentation network .* but 'digits' has one label per example"):
         prepare(experiment)
 
 
 def test_a_side_that_the_network_does_not_take_is_named(root: Path) -> None:
     pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
     experiment = experiment_of(root, "", "data.crop=20", "model.name=deeplabv3plus_mobilenet_v2")
-    with pytest.raises(SettingsError, match=r"does not take the 3x20x20 images of 'cityscapes'.*divisible by 16"):
+    with pytest.raises(SettingsError, match=r"does not take the 3x20x20 examples of 'cityscapes'.*divisible by 16"):
         prepare(experiment)
 
 

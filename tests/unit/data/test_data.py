@@ -186,18 +186,18 @@ def test_dirichlet_gives_every_client_its_least() -> None:
 
 
 def test_dirichlet_that_cannot_reach_the_least_says_what_to_change() -> None:
-    with pytest.raises(DataError, match=r"min_size=399 images; use a larger alpha"):
+    with pytest.raises(DataError, match=r"min_size=399 examples; use a larger alpha"):
         partition(SORTED, 10, 4, 0, "dirichlet", alpha=0.1, min_size=399)
 
 
 def test_more_clients_than_images_is_an_error() -> None:
-    with pytest.raises(DataError, match="clients is 401, but the data has 400 training images"):
+    with pytest.raises(DataError, match="clients is 401, but the data has 400 training examples"):
         partition(SORTED, 10, 401, 0, "iid")
 
 
 def test_a_client_without_images_is_an_error_that_names_it() -> None:
     labels = torch.tensor([0, 0, 0, 0, 1])  # client 2 of 4 holds half of class 1, of which there is one image
-    with pytest.raises(DataError, match=r"leaves 1 of 4 clients without images \(clients 3\)"):
+    with pytest.raises(DataError, match=r"leaves 1 of 4 clients without examples \(clients 3\)"):
         partition(labels, 2, 4, 0, "classes", classes_per_client=1)
 
 
@@ -207,7 +207,7 @@ def test_too_many_classes_per_client_is_an_error() -> None:
 
 
 def test_classes_that_no_client_holds_are_named() -> None:
-    with pytest.raises(DataError, match=r"160 of 400 images to no client \(classes \[2, 5, 8, 9\]\)"):
+    with pytest.raises(DataError, match=r"160 of 400 examples to no client \(classes \[2, 5, 8, 9\]\)"):
         partition(SORTED, 10, 3, 0, "classes", classes_per_client=2)
 
 

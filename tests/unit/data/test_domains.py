@@ -90,7 +90,7 @@ def test_rows_by_domain_leave_out_domains_without_test_images(data: Path) -> Non
 
 
 def test_a_domain_may_have_the_word_images_in_its_name() -> None:
-    values = {"own_accuracy": 0.5, "own_images": 4, "own_accuracy_night_images": 0.25, "own_images_night_images": 4}
+    values = {"own_accuracy": 0.5, "own_examples": 4, "own_accuracy_night_images": 0.25, "own_examples_night_images": 4}
     assert own_means({0: values}) == {"own_accuracy": 0.5, "own_accuracy_night_images": 0.25}
 
 

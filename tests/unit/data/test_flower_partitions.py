@@ -1,4 +1,4 @@
-"""Kinds of partition that Flower has too: every client has the same images as from flwr-datasets."""
+"""Kinds of partition that Flower has too: every client has the same examples as from flwr-datasets."""
 
 from __future__ import annotations
 

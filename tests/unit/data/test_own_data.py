@@ -267,7 +267,7 @@ def test_its_draws_are_those_of_the_seed_also_from_global_generators(own: Own) -
     [
         ("text", "returned a str of 4; expected a list of 2 arrays"),
         ([[0], [1], [2]], "returned a list of 3; expected a list of 2"),
-        ([[0], []], r"leaves 1 of 2 clients without images \(clients 1\)"),
+        ([[0], []], r"leaves 1 of 2 clients without examples \(clients 1\)"),
         ([[0, 1], [1, 2]], "client 1 has the row 1, which client 0 has too"),
         ([[0, 0], [1]], "client 0 has the row 0, which client 0 has too"),
         ([[0], [60]], "client 1 has the row 60; expected 0 to 59"),

@@ -80,7 +80,7 @@ def test_a_remainder_makes_the_last_shard_smaller_and_is_not_lost() -> None:
 
 
 def test_shards_that_cannot_be_made_are_an_error_that_says_so() -> None:
-    with pytest.raises(DataError, match=r"11 images cannot be cut into 8 shards \(4 clients with shards_per_client"):
+    with pytest.raises(DataError, match=r"11 examples cannot be cut into 8 shards \(4 clients with shards_per_client"):
         partition(SORTED[:11], 10, 4, 0, "shards", shards_per_client=2)
 
 
@@ -100,7 +100,7 @@ def test_fedbs_deals_1200_shards_of_50_so_that_each_client_has_1_to_30() -> None
 @settings(max_examples=60)
 @given(clients=st.integers(1, 20), least=st.integers(1, 5), more=st.integers(0, 20), seed=st.integers(0, 99))
 def test_numbers_of_unbalanced_shards_keep_their_bounds(clients: int, least: int, more: int, seed: int) -> None:
-    """80 shards of five images; also where the bounds leave little or no choice."""
+    """80 shards of five examples; also where the bounds leave little or no choice."""
     options = {"shard_size": 5, "min_shards": least, "max_shards": least + more}
     if clients * least <= 80 <= clients * (least + more):
         parts = partition(SORTED, 10, clients, seed, "unbalanced_shards", **options)
@@ -137,7 +137,7 @@ def test_by_client_all_are_of_equal_size_and_by_class_they_are_not() -> None:
 
 @pytest.mark.parametrize("alpha", [1e-3, 0.1])
 def test_a_small_alpha_by_client_gives_few_classes_and_loses_nothing(alpha: float) -> None:
-    """Here the early clients use up their classes, and the last clients get the remaining images."""
+    """Here the early clients use up their classes, and the last clients get the remaining examples."""
     parts = partition(SORTED, 10, 10, 0, "dirichlet", alpha=alpha, by="client")
     assert [len(part) for part in parts] == [40] * 10
     assert np.mean([np.count_nonzero(held(part)) for part in parts]) < 4
@@ -166,11 +166,11 @@ def test_each_natural_id_is_a_client() -> None:
 
 def test_clients_of_a_domain_can_have_a_part_of_its_images() -> None:
     whole = partition(SORTED, 10, 3, 0, "domain", groups=SITES)
-    parts = partition(SORTED, 10, 3, 0, "domain", groups=SITES, images=62)
+    parts = partition(SORTED, 10, 3, 0, "domain", groups=SITES, examples=62)
     assert [len(part) for part in parts] == [62, 62, 62]
     for part, images in zip(parts, whole, strict=True):
         assert set(part.tolist()) < set(images.tolist())
-    assert parts[0].tolist() != partition(SORTED, 10, 3, 1, "domain", groups=SITES, images=62)[0].tolist()
+    assert parts[0].tolist() != partition(SORTED, 10, 3, 1, "domain", groups=SITES, examples=62)[0].tolist()
 
 
 def test_a_domain_with_only_test_images_has_no_client() -> None:
@@ -184,14 +184,14 @@ def test_a_domain_with_only_test_images_has_no_client() -> None:
         (4, "domain", {"groups": SITES}, r"3 domains \(attic, barn, cellar\) cannot be .* to clients=4.*clients=3"),
         (2, "domain", {"groups": SITES}, "set clients=3"),
         (6, "domain", {"groups": SITES, "clients_per_domain": 3}, "for 3 per domain set clients=9"),
-        (3, "domain", {"groups": SITES, "images": 200}, "'attic' has 134 images for 1 clients with images=200"),
+        (3, "domain", {"groups": SITES, "examples": 200}, "'attic' has 134 examples for 1 clients with examples=200"),
         (3, "domain", {}, "the data has no domains; name their column by data.domain"),
         (5, "natural", {"groups": SITES, "column": "site"}, "'site' has 3 values .*, but clients is 5; set clients=3"),
         (
             300,
             "domain",
             {"groups": Groups(("a",), torch.zeros(299, dtype=torch.int64), None)},
-            "299 images for 300",
+            "299 examples for 300",
         ),
     ],
 )

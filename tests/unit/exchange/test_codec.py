@@ -26,7 +26,7 @@ def test_contributions_arrive_as_they_were(
 ) -> None:
     sent = Contribution("moments", arrays_of(described), images, remaining, examples, partition)
     found = contribution_from_records(contribution_to_records(sent))
-    assert (found.kind, found.images, found.remaining) == ("moments", images, remaining)
+    assert (found.kind, found.batch, found.remaining) == ("moments", images, remaining)
     assert (found.examples, found.partition) == (examples, partition)
     assert_same(found.tensors, sent.tensors)
 

@@ -59,7 +59,7 @@ def two(first: float, partition: int) -> list[Contribution]:
 
 def test_each_agreement_but_the_last_is_sent_with_the_next_question() -> None:
     done, carrier, reasons = run({7: two(1.0, 1), 9: two(3.0, 0)})
-    assert (done.nodes, done.steps, done.agreement.images) == ([9, 7], 2, 8)
+    assert (done.nodes, done.steps, done.agreement.batch) == ([9, 7], 2, 8)
     assert [nodes for nodes, _ in carrier.asked] == [[7, 9], [9, 7]], "in the order of partitions, once they are known"
     first, second = (agreement for _, agreement in carrier.asked)
     assert first is None
@@ -126,10 +126,10 @@ def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
 
 def test_moments_agree_to_those_of_the_union() -> None:
     """Two clients of means 0 and 2, variances 1 and 3, equal weights: mean 1, variance 2 + 1."""
-    one = replace(MOMENTS, tensors={"mean": np.zeros(1), "var": np.ones(1)}, images=4)
-    two = replace(MOMENTS, tensors={"mean": np.full(1, 2.0), "var": np.full(1, 3.0)}, images=6)
+    one = replace(MOMENTS, tensors={"mean": np.zeros(1), "var": np.ones(1)}, batch=4)
+    two = replace(MOMENTS, tensors={"mean": np.full(1, 2.0), "var": np.full(1, 3.0)}, batch=6)
     agreement = algorithm_3([one, two], [1.0, 1.0])
-    assert (agreement.tensors["mean"][0], agreement.tensors["var"][0], agreement.images) == (1.0, 3.0, 10)
+    assert (agreement.tensors["mean"][0], agreement.tensors["var"][0], agreement.batch) == (1.0, 3.0, 10)
 
 
 def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
@@ -148,9 +148,9 @@ def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
 
 
 def test_a_batch_that_exceeds_its_data_set_does_not_count() -> None:
-    done, _, reasons = run({7: two(1.0, 0), 8: two(3.0, 1), 9: [mean(1.0, remaining=1, partition=2, images=2**31)]})
+    done, _, reasons = run({7: two(1.0, 0), 8: two(3.0, 1), 9: [mean(1.0, remaining=1, partition=2, batch=2**31)]})
     assert (done.nodes, list(reasons)) == ([7, 8], [9])
-    assert "its batch has 2147483648 images, and its data set 10" in reasons[9]
+    assert "its batch has 2147483648 examples, and its data set 10" in reasons[9]
 
 
 def test_a_cohort_without_weight_ends_the_run() -> None:

@@ -218,7 +218,7 @@ def test_the_backward_pass_waits_in_the_thread_that_called_it() -> None:
     def alone(contribution: Contribution) -> Agreement:
         if contribution.kind == "gradients":
             seen.add((threading.get_ident(), torch._C._is_multithreading_enabled()))
-        return Agreement(contribution.tensors, contribution.images)
+        return Agreement(contribution.tensors, contribution.batch)
 
     LayerwiseStep(alone)(model, *batches[0], F.cross_entropy)
     assert seen == {(threading.get_ident(), False)}
@@ -234,7 +234,7 @@ def test_statistics_in_float32_are_accurate_if_the_mean_is_much_larger_than_the_
 
     def alone(contribution: Contribution) -> Agreement:
         sent.update({} if contribution.kind == "gradients" else contribution.tensors)
-        return Agreement(contribution.tensors, contribution.images)
+        return Agreement(contribution.tensors, contribution.batch)
 
     LayerwiseStep(alone, fused=fused)(model, inputs, torch.zeros(16, dtype=torch.int64), F.cross_entropy)
     np.testing.assert_allclose(sent["mean"], inputs.double().mean((0, 2, 3)).numpy(), rtol=1e-6)

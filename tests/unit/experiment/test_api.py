@@ -158,8 +158,8 @@ def test_a_deployment_is_rehearsed_with_the_data_of_each_site(tmp_path: Path) ->
     data = {"classes": 3, "channels": 1, "size": 8, "normalise": "unit"}
     result = run(TINY, data=data, evaluate={"server": False}, node_config=sites, out=tmp_path / "out", progress=False)
     (line,) = (json.loads(line) for line in (result.folder / "clients.jsonl").read_text().splitlines())
-    assert {client: values["images"] for client, values in line["clients"].items()} == {"0": 12, "1": 6}
-    assert result.summary.accuracy_of == "the clients' models on their test images, mean"
+    assert {client: values["examples"] for client, values in line["clients"].items()} == {"0": 12, "1": 6}
+    assert result.summary.accuracy_of == "the clients' models on their test examples, mean"
     assert torch.equal(result.normalise()(torch.full((1, 1, 8, 8), 0.5)), torch.full((1, 1, 8, 8), 0.5))
     with pytest.raises(SettingsError, match="node_config has 2 entries, but there are 3 clients"):
         run(TINY, clients=3, node_config=sites, progress=False)
@@ -175,7 +175,7 @@ def test_data_that_changed_between_two_runs_are_read_again(tmp_path: Path) -> No
             write_parquet(tmp_path / "data" / f"{split}.parquet", (8, 8), labels, {"label": ["a", "b", "c"]}, "image")
         result = run(TINY, data={"name": str(tmp_path / "data")}, out=tmp_path / str(count), progress=False)
         (line,) = (json.loads(line) for line in (result.folder / "clients.jsonl").read_text().splitlines())
-        images.append(sum(values["images"] for values in line["clients"].values()))
+        images.append(sum(values["examples"] for values in line["clients"].values()))
     assert images == [12, 6]
 
 

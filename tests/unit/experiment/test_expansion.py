@@ -18,7 +18,7 @@ runs:
   FixBN: {strategy: {name: FixBN, freeze_round: 20}, tune: {train.lr: [0.01, 0.1]}}
   Centralised: {clients: 1, data: {partition: {kind: iid}}, sweep: {data.partition.alpha: null}}
 sizes:
-  small: {rounds: 10, seeds: [3], data: {images: 500}}
+  small: {rounds: 10, seeds: [3], data: {examples: 500}}
 """
 
 
@@ -65,7 +65,7 @@ def test_a_run_has_its_place_in_the_whole_file() -> None:
 
 
 def test_candidates_are_compared_by_held_out_images() -> None:
-    """All rows train on the same images, also those without candidates."""
+    """All rows train on the same examples, also those without candidates."""
     assert {run.evaluate.validation for run in runs(SWEPT)} == {0.1}
     assert {run.evaluate.validation for run in runs(SWEPT, "evaluate.validation=0.2")} == {0.2}
     assert "evaluate.validation is 0" in fault(SWEPT, "evaluate.validation=0")
@@ -208,13 +208,13 @@ def test_faulty_lists_are_refused_by_their_key(text: str, found: str) -> None:
 
 def test_a_size_changes_all_runs_before_the_command_line() -> None:
     found = runs(SWEPT, "size=small", "rounds=12", "strategy.freeze_round=5", "only=FixBN")
-    assert {(run.rounds, run.seed, run.data.images) for run in found} == {(12, 3, 500)}
+    assert {(run.rounds, run.seed, run.data.examples) for run in found} == {(12, 3, 500)}
 
 
 def test_a_size_is_named_with_what_it_changed() -> None:
     run = runs(SWEPT, "size=small", "only=BN", "data.size=8")[0]
     assert run.size.name == "small"
-    assert run.size.changed == {"rounds": (40, 10), "data.images": (None, 500)}
+    assert run.size.changed == {"rounds": (40, 10), "data.examples": (None, 500)}
     assert (runs(SWEPT)[0].size.name, runs(SWEPT)[0].size.changed) == ("paper", {})
 
 
@@ -247,8 +247,8 @@ def test_smoke_is_a_valid_small_experiment_of_each_file(name: str) -> None:
     assert [run.cell.row for run in found] == list(content.get("runs", [found[0].label]))
     for run in found:
         assert (run.rounds, run.data.random, run.size.name) == (2, True, "smoke")
-        assert run.data.images is not None
-        assert run.data.images < 2_000
+        assert run.data.examples is not None
+        assert run.data.examples < 2_000
 
 
 def test_smoke_scales_rounds_and_keeps_what_the_command_line_says() -> None:

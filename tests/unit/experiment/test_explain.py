@@ -119,7 +119,7 @@ def test_explain_prints_all_parts_and_the_same_as_json(tmp_path: Path, capsys: p
     text = capsys.readouterr().out
     assert cli.main(["explain", str(file), "rounds=3", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
-    for line in ("rounds +3 +command line", "clients +4 +file", "images per client: 359 to 360", "weights, affine"):
+    for line in ("rounds +3 +command line", "clients +4 +file", "examples per client: 359 to 360", "weights, affine"):
         assert re.search(line, text), line
     assert run["measured"]["total_bytes_up"] == 3 * 4 * run["measured"]["traffic"][0]["bytes_up"]
     assert run["estimate"]["steps"] == 8
@@ -160,4 +160,4 @@ def test_a_dry_run_makes_the_checks_of_a_run_and_estimates_all_of_it(
     assert cli.main([*words, "--dry-run", "--resume"]) == 0
     assert "0 runs: about 0 ms on this machine, 0 B in" in capsys.readouterr().out
     assert cli.main(["run", SMALL, "strategy=FedTAN", "clients=100", "train.batch_size=32", "--dry-run"]) == 2
-    assert "100 of 100 clients have fewer than 32 training images" in capsys.readouterr().err
+    assert "100 of 100 clients have fewer than 32 training examples" in capsys.readouterr().err

@@ -28,7 +28,7 @@ FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
 
 
 def stand_in(data: Data, device: str) -> DataSet:
-    """Random images in place of a data set that is not shipped: a file's settings can be checked without it."""
+    """Random examples in place of a data set that is not shipped: a file's settings can be checked without it."""
     entry = CATALOGUE.get(data.name)
     if entry is None:
         shape: tuple[int, ...] = (3, data.size or 32, data.size or 32)  # type: ignore[arg-type]

@@ -273,7 +273,7 @@ def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
             assert run.strategy.get("clip", setup["clipping"]) == setup["clipping"]
     for name, images in setup["images of a client"].items():
         for run in experiments[f"fedwon/{name}"]:
-            assert run.data.partition.model_dump()["images"] == images
+            assert run.data.partition.model_dump()["examples"] == images
     for run in experiments["fedwon/cifar10"]:
         part = run.strategy.get("base", run.strategy)["fraction_train"]
         found = {

@@ -79,7 +79,7 @@ def test_nothing_of_a_finished_run_stays_in_memory(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("statistics", ["model", "reestimated"])
 def test_the_server_s_figures_do_not_depend_on_its_threads(statistics: str, tmp_path: Path) -> None:
-    """One thread evaluates for each worker, a batch of 40 of the 360 test images at a time."""
+    """One thread evaluates for each worker, a batch of 40 of the 360 test examples at a time."""
     evaluate = {"batch_size": 40, "statistics": statistics, "metrics": ["auc", "macro_f1"]}
     histories = []
     for workers in (0, 1, 3):

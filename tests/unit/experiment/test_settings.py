@@ -196,10 +196,12 @@ def test_a_section_can_be_its_name_wherever_it_is_given(text: str, overrides: li
 
 
 def test_a_name_keeps_the_keys_that_do_not_depend_on_it() -> None:
-    text = "data: {name: digits, partition: domain, images: 7}\nstrategy: {name: FixBN, freeze_round: 1, base: FedProx}"
+    text = (
+        "data: {name: digits, partition: domain, examples: 7}\nstrategy: {name: FixBN, freeze_round: 1, base: FedProx}"
+    )
     run = read(text, "model=resnet18", "model.norm=gn", "data=mnist", "strategy.base=Scaffold")
     assert names_of(run) == ("mnist", "domain", "resnet18", "FixBN", "local", "Scaffold")
-    assert (run.data.images, run.model.norm, run.strategy["freeze_round"]) == (7, "gn", 1)
+    assert (run.data.examples, run.model.norm, run.strategy["freeze_round"]) == (7, "gn", 1)
     assert read(text, "strategy=FedTAN", "strategy.min_batch=2").strategy == {"name": "FedTAN", "min_batch": 2}
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.cost import images_of
+from fedbn_flwr.experiment.cost import examples_of
 from fedbn_flwr.experiment.data import Shape
 from fedbn_flwr.experiment.find import load_experiment
 from fedbn_flwr.experiment.model import make_model
@@ -52,8 +52,8 @@ def counted(data: Data, model: Model) -> tuple[int, int, int]:
 
 
 def work(run: Settings) -> float:
-    """The work of a run: its training and its tests, in images of ResNet-20."""
-    images = images_of(run)
+    """The work of a run: its training and its tests, in examples of ResNet-20."""
+    images = examples_of(run)
     assert images is not None
     data = Data(name=run.data.name, size=run.data.size, crop=run.data.crop)
     operations, values, parameters = counted(data, run.model)
@@ -62,7 +62,7 @@ def work(run: Settings) -> float:
     of_an_image = max(operations / usual[0], values / usual[1])
     steps = images / run.train.batch_size
     training = images * of_an_image + steps * OF_A_MILLION_PARAMETERS * parameters / 1e6
-    tested = run.data.test_images or TEST_IMAGES.get(run.data.name, MOST_TEST_IMAGES)
+    tested = run.data.test_examples or TEST_IMAGES.get(run.data.name, MOST_TEST_IMAGES)
     by_server = 2 if CATALOGUE[run.data.name].domains else 1  # all images, and those of each domain
     personal = describe(run.strategy["name"]).traits.personal if run.evaluate.clients is None else run.evaluate.clients
     by_clients = run.clients + 1 if personal else 0  # each tests on all images, and on its own

@@ -168,7 +168,7 @@ def test_the_small_stem_changes_only_the_first_convolution(name: str, channels: 
 
 
 def last_pixels(name: str, size: int, **options: Any) -> int:
-    """The side of the images that the last convolution makes."""
+    """The side of the examples that the last convolution makes."""
     model = on_meta(name, image_size=size, **options).eval()
     sides: list[int] = []
     for module in model.modules():
@@ -423,8 +423,8 @@ def prepared(model: str) -> nn.Module:
     ("model", "message"),
     [
         ("{name: lenet}", "'lenet' needs images of at least 12x12 pixels; these have 8x8"),
-        ("{name: alexnet}", r"'alexnet' does not take the 1x8x8 images of 'digits': .*too small"),
-        ("{name: mlp, image_size: 28}", r"'mlp' does not take the 1x8x8 images of 'digits': .*shapes"),
+        ("{name: alexnet}", r"'alexnet' does not take the 1x8x8 examples of 'digits': .*too small"),
+        ("{name: mlp, image_size: 28}", r"'mlp' does not take the 1x8x8 examples of 'digits': .*shapes"),
         ("{name: resnet18, stem: tiny}", r"model\.stem is 'tiny': expected 'auto', 'small' or 'large'"),
         (
             "{name: cnn, norm: brn, brn: {warmup: 30000}}",
@@ -436,11 +436,11 @@ def prepared(model: str) -> nn.Module:
         ),
         ("{name: cnn, norm: brn, brn: {rmax: 2}}", r"unknown key 'model\.brn\.rmax' .*did you mean 'r_max'"),
         ("{name: mobilenet_v2, norm: fixup}", "norm 'fixup': MobileNetV2 is not a residual network"),
-        ("{name: 'own_nets:Twelve'}", r"returns shape \[2, 12\] for a batch of 2 images; expected .*\[2, 10\]"),
-        ("{name: 'own_nets:Pair'}", "returns a tuple for a batch of 2 images; expected"),
+        ("{name: 'own_nets:Twelve'}", r"returns shape \[2, 12\] for a batch of 2 examples; expected .*\[2, 10\]"),
+        ("{name: 'own_nets:Pair'}", "returns a tuple for a batch of 2 examples; expected"),
         (
             "{name: 'own_nets:PairInTraining'}",
-            "tuple in training mode for a batch of 2 images; .* or a train.loss",
+            "tuple in training mode for a batch of 2 examples; .* or a train.loss",
         ),
         (
             "{name: 'own_nets:PairInTraining'}, train: {loss: 'own_nets:loss_of_logits'}",
@@ -450,7 +450,7 @@ def prepared(model: str) -> nn.Module:
             "{name: 'own_nets:PairInTraining'}, train: {loss: 'own_nets:loss_of_each'}",
             "tuple in training mode .* which train.loss='own_nets:loss_of_each' does not take: it did not return",
         ),
-        ("{name: 'own_nets:Raises'}", "Raises' does not take the 1x8x8 images of 'digits': KeyError: 'a layer'"),
+        ("{name: 'own_nets:Raises'}", "Raises' does not take the 1x8x8 examples of 'digits': KeyError: 'a layer'"),
         ("{name: 'own_nets:frozen'}", "own_nets:frozen' has no parameter with requires_grad; expected one to train"),
     ],
 )

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("norm", ["bn", "sbn"])
 def test_reestimated_statistics_are_the_mean_of_the_batches_own(norm: str) -> None:
-    """Of three batches of 5, 5 and 3 images each counts alike; variances are unbiased."""
+    """Of three batches of 5, 5 and 3 examples each counts alike; variances are unbiased."""
     model, batches = net(norm), some_batches()
     found, count = reestimate(model, batches, CPU)
     inputs = [model[0](x).detach() for x, _ in batches]

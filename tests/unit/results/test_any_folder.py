@@ -117,8 +117,8 @@ def test_any_damage(whole: Path, name: str, seed: int, values: bool, act: Callab
 
 METRICS = [
     "train-loss", "loss", "accuracy", "round", "clients", "seconds", "bytes-up", "best-round", "best-round-accuracy",
-    "evaluated-with", "mean-iou", "own-accuracy", "own-loss", "own-x", "own-accuracy-std", "own@a-accuracy", "images",
-    "validation-accuracy", "validation-images", "num-examples", "own-num-examples", "partition-id", "status", "label",
+    "evaluated-with", "mean-iou", "own-accuracy", "own-loss", "own-x", "own-accuracy-std", "own@a-accuracy", "examples",
+    "validation-accuracy", "validation-examples", "num-examples", "own-num-examples", "partition-id", "status", "label",
     "accuracy-std", "unseen-accuracy", "clients-own-accuracy-std", "rounds", "name", "privacy", "x" * 300, "\n", "",
 ]  # fmt: skip
 NUMBERS = [0, 1, -1, 0.5, -(2**63), 2**63 - 1, 2**63, 10**30, 1e39, -1e39, 1e300, math.nan, math.inf, 2**31, 5e-324]
@@ -239,7 +239,7 @@ def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_rea
         "loss": math.nan,
         "clients_loss_std": math.inf,
     }
-    of_clients = {"0": {"train_loss": math.inf, "images": 3}}
+    of_clients = {"0": {"train_loss": math.inf, "examples": 3}}
     folder.add_line("history.jsonl", line)
     folder.add_line("clients.jsonl", {"round": 1, "clients": of_clients})
     names = ("name", "label", "strategy", "model", "norm", "device", "accuracy_of")
@@ -253,7 +253,7 @@ def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_rea
         assert "Infinity" not in file.read_text()
     (found,) = folder.history()
     assert (found["accuracy"], repr(found["loss"]), repr(found["clients_loss_std"])) == (0.5, "nan", "nan")
-    assert repr(folder.lines("clients.jsonl")[0]["clients"]["0"]) == "{'train_loss': nan, 'images': 3}"
+    assert repr(folder.lines("clients.jsonl")[0]["clients"]["0"]) == "{'train_loss': nan, 'examples': 3}"
     again = folder.summary()
     assert again is not None
     assert (repr(again.loss), again.notes) == ("nan", {"freeze_round": None, "epsilon": None})

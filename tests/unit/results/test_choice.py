@@ -1,4 +1,4 @@
-"""The best candidate of each run and condition is chosen by held-out training images, never by the test images."""
+"""The best candidate of each run and condition is chosen by held-out training examples, never by the test examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ seeds: [0, 1]
 engine: {device: cpu, workers: 0}
 sweep: {train.batch_size: [16, 32]}
 runs: {BN: {tune: {train.lr: [1.0e-6, 0.2]}}, GN: {model: {norm: gn}}}
-sizes: {small: {data: {images: 400}, sweep: {train.batch_size: [16]}}}
+sizes: {small: {data: {examples: 400}, sweep: {train.batch_size: [16]}}}
 """
 
 
@@ -88,6 +88,6 @@ def test_a_candidate_that_failed_is_not_chosen(out: Path) -> None:
 def test_the_report_names_the_size_and_what_it_changed(out: Path) -> None:
     for name in ("report.md", "report.html"):
         text = (out / name).read_text()
-        assert "Size small, which differs from the file in: data.images all to 400." in text
-        assert "candidates: the best is chosen by the accuracy on held-out training images" in text
+        assert "Size small, which differs from the file in: data.examples all to 400." in text
+        assert "candidates: the best is chosen by the accuracy on held-out training examples" in text
     assert '"size": "small"' in (out / "BN-batch_size=16-lr=0.2-seed0" / "summary.json").read_text()

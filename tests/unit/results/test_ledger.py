@@ -25,7 +25,7 @@ Federations = Callable[..., Any]
 
 @pytest.fixture
 def resnet(federation: Federations) -> Callable[[str], Any]:
-    """Five clients, one step on four random 32 by 32 images each."""
+    """Five clients, one step on four random 32 by 32 examples each."""
 
     def make(norm: str) -> Any:
         fed = federation((4,) * 5, batches=1, model=lambda: build_model("resnet20", 10, norm), steps=1)

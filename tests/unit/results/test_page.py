@@ -107,14 +107,14 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
     [
         ("accuracy", "global model", "accuracy", True),
         ("accuracy_real", "global model", "accuracy, domain real", True),
-        ("clients_own_macro_f1", "clients, own test images", "macro F1", True),
-        ("clients_own_accuracy_worst_tenth", "clients, own test images", "accuracy, mean of the worst tenth", True),
-        ("clients_accuracy_std", "clients, all test images", "accuracy, deviation over clients", True),
+        ("clients_own_macro_f1", "clients, own test examples", "macro F1", True),
+        ("clients_own_accuracy_worst_tenth", "clients, own test examples", "accuracy, mean of the worst tenth", True),
+        ("clients_accuracy_std", "clients, all test examples", "accuracy, deviation over clients", True),
         ("train_loss", "training", "training loss", False),
         ("my_metric", "global model", "my metric", False),
         ("auc_macro", "global model", "auc macro", False),
-        ("validation_accuracy", "held-out training images", "accuracy", True),
-        ("unseen_accuracy_tuned", "new clients, own test images", "accuracy, fine-tuned", True),
+        ("validation_accuracy", "held-out training examples", "accuracy", True),
+        ("unseen_accuracy_tuned", "new clients, own test examples", "accuracy, fine-tuned", True),
     ],
 )
 def test_measures_are_named_in_words(key: str, group_: str, title: str, fraction: bool) -> None:
@@ -163,8 +163,8 @@ def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
         "FedBN: 40% at 2 rounds",
         "FedBN, sea: 50%",
         "FedBN, seed 0, client 10: 100%",
-        "client 1, b: 2 images",
-        "model of 0, images of 1: -%",
+        "client 1, b: 2 examples",
+        "model of 0, examples of 1: -%",
         "bn1, round 2: 0.5",
     } <= shown
 

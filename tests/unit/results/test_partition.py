@@ -21,11 +21,11 @@ SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), (
 
 def test_the_table_counts_clients_and_classes() -> None:
     lines = [line.split() for line in partition_table(SMALL).splitlines()]
-    assert lines[2] == ["client", "images", "classes", "cat", "dog", "owl"]
+    assert lines[2] == ["client", "examples", "classes", "cat", "dog", "owl"]
     assert lines[4] == ["0", "4", "2", "3", ".", "1"]
     assert lines[5] == ["1", "12", "1", ".", "12", "."]
     assert lines[6] == ["all", "16", "3", "3", "12", "1"]
-    assert "images per client: 4 to 12, median 8" in partition_table(SMALL)
+    assert "examples per client: 4 to 12, median 8" in partition_table(SMALL)
 
 
 def test_many_classes_and_clients_are_summed_up() -> None:

@@ -97,7 +97,7 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
     labels = ("FedAvg+BN", "FedAvg+GN", "SiloBN", "FixBN", "FedBN", "FedWon", "FedProx", "Standalone", "FedTAN")
     write_runs(tmp_path / "runs", DOMAINS[:count], labels, seeds=3)
     text, page, picture = write_report([tmp_path / "runs"], tmp_path / "out")
-    own = text.split("accuracy of clients on test images of their own, by domain\n")[1].splitlines()
+    own = text.split("accuracy of clients on test examples of their own, by domain\n")[1].splitlines()
     assert own[0].split() == ["run", *DOMAINS[:count], "average"]
     assert len(own) == 2 + len(labels)
     assert max(map(len, text.splitlines())) <= 120, "the width of a terminal"
@@ -122,7 +122,7 @@ def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -
 
 
 def test_runs_are_compared_by_mean_iou_if_all_are_of_segmentation(tmp_path: Path) -> None:
-    partition = {"title": "masks", "classes": ["images"], "counts": [[3]], "clients": []}
+    partition = {"title": "masks", "classes": ["examples"], "counts": [[3]], "clients": []}
     for name, metrics, files in (
         ("a", [], {}), ("b", ["mean_iou"], {"partition.json": partition}), ("c", ["mean_iou"], {}),
     ):  # fmt: skip

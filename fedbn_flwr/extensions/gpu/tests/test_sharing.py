@@ -1,4 +1,4 @@
-"""Workers on GPUs share the images: these tests need a GPU."""
+"""Workers on GPUs share the examples: these tests need a GPU."""
 
 from __future__ import annotations
 

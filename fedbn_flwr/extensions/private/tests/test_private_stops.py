@@ -34,7 +34,7 @@ ROUNDS, COST = 3, 1 / 2.0**2 + 1 / 4.0**2
 TEXT = """
 rounds: 3
 clients: 2
-data: {images: 60}
+data: {examples: 60}
 model: {name: mlp}
 train: {lr: 0.05, steps: 1}
 evaluate: {every: 3}

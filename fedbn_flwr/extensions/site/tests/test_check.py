@@ -113,7 +113,7 @@ def test_a_site_that_is_ready_passes(keys: Path, capsys: pytest.CaptureFixture[s
     assert "secp384r1" in found["key"]["found"]
     assert "flwr 1.41" in found["versions"]["found"]
     assert "8x8 pixels, grey; classes: 0: " in found["data"]["found"]
-    assert "cnn takes these images" in found["experiment"]["found"]
+    assert "cnn takes these examples" in found["experiment"]["found"]
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     random = np.random.default_rng(0)
     for split, count in (("train", 4), ("test", 2)):
         for name in ("cat", "dog"):
-            folder = tmp_path / "images" / split / name
+            folder = tmp_path / "examples" / split / name
             folder.mkdir(parents=True)
             for number in range(count):
                 Image.fromarray(random.integers(0, 255, (12, 10, 3), np.uint8)).save(folder / f"{number}.png")
-    config = ["--node-config", f"data-path='{tmp_path / 'images'}' state='{tmp_path}'"]
+    config = ["--node-config", f"data-path='{tmp_path / 'examples'}' state='{tmp_path}'"]
     code, found = check(capsys, *config)
     assert code == 0
     assert "8 training and 4 test images of 12x10 pixels, RGB; classes: cat: 4, dog: 4" in found["data"]["found"]
@@ -230,11 +230,11 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     assert "at least 12x12 pixels; these have 12x10" in found["data"]["found"]
     code, found = check(capsys, *config, *site, "data.classes=2")
     assert code == 0
-    assert "no training images" not in found["data"]["found"]
+    assert "no training examples" not in found["data"]["found"]
     code, found = check(capsys, *config, *site, "data.classes=null", "data.class_names=[cat, dog, owl]")
     assert code == 0
-    assert "owl: 0; no training images of 1 of the 3 classes" in found["data"]["found"]
-    shutil.copytree(tmp_path / "images", tmp_path / "broken")
+    assert "owl: 0; no training examples of 1 of the 3 classes" in found["data"]["found"]
+    shutil.copytree(tmp_path / "examples", tmp_path / "broken")
     (tmp_path / "broken" / "train" / "cat" / "0.png").write_bytes(b"no image")
     code, found = check(capsys, "--node-config", f"data-path='{tmp_path / 'broken'}'")
     assert code == 1
@@ -254,10 +254,10 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("more", "images", "verdict"),
+    ("more", "examples", "verdict"),
     [
         (["strategy={name: FedTAN, min_batch: 1}"], 16, "fewer than 32"),
-        (["strategy={name: FedTAN, min_batch: 16}", "evaluate.validation=0.2"], 16, "has 13 images"),
+        (["strategy={name: FedTAN, min_batch: 16}", "evaluate.validation=0.2"], 16, "has 13 examples"),
         (["strategy={name: FedTAN, min_batch: 16}"], 16, ""),
         (["strategy={name: FedAvg}"], 1, ""),
     ],
@@ -267,12 +267,12 @@ def test_a_site_knows_before_the_run_whether_it_may_exchange_statistics(
 ) -> None:
     random = np.random.default_rng(0)
     for number in range(16):
-        folder = tmp_path / "images" / "train" / f"class {number % 2}"
+        folder = tmp_path / "examples" / "train" / f"class {number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 255, (12, 10, 3), np.uint8)).save(folder / f"{number}.png")
-    shutil.copytree(tmp_path / "images" / "train", tmp_path / "images" / "test")
+    shutil.copytree(tmp_path / "examples" / "train", tmp_path / "examples" / "test")
     own = "" if "min_batch: 1}" in more[0] else " min-batch=16"
-    config = ["--node-config", f"data-path='{tmp_path / 'images'}'{own}"]
+    config = ["--node-config", f"data-path='{tmp_path / 'examples'}'{own}"]
     site = "{train: {batch_size: 16}, data: {classes: 2, channels: 3, size: [12, 10], normalise: unit}}"
     code, found = check(capsys, *config, site, "evaluate.server=false", *more)
     assert code == bool(verdict), found

@@ -87,7 +87,7 @@ def test_a_site_reports_successes_and_failures(
     assert (good[f"fedbn_site_round{labels}"], bad[f"fedbn_site_round{labels}"]) == (1, 2)
     assert (good[f"fedbn_site_failed{labels}"], bad[f"fedbn_site_failed{labels}"]) == (0, 1)
     assert good[f"fedbn_site_loss{labels}"] > 0
-    assert good[f"fedbn_site_images{labels}"] > 0
+    assert good[f"fedbn_site_examples{labels}"] > 0
     success = f"fedbn_site_success_timestamp_seconds{labels}"
     assert bad[success] == good[success], "the last success, not the last message"
     assert [line["level"] for line in (done, failed)] == ["INFO", "ERROR"]

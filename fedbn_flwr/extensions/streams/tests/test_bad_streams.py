@@ -50,7 +50,7 @@ STREAMED: dict[str, Callable[[Contribution], bytes]] = {
     "kind": changed(kind="nonsense"),
     "another kind": changed(kind="mean"),
     "remaining": changed(remaining=10**9),
-    "images": changed(images=2**40),
+    "batch": changed(batch=2**40),
     "examples": changed(examples=1e15),
 }
 

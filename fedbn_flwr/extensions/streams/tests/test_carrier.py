@@ -221,7 +221,7 @@ def test_clients_that_train_without_exchanges_are_not_waited_for(
 
 def test_a_client_with_a_small_batch_is_named(federation: Federations) -> None:
     fed = federation((32, 31), batches=1, steps=1)
-    refuses = "the batch of this client has 31 images, and it refuses to exchange the statistics of fewer than 32"
+    refuses = "the batch of this client has 31 examples, and it refuses to exchange the statistics of fewer than 32"
     with pytest.raises(RunFailed, match=refuses):
         train(fed, FedTAN(fraction_evaluate=0.0, min_batch=32, direct=HERE), 1, workers=2)
 

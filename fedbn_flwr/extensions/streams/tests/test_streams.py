@@ -67,7 +67,7 @@ def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> N
         assert answer.tensors["mean"][0] == node
     service.answer(nodes, agreed(), last=True)
     for outcome in outcomes:
-        assert outcome.result(20).images == 12
+        assert outcome.result(20).batch == 12
 
 
 def raw(service: ExchangeService, token: str | None, messages: list[bytes], method: str = METHOD) -> grpc.StatusCode:
@@ -120,7 +120,7 @@ def test_a_client_that_sends_too_much_or_disconnects_is_lost(service: ExchangeSe
         assert "broke" in received[7]
         assert isinstance(received[8], bytes)
         service.answer([8], agreed(), last=True)
-        assert outcomes[0].result(20).images == 12
+        assert outcomes[0].result(20).batch == 12
 
 
 def test_a_client_that_is_lost_after_its_message_does_not_count(service: ExchangeService) -> None:
@@ -145,7 +145,7 @@ def test_a_client_that_is_lost_after_its_message_does_not_count(service: Exchang
             assert isinstance(found[8], bytes)
             assert "broke" in str(found[7])
             service.answer([8], agreed(), last=True)
-            assert outcomes[0].result(20).images == 12
+            assert outcomes[0].result(20).batch == 12
         sent.put(b"")  # ends the thread that reads the queue
 
 
@@ -154,7 +154,7 @@ def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: Exch
         received = service.collect([7, 8], 1)
         assert received[7] == "it sent nothing to the exchange service within 1 s"
         service.answer([8], agreed(), last=True)
-        assert outcomes[0].result(20).images == 12
+        assert outcomes[0].result(20).batch == 12
         with pytest.raises(MessageError, match="sent nothing"):
             silent.exchange(moments())
     with ExchangeService(HERE, [7], limit=1000, seconds=60) as service_of_one:

@@ -19,21 +19,21 @@ from tests.support.exchanges import arrays_of, assert_same, counts, described
 
 @given(described, counts, counts, counts, st.none() | st.integers(0, 10_000))
 def test_contributions_arrive_as_they_were(
-    described: dict[str, Any], images: int, remaining: int, examples: int, partition: int | None
+    described: dict[str, Any], batch: int, remaining: int, examples: int, partition: int | None
 ) -> None:
-    sent = Contribution("moments", arrays_of(described), images, remaining, examples, partition)
+    sent = Contribution("moments", arrays_of(described), batch, remaining, examples, partition)
     found = answer_from_bytes(to_bytes(sent))
     assert isinstance(found, Contribution)
-    assert (found.kind, found.images, found.remaining) == ("moments", images, remaining)
+    assert (found.kind, found.batch, found.remaining) == ("moments", batch, remaining)
     assert (found.examples, found.partition) == (examples, partition)
     assert_same(found.tensors, sent.tensors)
 
 
 @given(described, counts)
-def test_agreements_arrive_as_they_were(described: dict[str, Any], images: int) -> None:
-    sent = Agreement(arrays_of(described), images)
+def test_agreements_arrive_as_they_were(described: dict[str, Any], batch: int) -> None:
+    sent = Agreement(arrays_of(described), batch)
     found = agreement_from_bytes(to_bytes(sent))
-    assert found.images == images
+    assert found.batch == batch
     assert_same(found.tensors, sent.tensors)
 
 

@@ -54,7 +54,7 @@ def all_digits():
 
 
 def load_data(partition_id, num_partitions, batch_size):
-    """One client's images: four fifths to train on, the others to test."""
+    """One client's examples: four fifths to train on, the others to test."""
     global partitioner
     if partitioner is None:
         partitioner = IidPartitioner(num_partitions)

@@ -86,23 +86,23 @@ def test_models_are_evaluated_every_other_round_and_after_the_last(state: RunSta
     )
     assert (state.line["accuracy"], state.line["loss"]) == (twin["accuracy"], twin["loss"])
     assert state.line["evaluated_with"] == "model"
-    assert state.line["clients_accuracy"] == state.line["accuracy"], "FedAvg's clients have the same model and images"
+    assert state.line["clients_accuracy"] == state.line["accuracy"], "FedAvg's clients have the same model and examples"
 
 
 @pytest.mark.parametrize("words", [("model.norm=sbn",), ("evaluate.statistics=reestimated",)])
 def test_a_batch_of_one_image_is_evaluated_with_the_one_before(words: tuple[str, ...], tmp_path: Path) -> None:
     """It has no batch statistics where batch norm follows a fully connected layer."""
-    outcome = run_of("data.test_images=101", *words, out=tmp_path)
+    outcome = run_of("data.test_examples=101", *words, out=tmp_path)
     assert outcome.summary.status == "finished"
 
 
 def test_a_model_that_cannot_be_evaluated_ends_its_run_by_name(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="round 1: the model cannot be evaluated: ValueError: Expected more"):
-        run_of("data.test_images=10", "evaluate.batch_size=1", "model.norm=sbn", out=tmp_path)
+        run_of("data.test_examples=10", "evaluate.batch_size=1", "model.norm=sbn", out=tmp_path)
 
 
 def run_of(*words: str, out: Path) -> Result:
-    data = {"name": "digits", "images": 100}
+    data = {"name": "digits", "examples": 100}
     changes = parse_overrides(["rounds=1", "evaluate={every: 1}", "model.name=mlp", *words])
     return run(merge({**parse_yaml(EXPERIMENT), "data": data}, changes), out=out, progress=False)
 

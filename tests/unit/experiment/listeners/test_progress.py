@@ -139,7 +139,7 @@ def test_the_bar_has_rounds_time_passed_and_time_left(clock: SimpleNamespace) ->
     assert len(drawn(progress, 50)) == 2
 
 
-@pytest.mark.parametrize(("images", "left"), [([40, 360], "3 min"), ([40, None], "25 s"), ([], "25 s")])
+@pytest.mark.parametrize(("examples", "left"), [([40, 360], "3 min"), ([40, None], "25 s"), ([], "25 s")])
 def test_the_time_left_is_that_of_the_images_left(images: list[int | None], left: str, clock: SimpleNamespace) -> None:
     """A round of the second run takes nine times as long as one of the first, if that is known."""
     progress = Progress(["5 clients", "9 clients"], [4, 4], images, quiet=True)
