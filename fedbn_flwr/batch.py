@@ -1,4 +1,4 @@
-"""What a batch consists of: a tensor, or a dict of tensors, with one row for each example."""
+"""A batch is a pair (inputs, targets): each of the two is a tensor [N, ...] or a dict of such tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-
-def each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with `function` applied to its tensors."""
-    return {key: function(part) for key, part in value.items()} if isinstance(value, Mapping) else function(value)
+Value = Tensor | Mapping[str, Tensor]
 
 
-def count(value: Any) -> int:
-    """The number of examples."""
-    return len(next(iter(value.values())) if isinstance(value, Mapping) else value)
+def each(function: Callable[[Tensor], Any], value: Value) -> Any:
+    """The result of `function` for the tensor, or a dict of its results for all tensors of a dict."""
+    if isinstance(value, Mapping):
+        return {key: function(tensor) for key, tensor in value.items()}
+    return function(value)
+
+
+def first(value: Value) -> Tensor:
+    """The tensor, or the first one of a dict."""
+    return next(iter(value.values())) if isinstance(value, Mapping) else value
+
+
+def count(value: Value) -> int:
+    """N, the number of examples."""
+    return len(first(value))

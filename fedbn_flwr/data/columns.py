@@ -32,6 +32,7 @@ Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is h
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")
+_SHOWN = 40  # columns in an error
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,15 @@ def _kind(splits: Splits, column: str) -> str:
     """The type of a column in words; of an array "array"."""
     if isinstance(splits["train"], Mapping):
         return "array"
-    return type(splits["train"].features[column]).__name__
+    feature = splits["train"].features[column]
+    name = type(feature).__name__
+    return str(feature.dtype) if name == "Value" else name
 
 
 def _kinds(splits: Splits) -> str:
-    return ", ".join(f"{column} ({_kind(splits, column)})" for column in _names(splits))
+    names = _names(splits)
+    shown = ", ".join(f"{column} ({_kind(splits, column)})" for column in names[:_SHOWN])
+    return shown + (f", ... ({len(names)} columns)" if len(names) > _SHOWN else "")
 
 
 def _names(splits: Splits) -> Sequence[str]:
@@ -158,9 +163,7 @@ def _chosen(source: Source, splits: Splits, entry: Entry | None, *, is_table: bo
     if not inputs:
         inputs = _only(source, splits, "inputs", "Image", label)
     if source.domains and domain is None:
-        raise DataError(
-            f"data.domains is {list(source.domains)}, but {source.name!r} has no 'domains'; its columns: {_kinds(splits)}"
-        )
+        domain = "domain" if is_table else ARRAYS["domain"]
     for key, columns in (("inputs", inputs), ("label", label), ("domain", (domain,)), ("group", (group,))):
         for column in columns:
             if column is not None and column not in names:
@@ -185,8 +188,7 @@ def _only(source: Source, splits: Splits, key: str, kind: str, skipped: Sequence
 
 def _is_number(source: Source, splits: Splits, column: str) -> bool:
     """Whether a column may be an input: numbers, and texts whose values are given."""
-    kind = str(getattr(splits["train"].features[column], "dtype", ""))
-    return column in source.categories or (_kind(splits, column) == "Value" and kind.startswith(_NUMBERS))
+    return column in source.categories or _kind(splits, column).startswith(_NUMBERS)
 
 
 def _rows(source: Source, split: Any, key: str, column: str) -> Rows:
@@ -347,6 +349,11 @@ def _images(
     else:
         rows = {key: {part: _rows(source, split, "label", key) for part, split in splits.items()} for key in label}
         targets, names, task = targets_of(source, rows, known, numbered=False)
+        if task is SEGMENTATION:
+            raise DataError(
+                f"data.label={label[0]!r} of {source.name!r} has the type {_kind(splits, label[0])}; expected a number or "
+                "a text for each image, or a column of masks. Its columns: " + _kinds(splits)
+            )
     size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
     fit = source.fit or (entry.fit if entry else "stretch")
     ids = entry.ids if entry and masks else None

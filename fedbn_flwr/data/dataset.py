@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError, did_you_mean
-from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, Task
+from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL, Task
 
 from . import Moments, Size
 from .examples import InMemory, Values, main
@@ -33,6 +33,11 @@ class Groups:
     names: tuple[str, ...]
     train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
     test: Tensor | None  # None if the test split has no such column
+
+    @property
+    def in_both(self) -> bool:
+        """Whether the groups of the test examples are those of training examples."""
+        return self.test is not None and bool(torch.isin(self.test, self.train).all())
 
     @classmethod
     def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:
@@ -64,10 +69,45 @@ class Strata:
     train: Tensor  # int64 [N], a place among the names
     test: Tensor
     names: tuple[str, ...]
+    of_labels: bool = True  # False: labels are per pixel or of several kinds, and all examples are one stratum
+
+
+class Form:
+    """What a model depends on: of a data set, or of the settings."""
+
+    classes: int  # the number of classes, of labels, or of numbers to predict
+    shape: tuple[int, ...]  # of the inputs of one example
+    task: Task
+
+    @property
+    def outputs(self) -> int:
+        """Of the model."""
+        return self.task.outputs(self.classes)
+
+    @property
+    def dense(self) -> bool:
+        """Whether labels are per pixel."""
+        return self.task is SEGMENTATION
+
+    @property
+    def channels(self) -> int:
+        return self.shape[0] if self.shape else 0
+
+    @property
+    def size(self) -> Size:
+        return self.shape[1:]  # type: ignore[return-value]
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.shape) == 3 and isinstance(self.blank(1), Tensor)
+
+    def blank(self, number: int) -> Values:
+        """Inputs of this form that are zero, to try a model."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class DataSet:
+class DataSet(Form):
     name: str
     train: Examples
     test: Examples
@@ -80,31 +120,12 @@ class DataSet:
     columns: tuple[str, ...] = ()  # that the data have, used or not
 
     @property
-    def classes(self) -> int:
-        """The number of classes, of labels, or of numbers to predict."""
+    def classes(self) -> int:  # type: ignore[override]
         return len(self.class_names)
 
     @property
-    def dense(self) -> bool:
-        """Whether this is a segmentation data set."""
-        return self.train.dense
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the inputs of one example."""
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.train.shape
-
-    @property
-    def channels(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> Size:
-        return self.shape[1:]  # type: ignore[return-value]
-
-    @property
-    def is_image(self) -> bool:
-        return len(self.shape) == 3 and isinstance(self.blank(1), Tensor)
 
     @property
     def tokens(self) -> int | None:
@@ -120,7 +141,6 @@ class DataSet:
         return sum(part.nbytes for part in (self.train, self.test) if isinstance(part, InMemory))
 
     def blank(self, number: int) -> Values:
-        """Inputs of this form that are zero, to try a model."""
         return self.train.blank(number)
 
     @cached_property
@@ -137,21 +157,22 @@ class DataSet:
         if self.task is REGRESSION:
             targets: list[Any] = [self.train.targets, self.test.targets]
             values = [some.cpu().double().reshape(len(some), -1)[:, 0].contiguous() for some in targets]
-            edges = torch.from_numpy(np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])).unique()
+            edges = torch.from_numpy(
+                np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])
+            ).unique()
             train, test = (torch.bucketize(some, edges, right=True) for some in values)
             ends = [f"{float(edge):g}" for edge in edges]
-            return Strata(train, test, tuple(f"{a} to {b}" for a, b in zip(["least", *ends], [*ends, "most"], strict=True)))
+            return Strata(
+                train, test, tuple(f"{a} to {b}" for a, b in zip(["least", *ends], [*ends, "most"], strict=True))
+            )
         if self.task is MULTILABEL:
             rows = torch.cat([part.targets.cpu() > 0 for part in (self.train, self.test)])
             kinds, places = rows.unique(dim=0, return_inverse=True)
             names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
             return Strata(places[: len(train)], places[len(train) :], tuple(names))
-        return Strata(train, test, self.class_names if self.has_classes else ("examples",))
-
-    @property
-    def has_classes(self) -> bool:
-        """Whether each example has one class."""
-        return self.task.form == "classes" and not self.dense
+        if self.dense or self.task is SEVERAL:
+            return Strata(train, test, ("examples",), of_labels=False)
+        return Strata(train, test, self.class_names)
 
     def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
         """With these rows of its splits; None keeps all."""

@@ -191,28 +191,28 @@ def _check_values(source: Source, part: str, inputs: Values, names: Sequence[str
     for key, values in inputs.items() if isinstance(inputs, dict) else [("", inputs)]:
         if values.is_floating_point():
             absent = values.isnan()
-            if (values.isinf()).any() or (absent.any() and not source.missing):
+            if values.isinf().any():
+                raise DataError(f"{source.name!r}: {part} has inputs that are not finite; expected numbers")
+            if absent.any() and not source.missing:
                 counts = absent.sum(0) if names else absent.sum().reshape(1)
-                columns = names or (key or "inputs",)
-                lacking = [
-                    f"{name} ({number})" for name, number in zip(columns, counts.tolist(), strict=True) if number
-                ]
+                columns = zip(names or (key or "inputs",), counts.tolist(), strict=True)
+                lacking = [f"{name} ({number})" for name, number in columns if number]
+                more = ", ..." if len(lacking) > 8 else ""
                 raise DataError(
-                    f"{source.name!r}: {part} has inputs that are not finite"
-                    if not lacking
-                    else f"{source.name!r}: {part} has missing values in {', '.join(lacking[:8])}"
-                    f"{', ...' if len(lacking) > 8 else ''} of {len(values)} rows; remove the rows, or set data.missing: "
-                    "mean, which puts the mean in their place"
+                    f"{source.name!r}: of the {len(values)} rows of {part} some have no value (NaN or null) in "
+                    f"{', '.join(lacking[:8])}{more}; remove them, or set data.missing: mean, which puts the mean of the "
+                    "column in their place"
                 )
         elif source.tokens is not None and values.dtype is torch.int64 and values.numel():
-            if not 0 <= int(values.min()) <= int(values.max()) < source.tokens:
+            low, high = int(values.min()), int(values.max())
+            if low < 0 or high >= source.tokens:
                 raise DataError(
-                    f"{source.name!r}: {part} has tokens from {int(values.min())} to {int(values.max())}; data.tokens is "
-                    f"{source.tokens}, so expected 0 to {source.tokens - 1}"
+                    f"{source.name!r}: {part} has tokens from {low} to {high}, but data.tokens is {source.tokens}; "
+                    f"expected 0 to {source.tokens - 1}"
                 )
 
 
-# --- images ------------------------------------------------------------------
+# --- images -------------------------------------------------------------------
 
 
 def _images(where: str, given: Rows, source: Source) -> Tensor:

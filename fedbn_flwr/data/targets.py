@@ -152,7 +152,10 @@ def _classes(
     texts = {part: list(map(str, some.tolist())) for part, some in parts.items()}
     if unknown := sorted({text for some in texts.values() for text in some}.difference(known)):
         if source.class_names or numbered:
-            raise DataError(f"{name} has the label {unknown[0]!r} in {column!r}; {did_you_mean(unknown[0], known)}")
+            raise DataError(
+                f"{name} has the class {unknown[0]!r} in {column!r}, which is not in data.class_names; "
+                f"{did_you_mean(unknown[0], known)}"
+            )
     return {part: numbers(some, known) for part, some in texts.items()}, known
 
 
