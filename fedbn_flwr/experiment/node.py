@@ -177,13 +177,13 @@ def data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) ->
         }
     dataset = load_data(run.data.model_copy(update=changes), device)
     check_labels(run, dataset)
-    return dataset, torch.arange(len(dataset.train.labels)), torch.arange(len(dataset.test.labels))
+    return dataset, torch.arange(len(dataset.train)), torch.arange(len(dataset.test))
 
 
 def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[ModelPool, ModelTensors]:
     """A model with the initial values of the run, and the pool that it belongs to."""
     last = run.train.channels_last
-    pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
+    pool = _pool((run.model, run.seed, last, dataset.shape, dataset.tokens, dataset.outputs), str(device))
     if (tensors := pool.take()) is not None:
         return pool, tensors
 
