@@ -22,7 +22,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
-from fedbn_flwr.tasks import SEGMENTATION, Task
+from fedbn_flwr.tasks import Task
 
 from . import trackers
 from .check import Faults
@@ -32,7 +32,7 @@ from .mods import check_mods
 from .parts import Parts
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
-from .training import check_loss, learning_rate, plain_loss
+from .training import check_loss, learning_rate, plain_loss, targets_like
 
 
 def prepare(
@@ -206,7 +206,7 @@ def check_training(parts: Parts) -> None:
     run, shape = parts.run, parts.shape
     train, weights = run.train, run.train.class_weights
     _check_strategy(run, parts.rule)
-    check_loss(run, parts.task)
+    check_loss(run, parts.task, shape.classes)
     if weights == "balanced" and shape.dense:
         raise SettingsError(
             "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
@@ -232,22 +232,12 @@ def check_training(parts: Parts) -> None:
             raise SettingsError(f"train.{error}") from None
     _check_names(parts.task, parts.metrics)
     if parts.task.form:  # of several targets only the user knows the outputs
-        outputs, targets = _examples(parts.task, shape.classes)
+        # Each class has two examples.
+        targets = targets_like(parts.task, shape.classes, 2 * shape.classes, (2, 2) if shape.dense else ())
+        size = targets.shape[1:] if shape.dense else ()
+        outputs = torch.randn(len(targets), shape.outputs, *size, generator=torch.Generator().manual_seed(0))
         _check_loss(run, plain_loss(run, parts.task), outputs.clone().requires_grad_(), targets)
         _check_metrics(parts.task, parts.metrics, outputs, targets)
-
-
-def _examples(task: Task, count: int) -> tuple[Tensor, Tensor]:
-    """Outputs and targets of the task's form, with `count` classes, labels or numbers; each class has two examples."""
-    labels, generator = torch.arange(2 * count) % count, torch.Generator().manual_seed(0)
-    outputs = torch.randn(2 * count, task.outputs(count), generator=generator)
-    if task is SEGMENTATION:
-        return outputs[:, :, None, None].expand(-1, -1, 2, 2), labels[:, None, None].expand(-1, 2, 2)
-    if task.form == "classes":
-        return outputs, labels
-    numbers = torch.randn(2 * count, count, generator=generator)
-    targets = (numbers > 0).float() if task.form == "labels" else numbers
-    return outputs, targets[:, 0] if count == 1 else targets
 
 
 def _check_strategy(run: Settings, rule: Rule) -> None:
