@@ -6,9 +6,12 @@ is shown in percent, is decided here for the choice of the best round and for al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from .errors import SettingsError, did_you_mean
 
 # The figures that are known by name: those between 0 and 1, which are shown in percent, and others.
 SHARES = ("accuracy", "balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
@@ -31,6 +34,11 @@ def title_of(name: str) -> str:
 def is_lower_better(key: str) -> bool:
     """Whether lower values of a figure are better; its key may also name models and examples, `clients_own_loss`."""
     return not _LOWER.isdisjoint(key.split("_"))
+
+
+def goodness(key: str, value: float) -> float:
+    """A number that is higher for a better value, and the lowest of all for NaN."""
+    return -math.inf if math.isnan(value) else -value if is_lower_better(key) else value
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,13 @@ REGRESSION = Task(
 SEVERAL = Task("several", "several targets per example", "", (), (), ())
 
 TASKS = {task.name: task for task in (CLASSIFICATION, BINARY, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL)}
+MAINS = tuple(dict.fromkeys(task.main for task in TASKS.values()))
+
+
+def task_named(name: str) -> Task:
+    if name not in TASKS:
+        raise SettingsError(f"task {name!r} is unknown; {did_you_mean(name, TASKS)}")
+    return TASKS[name]
 
 
 def task_of(targets: Any) -> Task:

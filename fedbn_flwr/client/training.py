@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from fedbn_flwr.data import IGNORED
+from fedbn_flwr.batch import count, each
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Array
 
@@ -151,23 +152,6 @@ class TorchOptimizer:
 LocalOptimizer = SGD | TorchOptimizer
 
 
-def logits_of(outputs: Any) -> Any:
-    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
-    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy over examples or, for a segmentation model, over the pixels whose label is not 255.
-
-    For a classifier, 255 is an ordinary class: ImageNet has a thousand.
-    """
-    logits = logits_of(logits)
-    if logits.ndim <= 2:
-        return nn.functional.cross_entropy(logits, targets)
-    total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)  # all pixels of a crop may be ignored
-
-
 def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Iterable[Batch]]) -> int:
     """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
     if hasattr(data, "num_examples"):
@@ -176,7 +160,7 @@ def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Itera
         if isinstance(sized := getattr(data, part, None), Sized):
             return len(sized)
     if isinstance(data, Sequence):  # batches in a list
-        return sum(len(targets) for _, targets in pairs(data))
+        return sum(count(targets) for _, targets in pairs(data))
     raise TypeError(
         f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
         "data set with a length, a list of batches, or an object with num_examples and epoch(server_round, epoch)"
@@ -239,16 +223,16 @@ def train(
     # On the device: reading the loss would make the host wait for the device at every step.
     total = torch.zeros((), device=device, dtype=torch.float64)
     examples = first = 0
+    moved = partial(Tensor.to, device=device, non_blocking=True)
     for inputs, targets in batches:
-        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        inputs, targets = each(moved, inputs), each(moved, targets)
         optimizer.zero_grad()
-        total += (gradient if examples or not first_step else first_step)(model, inputs, targets, loss_fn) * len(
-            targets
-        )
+        loss = (gradient if examples or not first_step else first_step)(model, inputs, targets, loss_fn)
+        total += loss * count(targets)
         for change in adjust:
             change()
         optimizer.step()
-        examples += len(targets)
+        examples += count(targets)
         first = first or examples
     optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
     return float(total) / max(examples, 1), first

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient, is_known
 from fedbn_flwr.client.model_tensors import ModelTensors
-from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
@@ -39,7 +38,7 @@ from .data import (
 from .find import from_run_config
 from .model import choose_device, make_model
 from .settings import Experiment, Settings
-from .training import learning_rate, loss_of, metrics_of, own_loss
+from .training import learning_rate, loss_of, metrics_of, plain_loss
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
 
@@ -87,7 +86,8 @@ def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any
         keep_momentum=run.train.keep_momentum,
         clip=run.train.clip,
         loss=loss_of(run, dataset, indices),
-        eval_loss=own_loss(run) or cross_entropy,
+        task=dataset.task,
+        eval_loss=plain_loss(run, dataset.task),
         metrics=metrics_of(run),
         channels_last=run.train.channels_last,
         precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,

@@ -32,6 +32,7 @@ from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.strategies import check_strategy
+from fedbn_flwr.tasks import LOSSES
 
 from .expansion import Cell, Size
 from .published import Published
@@ -525,14 +526,18 @@ class Train(Section):
             "down ([Training](training.md#clipping))"
         ),
     )
-    loss: Named = Field(
-        default="cross_entropy", description="`cross_entropy` or `module:callable` ([Training](training.md#loss))"
+    loss: Named | None = Field(
+        default=None,
+        description=(
+            "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; by "
+            "default that of the task ([Training](training.md#loss))"
+        ),
     )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of the cross entropy")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of `cross_entropy` and `bce`")
     class_weights: Weights | None = Field(
         default=None,
         description=(
-            "weights of the classes in the cross entropy: a list, or `balanced`, inversely proportional to "
+            "weights of the classes in `cross_entropy` and `bce`: a list, or `balanced`, inversely proportional to "
             "the numbers of the client's own training examples"
         ),
     )
@@ -569,7 +574,8 @@ class Train(Section):
     )
 
     def faults(self) -> dict[str, bool]:
-        loss, own = name_in(self.loss), name_in(self.loss) != "cross_entropy"
+        loss, own = name_in(self.loss or ""), is_name(name_in(self.loss or ""))
+        options = self.loss.keys() - {"name", *LOSSES.get(loss, ())} if isinstance(self.loss, Mapping) else set()
         option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
         return {
             f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
@@ -577,11 +583,13 @@ class Train(Section):
             "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9": self.keep_momentum
             and not self.momentum
             and name_in(self.optimizer).lower() == "sgd",
-            f"loss is {self.loss!r}; the options of cross_entropy are keys of their own, label_smoothing and "
-            "class_weights": not own and isinstance(self.loss, Mapping) and len(self.loss) > 1,
-            f"loss is {loss!r}; expected cross_entropy, or module:function for your own": own and ":" not in loss,
-            f"{option} ({getattr(self, option, None)}) is an option of cross_entropy, but loss is {loss!r}": own
-            and bool(option),
+            f"loss is {loss!r}; {did_you_mean(loss, LOSSES)}, or module:function for your own": self.loss is not None
+            and not own
+            and loss not in LOSSES,
+            f"loss has {', '.join(sorted(options))}, which {loss} has not as options; train.label_smoothing and "
+            "train.class_weights are keys of their own": not own and bool(options),
+            f"{option} ({getattr(self, option, None)}) is an option of cross_entropy and bce, but loss is "
+            f"{loss!r}": bool(option) and loss not in ("", "cross_entropy", "bce"),
         }
 
 

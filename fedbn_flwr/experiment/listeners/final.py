@@ -37,7 +37,7 @@ class Final(Listener):
     def _evaluate_matrix(self, state: RunState) -> None:
         from fedbn_flwr.results.report.pictures import matrix_plot
 
-        personal = personal_models(state)
+        personal, main = personal_models(state), state.prepared.task.main
         clients = sorted(state.nodes)
         rows: list[list[float | None]] = []
         for client in clients:
@@ -45,8 +45,8 @@ class Final(Listener):
             if client in personal:
                 replies = _evaluate(state, state.nodes.values(), personal[client])
                 measured = values_of(replies, "test_examples")
-            rows.append([measured.get(other, {}).get("own_accuracy") for other in clients])
-        matrix = {"clients": [str(client) for client in clients], "accuracy": rows}
+            rows.append([measured.get(other, {}).get(f"own_{main}") for other in clients])
+        matrix = {"clients": [str(client) for client in clients], main: rows}
         self.folder.write("matrix.json", matrix)
         with suppress(MissingPackage):  # the report says that there are no plots
             matrix_plot(matrix).write(self.folder.path / "matrix.png")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from fedbn_flwr.errors import StorageError, UserError, did_you_mean
+from fedbn_flwr.tasks import MAINS, title_of
 
 from ..folder.counts import PartitionCounts
 from ..text import in_plot
@@ -192,7 +193,7 @@ def _curves(
             f"{row.title}: {measure.in_words(statistics.fmean(each))} at {x:.6g} {AXES[axis]}" for x, _, each in tips
         ]
         figure.tips(panel, [(x, y) for x, y, _ in tips], words)
-    _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.full_title) + (", %" if measure.is_fraction else ""))
+    _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.axis))
     panel.set_xlim(left=0)
     if axis not in ("mib", "seconds"):
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -201,22 +202,22 @@ def _curves(
 
 def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:
     """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
-    names = [*kind.names, "average"]
+    names, measure = [*kind.names, "average"], kind.measure
     for number, row in enumerate(rows):
         found = [
             (i + (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows), v) for i, v in enumerate(kind.columns(row)) if v
         ]
-        points = [(place, 100 * statistics.fmean(values)) for place, values in found]
+        points = [(place, measure.scale * statistics.fmean(values)) for place, values in found]
         if points:
-            spreads = [100 * (deviation(values) or 0.0) for _, values in found]
+            spreads = [measure.scale * (deviation(values) or 0.0) for _, values in found]
             style = {"color": _colour(number), "marker": _marker(number)}
             panel.errorbar(*zip(*points, strict=True), spreads, linestyle="none", markersize=7, **style)
-            words = [f"{row.title}, {names[round(place)]}: {value:.4g}%" for place, value in points]
+            words = [f"{row.title}, {names[round(place)]}: {value:.4g}{measure.unit}" for place, value in points]
             figure.tips(panel, points, words)
     for place in range(len(kind.names)):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
-    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel="%")
+    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=measure.unit)
 
 
 # --- sweeps ---
@@ -237,8 +238,7 @@ def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
             panel.set_xscale("log")
         panel.set_xticks(list(sweep.places.values()), [in_plot(word, 30) for word in sweep.places])
         panel.minorticks_off()
-        measure = in_plot(f"{Measure.of(sweep.measure).full_title}, %")
-        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=measure)
+        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=in_plot(Measure.of(sweep.measure).axis))
     if _UNFINISHED in handles:
         handles[_UNFINISHED] = handles.pop(_UNFINISHED)  # the last one
     names = [in_plot(label) for label in handles]
@@ -248,17 +248,18 @@ def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
 
 def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int) -> dict[str, Any]:
     drawn: dict[str, Any] = {}
+    measure = Measure.of(sweep.measure)
     style = {"color": _colour(number), "marker": _marker(number), "capsize": 3}
     measured, known, crossed = [], [], []
     for word, row in sweep.lines[label].items():
         place, values = sweep.places[word], row.figures(sweep.measure)
         if values and math.isfinite(mean(values)):
-            measured.append((place, 100 * mean(values), 100 * (deviation(values) or 0.0)))
+            measured.append((place, measure.scale * mean(values), measure.scale * (deviation(values) or 0.0)))
             crossed += measured[-1:] if row.unfinished else []
         figures = published_figures(row.runs[0].config.get("published") or {})
         if sweep.measure in figures:
             value, spread = figures[sweep.measure]
-            known.append((place, 100 * value, 100 * (spread or 0.0)))
+            known.append((place, measure.scale * value, measure.scale * (spread or 0.0)))
     if crossed:
         (drawn[_UNFINISHED],) = panel.plot(*list(zip(*crossed, strict=True))[:2], "kx", markersize=10, zorder=3)
     hollow = {"markerfacecolor": "none", "linestyle": ":"}
@@ -266,7 +267,7 @@ def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int)
         if points:
             points = sorted(points) if sweep.is_scale else points
             drawn[name] = panel.errorbar(*zip(*points, strict=True), **style, **more)
-            words = [f"{name}, {sweep.key}={place:g}: {value:.4g}% ± {spread:.2g}" for place, value, spread in points]
+            words = [f"{name}, {sweep.key}={x:g}: {y:.4g}{measure.unit} ± {spread:.2g}" for x, y, spread in points]
             figure.tips(panel, [point[:2] for point in points], words)
     return drawn
 
@@ -288,7 +289,10 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
     for panel, (key, measure) in zip(panels, metrics.items(), strict=True):
         for number, row in enumerate(rows):
             found = [
-                (100 * value, f"{row.label}, seed {run.summary.seed}, client {client}: {measure.in_words(value)}")
+                (
+                    measure.scale * value,
+                    f"{row.label}, seed {run.summary.seed}, client {client}: {measure.in_words(value)}",
+                )
                 for run in row.counted
                 for client, value in run.clients.get(key, {}).items()
                 if math.isfinite(value)
@@ -313,28 +317,38 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
             shown = thinned(list(zip(places, found, strict=True)), _TIPS)
             figure.tips(panel, [(place, value) for place, (value, _) in shown], [words for _, (_, words) in shown])
         panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
-        _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel="%")
+        _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return figure
 
 
 def matrix_plot(matrix: Mapping[str, Any]) -> Plot:
     """A heat map: row = client whose personal model, column = client whose test examples."""
-    clients = matrix["clients"]
+    clients, key = matrix["clients"], next(main for main in MAINS if main in matrix)
+    measure = Measure.of(key)
     side = min(12.0, 2.5 + 0.45 * len(clients))
     figure, (panel,) = _panels(1, 1, side + 1, side)
-    shown = [[math.nan if value is None else 100 * value for value in row] for row in matrix["accuracy"]]
-    image = panel.imshow(shown, cmap="viridis", vmin=0, vmax=100)
+    shown = [[math.nan if value is None else measure.scale * value for value in row] for row in matrix[key]]
+    finite = [value for row in shown for value in row if math.isfinite(value)] or [0.0]
+    low, high = (0.0, 100.0) if measure.is_fraction else (min(finite), max(finite))
+    # The best values are the light ones.
+    image = panel.imshow(shown, cmap="viridis_r" if measure.is_lower_better else "viridis", vmin=low, vmax=high)
     places = range(0, len(clients), math.ceil(len(clients) / 20))
     panel.set_xticks(places, [in_plot(clients[place], 20) for place in places])
     panel.set_yticks(places, [in_plot(clients[place], 20) for place in places])
     panel.set(xlabel="test examples of client", ylabel="model of client")
     for row, values in enumerate(shown):
         for column, value in enumerate(values if len(clients) <= _TIPS else ()):
-            text = "-" if math.isnan(value) else f"{value:.0f}"
+            text = "-" if math.isnan(value) else f"{value:.0f}" if measure.is_fraction else f"{value:.3g}"
             if len(clients) <= 12:
-                panel.text(column, row, text, ha="center", va="center", color="black" if value > 60 else "white")
-            figure.tips(panel, [(column, row)], [f"model of {clients[row]}, examples of {clients[column]}: {text}%"])
-    figure.colorbar(image, ax=panel, label="accuracy, %")
+                share = (value - low) / ((high - low) or 1)
+                is_light = share < 0.4 if measure.is_lower_better else share > 0.6
+                panel.text(column, row, text, ha="center", va="center", color="black" if is_light else "white")
+            figure.tips(
+                panel,
+                [(column, row)],
+                [f"model of {clients[row]}, examples of {clients[column]}: {text}{measure.unit}"],
+            )
+    figure.colorbar(image, ax=panel, label=title_of(key) + (", %" if measure.is_fraction else ""))
     return figure
 
 

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from fedbn_flwr.experiment.listeners import progress as module
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Progress, figures_of
+from fedbn_flwr.tasks import CLASSIFICATION
 from tests.support.command import PATIENCE, environment
 
 EXPERIMENT = """
@@ -87,7 +88,7 @@ def state(round: int, rounds: int = 4) -> Any:
         line=line,
         stop=False,
         is_last=round == rounds,
-        prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict)),
+        prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict), task=CLASSIFICATION),
     )
 
 
@@ -140,15 +141,23 @@ def test_the_bar_has_rounds_time_passed_and_time_left(clock: SimpleNamespace) ->
 
 
 @pytest.mark.parametrize(("examples", "left"), [([40, 360], "3 min"), ([40, None], "25 s"), ([], "25 s")])
-def test_the_time_left_is_that_of_the_images_left(images: list[int | None], left: str, clock: SimpleNamespace) -> None:
+def test_the_time_left_is_that_of_the_examples_left(
+    examples: list[int | None], left: str, clock: SimpleNamespace
+) -> None:
     """A round of the second run takes nine times as long as one of the first, if that is known."""
-    progress = Progress(["5 clients", "9 clients"], [4, 4], images, quiet=True)
+    progress = Progress(["5 clients", "9 clients"], [4, 4], examples, quiet=True)
     run = progress.begin(0)
     run.on_start(state(0))
     for done in (1, 2, 3):
         clock.seconds += 5
         run.on_round(state(done))
     assert f"about {left} left" in drawn(progress, 110)[0]
+
+
+def test_a_round_s_figures_begin_with_the_main_one_of_the_task() -> None:
+    line = {"loss": 4.0, "rmse": 2.0, "mae": 1.0, "train_loss": 5.0, "accuracy": 1}
+    assert figures_of(line, "rmse") == "RMSE 2.0000  loss 4.0000  train loss 5.0000"
+    assert figures_of(line, "loss") == "loss 4.0000  train loss 5.0000"
 
 
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
