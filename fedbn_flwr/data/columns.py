@@ -202,8 +202,8 @@ def _rows(source: Source, split: Any, key: str, column: str) -> Rows:
     if names is None and type(feature).__name__ != "Value":
         if key not in ("inputs", "label"):
             raise DataError(
-                f"data.{key}={column!r} of {source.name!r} has the type {type(feature).__name__}; expected a number or a "
-                "text for each example"
+                f"data.{key}={column!r} of {source.name!r} has the type {type(feature).__name__}; expected a number or "
+                "a text for each example"
             )
         return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
     values = split.select_columns([column]).with_format("arrow")[:].column(0)
@@ -248,8 +248,8 @@ def _known(
     found = [tuple(getattr(split.features[label[0]], "names", ())) for split in splits.values()]
     if len(set(found)) > 1:
         raise DataError(
-            f"data.name={source.name!r}: the training split has {len(found[0])} classes in {label[0]!r}, the test split "
-            f"{len(found[1])}; they must be the same, or the names of data.class_names"
+            f"data.name={source.name!r}: the training split has {len(found[0])} classes in {label[0]!r}, the test "
+            f"split {len(found[1])}; they must be the same, or the names of data.class_names"
         )
     if entry is None or not entry.keep:
         return found[0]
@@ -351,7 +351,8 @@ def _images(
         targets, names, task = targets_of(source, rows, known, numbered=False)
         if task is SEGMENTATION:
             raise DataError(
-                f"data.label={label[0]!r} of {source.name!r} has the type {_kind(splits, label[0])}; expected a number or "
+                f"data.label={label[0]!r} of {source.name!r} has the type {_kind(splits, label[0])}; expected a number "
+                "or "
                 "a text for each image, or a column of masks. Its columns: " + _kinds(splits)
             )
     size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)

@@ -199,7 +199,7 @@ class DataSet(Form):
         return self.select(*rows)
 
     def held_out(self, share: float) -> DataSet:
-        """With this share of the examples as test split, of each class (or range), domain and group as many in proportion.
+        """With this share of the examples as test split, in proportion of classes (or ranges), domains and groups.
 
         The draw is fixed: it depends neither on the seed nor on the clients.
         """

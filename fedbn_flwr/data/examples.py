@@ -86,7 +86,10 @@ class InMemory:
         """Inputs as they are stored, targets (classes as int64), and the tag, on the device."""
         for request in plan:
             rows = request.rows.to(self.device, non_blocking=True)  # otherwise the host waits for the previous step
-            inputs, targets = (each(lambda part: part[rows], part) for part in (self.inputs, self.targets))
+            inputs, targets = (
+                each(lambda part, at=rows: part[at], self.inputs),
+                each(lambda part, at=rows: part[at], self.targets),
+            )
             if request.window is not None:
                 boxes = request.window.boxes(*self.shape[1:])
                 if request.window.cut is None:

@@ -5,8 +5,8 @@ layouts.
     DOMAIN/CLASS/*.jpg, with or without DOMAIN_SPLIT.txt    (DomainNet, Office-Caltech-10)
     leftImg8bit/SPLIT/CITY/*.png and gtFine/SPLIT/CITY/     (Cityscapes)
 
-All become splits of `datasets` with columns, except those of NumPy, which are mappings of arrays. Image files are listed,
-not opened.
+All become splits of `datasets` with columns, except those of NumPy, which are mappings of arrays. Image files are
+listed, not opened.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     """A table; tables whose names begin with the split's, here or one level below; or image files in a known layout."""
     if not folder.exists():
         raise DataError(
-            f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a folder "
-            "with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a data set on "
-            "the Hugging Face hub"
+            f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a "
+            "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
+            "data set on the Hugging Face hub"
         )
     train, test = source.train or "train", None if source.held_out else source.test
     assert test is None or isinstance(test, str)

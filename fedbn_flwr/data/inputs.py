@@ -45,20 +45,18 @@ def inputs_of(
     source: Source, columns: Mapping[str, Parts], *, is_table: bool
 ) -> tuple[dict[str, Values], tuple[str, ...]]:
     """The inputs of each split, and the names of the features."""
+    names: tuple[str, ...] = ()
     if all(isinstance(rows, np.ndarray) and rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
         found, names = _features(source, columns)
-    elif is_table:
-        found, names = _lists(source, columns), ()
-    elif len(columns) == 1:
-        ((key, parts),) = columns.items()
-        found, names = _array(source, key, parts), ()
     else:
-        made = {key: _array(source, key, parts) for key, parts in columns.items()}
-        found = {part: {key: values[part] for key, values in made.items()} for part in next(iter(columns.values()))}
-        names = ()
-    _check_shapes(source, found)
+        made = {key: _array(source, key, parts, is_table=is_table) for key, parts in columns.items()}
+        by_part = {part: {key: each[part] for key, each in made.items()} for part in next(iter(made.values()))}
+        found = {
+            part: next(iter(some.values())) if len(some) == 1 else _joined(source, some) if is_table else some
+            for part, some in by_part.items()
+        }
     for part, inputs in found.items():
-        _check_values(source, part, inputs, names)
+        _check(source, part, inputs, names)
     return found, names
 
 
@@ -73,8 +71,8 @@ def _features(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, V
             elif rows.dtype.kind in "OSU":
                 few = ", ".join(sorted(set(map(str, rows)))[:4])
                 raise DataError(
-                    f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; leave "
-                    f"it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
+                    f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; "
+                    f"leave it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
                 )
             else:
                 made.setdefault(part, []).append(rows)
@@ -95,35 +93,18 @@ def _one_hot(source: Source, column: str, rows: Any, known: Sequence[str]) -> li
     return [np.where(absent, np.nan, texts == value) for value in known]
 
 
-def _lists(source: Source, columns: Mapping[str, Parts]) -> dict[str, Values]:
-    """Columns of lists: tokens, or channels of one series."""
-    channels: dict[str, list[list[Tensor]]] = {}
-    for column, parts in columns.items():
-        for part, rows in parts.items():
-            if isinstance(rows, np.ndarray) and rows.ndim == 1:
-                raise DataError(
-                    f"{source.name!r}: data.inputs has columns of lists, but {column!r} has single values; expected "
-                    "one kind"
-                )
-            tensors = [_number(f"{source.name!r}: {column!r}", row) for row in rows]
-            is_token = tensors[0].ndim == 1 and not tensors[0].is_floating_point()
-            if is_token and len(columns) > 1:
-                raise DataError(
-                    f"{source.name!r}: {column!r} has lists of whole numbers, which are tokens; expected one such "
-                    "column, or floats"
-                )
-            channels.setdefault(part, []).append([row if is_token or row.ndim > 1 else row[None] for row in tensors])
-    try:
-        joined = {
-            part: [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in zip(*each, strict=True)]
-            for part, each in channels.items()
-        }
-    except RuntimeError:
+def _joined(source: Source, columns: Mapping[str, Values]) -> Values:
+    """The channels of one series, from columns of lists."""
+    tensors = [main(values) for values in columns.values()]
+    masks = [values[MASK] for values in columns.values() if isinstance(values, dict)]
+    same = all(tensor.ndim == 3 and tensor.shape[2] == tensors[0].shape[2] for tensor in tensors)
+    if not same or len(masks) not in (0, len(tensors)) or any(not mask.equal(masks[0]) for mask in masks):
         raise DataError(
-            f"{source.name!r}: the lists of {', '.join(columns)} in one row have different lengths; expected channels "
-            "of one series"
-        ) from None
-    return _padded(source, joined)
+            f"{source.name!r}: the columns {', '.join(columns)} of data.inputs are no channels of one series; expected "
+            "lists of floats, in each row of one length"
+        )
+    joined = torch.cat(tensors, 1)
+    return {"inputs": joined, MASK: masks[0]} if masks else joined
 
 
 def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
@@ -143,22 +124,26 @@ def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
     return found
 
 
-def _array(source: Source, key: str, parts: Parts) -> dict[str, Any]:
-    """An array of each split: images, or any others, which keep their shape."""
-    name = repr(source.name)
+def _array(source: Source, key: str, parts: Parts, *, is_table: bool) -> dict[str, Any]:
+    """The arrays of each split: images, or any others, which keep their shape; a list of floats is one channel."""
     first = next(iter(parts.values()))
-    dims = first.ndim if isinstance(first, np.ndarray) else first[0].ndim + 1
-    whole = first[0].dtype.kind != "f"
-    if key != MASK and (dims == 4 or (dims == 3 and (whole or source.pixels is not None))):
-        return {part: _images(f"{name}: {part}", rows, source) for part, rows in parts.items()}
-    if any(isinstance(rows, list) for rows in parts.values()):
-        rows_of = {part: [_number(f"{name}: {part}", row) for row in rows] for part, rows in parts.items()}
-        one = {
+    dims, whole = (
+        (first.ndim, first.dtype.kind != "f")
+        if isinstance(first, np.ndarray)
+        else (first[0].ndim + 1, first[0].dtype.kind != "f")
+    )
+    if not is_table and key != MASK and (dims == 4 or (dims == 3 and (whole or source.pixels is not None))):
+        return {part: _images(f"{source.name!r}: {part}", rows, source) for part, rows in parts.items()}
+    if not is_table and all(isinstance(rows, np.ndarray) for rows in parts.values()):
+        return {part: _number(f"{source.name!r}: {part}", rows) for part, rows in parts.items()}
+    found = {part: [_number(f"{source.name!r}: {part}", row) for row in rows] for part, rows in parts.items()}
+    return _padded(
+        source,
+        {
             part: [row[None] if row.is_floating_point() and row.ndim == 1 else row for row in rows]
-            for part, rows in rows_of.items()
-        }
-        return _padded(source, one)
-    return {part: _number(f"{name}: {part}", rows) for part, rows in parts.items()}
+            for part, rows in found.items()
+        },
+    )
 
 
 def _number(where: str, rows: np.ndarray) -> Tensor:
@@ -176,18 +161,11 @@ def _number(where: str, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(rows, np.int64 if kind in "iu" else np.float32))
 
 
-def _check_shapes(source: Source, found: Mapping[str, Values]) -> None:
-    for inputs in found.values():
-        shape = tuple(main(inputs).shape[1:])
-        wanted = source.shape
-        if wanted and (
-            len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))
-        ):
-            raise DataError(f"data.shape is {list(wanted)}, but {source.name!r} has inputs of shape {list(shape)}")
-
-
-def _check_values(source: Source, part: str, inputs: Values, names: Sequence[str]) -> None:
-    """Refuse infinite values, missing ones unless they are replaced, and tokens out of range."""
+def _check(source: Source, part: str, inputs: Values, names: Sequence[str]) -> None:
+    """Refuse another shape, infinite values, missing ones unless they are replaced, and tokens out of range."""
+    shape, wanted = list(main(inputs).shape[1:]), list(source.shape)
+    if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
+        raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
     for key, values in inputs.items() if isinstance(inputs, dict) else [("", inputs)]:
         if values.is_floating_point():
             absent = values.isnan()
@@ -200,8 +178,8 @@ def _check_values(source: Source, part: str, inputs: Values, names: Sequence[str
                 more = ", ..." if len(lacking) > 8 else ""
                 raise DataError(
                     f"{source.name!r}: of the {len(values)} rows of {part} some have no value (NaN or null) in "
-                    f"{', '.join(lacking[:8])}{more}; remove them, or set data.missing: mean, which puts the mean of the "
-                    "column in their place"
+                    f"{', '.join(lacking[:8])}{more}; remove them, or set data.missing: mean, which puts the mean of "
+                    "the column in their place"
                 )
         elif source.tokens is not None and values.dtype is torch.int64 and values.numel():
             low, high = int(values.min()), int(values.max())

@@ -1,5 +1,5 @@
-"""Loads a data set: the embedded digits, an entry of the catalogue, a file, a folder, a name on the Hugging Face hub, or
-what a callable of the user returns.
+"""Loads a data set: the embedded digits, an entry of the catalogue, a file, a folder, a name on the Hugging Face hub,
+or what a callable of the user returns.
 
 A callable returns a mapping with `train` and `test` (`train` is enough if `data.test` is a share), and perhaps
 `classes`, the names of the classes. Splits of `datasets` are read like those of the hub; others are one of these, which
@@ -50,8 +50,8 @@ def load(source: Source) -> DataSet:
         for key in ("train", "test", "fit", "stream"):
             if (value := getattr(source, key)) not in (None, False, "auto", "stretch", source.held_out):
                 raise DataError(
-                    f"data.{key} is {str(value).lower() if value is True else repr(value)}, which is for files, but the "
-                    f"examples of {source.name!r} are arrays in memory; leave it out"
+                    f"data.{key} is {str(value).lower() if value is True else repr(value)}, which is for files, but "
+                    f"the examples of {source.name!r} are arrays in memory; leave it out"
                 )
     with needs("data", f"{KEY}={source.name!r}"):
         return read(source, {part: given[part] for part in parts}, known=given.get("classes") or ())

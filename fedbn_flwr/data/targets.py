@@ -44,9 +44,15 @@ def targets_of(
     for column, parts in label.items():
         for part, rows in parts.items():
             _check_rows(source, part, column, rows)
-    if len(label) > 1:
-        return _of_columns(source, label)
-    ((column, parts),) = label.items()
+    columns = list(label.values())
+    column, parts = ", ".join(label), columns[0]
+    if len(columns) > 1:
+        if len({rows.dtype.kind == "f" for each in columns for rows in each.values()}) > 1 and source.task is None:
+            raise DataError(
+                f"data.label has whole numbers and floats in {column} of {source.name!r}; expected all floats, or all "
+                "0 and 1; data.task: regression takes any numbers"
+            )
+        known, parts = tuple(label), {part: np.stack([each[part] for each in columns], 1) for part in parts}
     task = _task(source, parts)
     rows = next(iter(parts.values()))
     if task in (CLASSIFICATION, BINARY):
@@ -69,29 +75,6 @@ def _task(source: Source, parts: Parts) -> Task:
         return CLASSIFICATION
     is_yes_no = rows.dtype.kind == "b" or all(np.isin(some, (0, 1)).all() for some in parts.values())
     return MULTILABEL if rows.ndim == 2 and is_yes_no else SEGMENTATION
-
-
-def _of_columns(source: Source, label: Mapping[str, Parts]) -> tuple[Targets, tuple[str, ...], Task]:
-    kinds = {column: {rows.dtype.kind for rows in parts.values()} for column, parts in label.items()}
-    if source.task is not None:
-        task = TASKS[source.task]
-    else:
-        task = REGRESSION if all(kind <= {"f"} for kind in kinds.values()) else MULTILABEL
-    for column, parts in label.items():
-        is_right = kinds[column] <= set("iufb")
-        if task is MULTILABEL:
-            is_right &= all(np.isin(rows, (0, 1)).all() for rows in parts.values())
-        if not is_right or task not in (REGRESSION, MULTILABEL):
-            raise DataError(
-                f"data.label has {len(label)} columns of {source.name!r}, of which {column!r} does not fit; expected all "
-                "of floats (regression), or all of 0 and 1 (several labels); data.task: regression takes whole numbers"
-            )
-    columns = list(label.values())
-    return (
-        {part: torch.stack([_floats(parts[part]) for parts in columns], 1) for part in columns[0]},
-        tuple(label),
-        task,
-    )
 
 
 def several(source: Source, given: Mapping[str, Mapping[str, Any]]) -> tuple[Targets, tuple[str, ...], Task]:
@@ -117,13 +100,13 @@ def _check_rows(source: Source, part: str, column: str, rows: Any) -> None:
     if absent is not None and absent.any():
         first = int(np.argwhere(absent)[0][0])
         raise DataError(
-            f"{source.name!r}: {int(absent.sum())} of {len(rows)} rows of {part} have no value in {column!r}, the first "
-            f"is row {first}; expected one in each row"
+            f"{source.name!r}: {int(absent.sum())} of {len(rows)} rows of {part} have no value in {column!r}, the "
+            f"first is row {first}; expected one in each row"
         )
     if rows.dtype.kind not in "OSUiufb" or (rows.dtype.kind in "OSU" and rows.ndim > 1):
         raise DataError(
-            f"{source.name!r}: {part} has labels of type {rows.dtype} and shape {list(rows.shape)}; expected a number or "
-            "a name for each example, or masks [examples, height, width]"
+            f"{source.name!r}: {part} has labels of type {rows.dtype} and shape {list(rows.shape)}; expected a number "
+            "or a name for each example, or masks [examples, height, width]"
         )
 
 
@@ -143,19 +126,19 @@ def _classes(
         known = known or tuple(map(str, range(source.classes or int(rows.max()) + 1)))
         if not 0 <= int(rows.min()) <= int(rows.max()) < len(known):
             raise DataError(
-                f"{name} has labels from {int(rows.min())} to {int(rows.max())}, but {len(known)} classes; expected 0 to "
-                f"{len(known) - 1}"
+                f"{name} has labels from {int(rows.min())} to {int(rows.max())}, but {len(known)} classes; expected 0 "
+                f"to {len(known) - 1}"
             )
         found: Targets = {part: torch.from_numpy(some.astype(np.int64)) for part, some in parts.items()}
         return found, known
     known = known or tuple(map(str, sorted(set(rows.tolist()))))
     texts = {part: list(map(str, some.tolist())) for part, some in parts.items()}
-    if unknown := sorted({text for some in texts.values() for text in some}.difference(known)):
-        if source.class_names or numbered:
-            raise DataError(
-                f"{name} has the class {unknown[0]!r} in {column!r}, which is not in data.class_names; "
-                f"{did_you_mean(unknown[0], known)}"
-            )
+    unknown = sorted({text for some in texts.values() for text in some}.difference(known))
+    if unknown and (source.class_names or numbered):
+        raise DataError(
+            f"{name} has the class {unknown[0]!r} in {column!r}, which is not in data.class_names; "
+            f"{did_you_mean(unknown[0], known)}"
+        )
     return {part: numbers(some, known) for part, some in texts.items()}, known
 
 

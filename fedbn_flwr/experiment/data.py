@@ -133,8 +133,8 @@ def _partition(_: str, data: settings.Data, clients: int, seed: int, device: str
     kind, strata = options.pop("kind"), dataset.strata(options.pop("bins"))
     if not strata.of_labels and kind in KINDS and KINDS[kind].by_class:
         raise SettingsError(
-            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per pixel or "
-            "of several kinds; use iid, domain or natural"
+            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per pixel "
+            "or of several kinds; use iid, domain or natural"
         )
     if kind == "natural" and dataset.groups is None:
         raise SettingsError(

@@ -108,8 +108,8 @@ def _try_examples(
         if not isinstance(error, RuntimeError | ValueError):
             reason = f"{type(error).__name__}: {reason}"
         raise SettingsError(
-            f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of {run.data.name!r}{mode}: "
-            f"{reason}"
+            f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
+            f"{run.data.name!r}{mode}: {reason}"
         ) from None
     expected = [2, dataset.outputs, *(size if dataset.dense else ())]
     of_pixels = isinstance(logits, Tensor) and logits.ndim > 2

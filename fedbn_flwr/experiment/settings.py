@@ -188,8 +188,8 @@ class Data(Section):
         default=None,
         description=(
             "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
-            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several columns "
-            "of 0 and 1 are several labels"
+            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several "
+            "columns of 0 and 1 are several labels"
         ),
     )
     domain: str | None = Field(
@@ -198,7 +198,7 @@ class Data(Section):
     domains: Names = Field(default=(), description="the domains to use")
     group: str | None = Field(
         default=None,
-        description="the column with each example's site, patient or user; `data.partition: natural` makes each a client",
+        description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
     )
     train: str | None = Field(
         default=None, description="name of the training split; in a folder, the prefix of its files"
@@ -206,14 +206,14 @@ class Data(Section):
     test: Split | None = Field(
         default=None,
         description=(
-            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or a "
-            "share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of classes, "
-            "domains and groups"
+            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or "
+            "a share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of "
+            "classes, domains and groups"
         ),
     )
     categories: Categories = Field(
         default=(),
-        description="the values of columns of texts, `{sex: [f, m]}`; such a column becomes one input of 0 or 1 per value",
+        description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
     )
     missing: Literal["mean"] | None = Field(
         default=None,
@@ -222,8 +222,8 @@ class Data(Section):
     shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
         default=(),
         description=(
-            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 channels, "
-            "`[9, null]` for series of any length"
+            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
+            "channels, `[9, null]` for series of any length"
         ),
     )
     tokens: Positive | None = Field(

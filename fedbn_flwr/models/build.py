@@ -20,8 +20,8 @@ from .tensors import check_tensors
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
 from .weights import load_weights, read_weights
 
-# Functions of num_classes, and of in_channels, image_size and stem if they use them; those of input_shape take inputs of
-# other shapes too, all others images. They draw the weights from torch's global generator.
+# Functions of num_classes, and of in_channels, image_size and stem if they use them; those of input_shape take inputs
+# of other shapes too, all others images. They draw the weights from torch's global generator.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,
     "lenet": lenet,

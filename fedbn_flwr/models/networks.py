@@ -56,7 +56,8 @@ class CNN1d(nn.Module):
         super().__init__()
         if len(input_shape) != 2:
             raise SettingsError(
-                f"model.name='cnn1d' takes series, [channels, time], but these inputs have the shape {list(input_shape)}"
+                f"model.name='cnn1d' takes series, [channels, time], but these inputs have the shape "
+                f"{list(input_shape)}"
             )
         self.conv1 = nn.Conv1d(input_shape[0], 32, 5, padding=2, bias=False)
         self.bn1 = MaskedBatchNorm1d(32)

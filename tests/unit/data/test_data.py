@@ -585,7 +585,12 @@ TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
 @pytest.mark.parametrize(
     ("column", "kind", "values", "message"),
     [
-        ("label", NAMED, [0, 1, None], "1 of 3 rows of train have no value in 'label', the first is row 2; expected one"),
+        (
+            "label",
+            NAMED,
+            [0, 1, None],
+            "1 of 3 rows of train have no value in 'label', the first is row 2; expected one",
+        ),
         ("label", TEXT, ["a", None, "b"], "no value in 'label', the first is row 1"),
         ("label", NUMBER, [1, None, 2], "no value in 'label', the first is row 1"),
         ("label", datasets.Sequence(NUMBER), [[1], [2], [3]], r"data\.label='label' of .* expected a number or a text"),
@@ -626,7 +631,8 @@ def test_a_relative_folder_begins_where_the_command_was_started(
 def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(
-        DataError, match=r"no validation\*\.parquet \(or \.csv, \.npz\) for data\.test='validation'; .* contains train\.parquet"
+        DataError,
+        match=r"no validation\*\.parquet \(or \.csv, \.npz\) for data\.test='validation'; .* contains train\.parquet",
     ):
         load(Source(str(folder), test="validation"))
 

@@ -190,8 +190,16 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a list": ([1, 2], {}, "returned a list; expected a mapping with 'train' and 'test'"),
     "no test": ({"train": 1, "valid": 2}, {}, "returned a dict with 'train', 'valid'; expected a mapping"),
     "a number": ({"train": 1, "test": 2}, {}, "train is a int; expected a pair"),
-    "no labels": ({"train": {"inputs": PIXELS}, "test": (PIXELS, LABELS)}, {}, "has no arrays 'labels'; name one with data.label"),
-    "a wrong key": ({"train": {"image": PIXELS, "labels": LABELS}, "test": (PIXELS, LABELS)}, {}, "no arrays 'inputs'; name one with data.inputs"),
+    "no labels": (
+        {"train": {"inputs": PIXELS}, "test": (PIXELS, LABELS)},
+        {},
+        "has no arrays 'labels'; name one with data.label",
+    ),
+    "a wrong key": (
+        {"train": {"image": PIXELS, "labels": LABELS}, "test": (PIXELS, LABELS)},
+        {},
+        "no arrays 'inputs'; name one with data.inputs",
+    ),
     "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "12 examples and 5 labels"),
     "shapes": (
         {"train": (PIXELS, LABELS), "test": (PIXELS[:, :5], LABELS)},
@@ -203,8 +211,16 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "labels from 0 to 2, but 1",
     ),
-    "part labels": ({"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)}, {"task": "classification"}, "labels of type float64"),
-    "not finite": ({"train": (np.where(PIXELS > 9, PIXELS, np.inf), LABELS), "test": (PIXELS, LABELS)}, {}, "not finite"),
+    "part labels": (
+        {"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)},
+        {"task": "classification"},
+        "labels of type float64",
+    ),
+    "not finite": (
+        {"train": (np.where(PIXELS > 9, PIXELS, np.inf), LABELS), "test": (PIXELS, LABELS)},
+        {},
+        "not finite",
+    ),
     "large": ({"train": (PIXELS.astype(int) * 300, LABELS), "test": (PIXELS, LABELS)}, {}, "from 0 to 255"),
     "very large": (
         {"train": (PIXELS.astype(np.uint64) << 56, LABELS), "test": (PIXELS, LABELS)},
@@ -212,16 +228,29 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         "uint64 pixels; expected whole",
     ),
     "complex": ({"train": (PIXELS * 1j, LABELS), "test": (PIXELS, LABELS)}, {}, "has complex128 pixels; expected"),
-    "texts": ({"train": (LABELS.astype(str), LABELS), "test": (PIXELS, LABELS)}, {}, "inputs of type <U21; expected numbers"),
+    "texts": (
+        {"train": (LABELS.astype(str), LABELS), "test": (PIXELS, LABELS)},
+        {},
+        "inputs of type <U21; expected numbers",
+    ),
     "memory": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"memory": 1e-7}, r"more than data\.memory"),
     "stream": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"stream": True}, r"data\.stream is true"),
-    "column": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"inputs": "x"}, r"data\.inputs='x' is not a column"),
+    "column": (
+        {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
+        {"inputs": "x"},
+        r"data\.inputs='x' is not a "
+        "column",
+    ),
     "a column of domains": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
         {"domain": "x"},
         r"data\.domain='x' is not a column",
     ),
-    "domain": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"domains": ["a"]}, "data.domain='domains' is not a column"),
+    "domain": (
+        {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
+        {"domains": ["a"]},
+        "data.domain='domains' is not a column",
+    ),
     "items": ({"train": Pairs([1, 2]), "test": (PIXELS, LABELS)}, {}, "Pairs with items of type tuple"),
 }
 

@@ -1,4 +1,5 @@
-"""InMemory that stay on disk: the same batches as from memory, few of them decoded at a time, and none lost silently."""
+"""InMemory that stay on disk: the same batches as from memory, few of them decoded at a time, and none lost "
+"silently."""
 
 from __future__ import annotations
 
@@ -258,7 +259,9 @@ def test_training_on_a_broken_image_ends_with_its_row(
 
 
 def test_the_embedded_digits_do_not_stream() -> None:
-    with pytest.raises(DataError, match=r"data\.stream is true, which is for files, but the examples of 'digits' are arrays"):
+    with pytest.raises(
+        DataError, match=r"data\.stream is true, which is for files, but the examples of 'digits' are arrays"
+    ):
         load(Source("digits", stream=True))
 
 
