@@ -18,8 +18,9 @@ from fedbn_flwr.client.optimizers import check_optimizer, decay_of
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
+from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 from fedbn_flwr.tasks import Task
@@ -162,16 +163,7 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
             f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
             f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
         )
-    if not rule.traits.min_batch:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not computes_as_batch_norm(module):
-            raise SettingsError(
-                f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches in place of "
-                f"plain batch norm, but {name!r} of {run.model.name!r} is a {type(module).__name__}, whose own "
-                "arithmetic would be lost; use model.norm: bn, or another strategy"
-            )
-    if others and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+    if rule.traits.min_batch and not exchanged_layers(model.train()) and others:
         raise SettingsError(
             f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
             f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
