@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from fedbn_flwr.batch import Value, count, each, first
-from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Array
 
@@ -151,23 +150,6 @@ class TorchOptimizer:
 
 
 LocalOptimizer = SGD | TorchOptimizer
-
-
-def logits_of(outputs: Any) -> Any:
-    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
-    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy over examples or, for a segmentation model, over the pixels whose label is not 255.
-
-    For a classifier, 255 is an ordinary class: ImageNet has a thousand.
-    """
-    logits = logits_of(logits)
-    if logits.ndim <= 2:
-        return nn.functional.cross_entropy(logits, targets)
-    total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)  # all pixels of a crop may be ignored
 
 
 def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Iterable[Batch]]) -> int:

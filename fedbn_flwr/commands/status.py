@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.results.text import duration, printable, shorten, size_text
+from fedbn_flwr.tasks import title_of
 
 from .common import Commands, add_command, check_seconds, default_folder
 
@@ -68,10 +69,11 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(run: RunState) -> dict[str, object]:
-    """Of a run that diverged, JSON has no number: null."""
+    """Its main figure is called by its name. Of a run that diverged, JSON has no number: null."""
+    found = {run.measure if key == "value" else key: value for key, value in dataclasses.asdict(run).items()}
+    del found["measure"]
     return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in dataclasses.asdict(run).items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in found.items()
     }
 
 
@@ -79,12 +81,14 @@ def _table(runs: list[RunState]) -> str:
     from fedbn_flwr.results.report.tables import as_text
 
     now = time.time()
-    rows = [("run", "status", "round", "accuracy", "changed", "left", "size")]
+    mains = {run.measure for run in runs}
+    rows = [("run", "status", "round", title_of(*mains) if len(mains) == 1 else "figure", "changed", "left", "size")]
     for run in runs:
-        accuracy = "" if run.accuracy is None else f"{run.accuracy:.4f}"
+        named = f"{title_of(run.measure)} " if len(mains) > 1 else ""
+        figure = "" if run.value is None else f"{named}{run.value:.4f}"
         left = "" if run.seconds_left is None else duration(run.seconds_left)
         rounds, ago = f"{run.round}/{run.rounds}", f"{duration(max(1.0, now - run.changed))} ago"
-        rows.append((run.folder, run.status, rounds, accuracy, ago, left, size_text(run.size or 0)))
+        rows.append((run.folder, run.status, rounds, figure, ago, left, size_text(run.size or 0)))
     head, rule, *lines = as_text(rows).splitlines()
     errors = (f"\n  {shorten(printable(run.error), 110)}" if run.error else "" for run in runs)
     return "\n".join([head, rule, *map("".join, zip(lines, errors, strict=True))])

@@ -89,9 +89,6 @@ VALIDATION = "validation"  # the test set that is a share of the client's traini
 OWN = "own"  # the test set that is the client's own share of all test examples
 EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
 
-# Metrics beside loss and accuracy that evaluations can report, by their names in the history.
-METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
-
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data if that is so, and,
 # with a state folder, state-round.
 PARTITION_QUERY = "query.partition"

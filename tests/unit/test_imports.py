@@ -26,6 +26,7 @@ FOLDERS = (
     "fedbn_flwr.messages",
     "fedbn_flwr.norms",
     "fedbn_flwr.threads",
+    "fedbn_flwr.tasks",
     "fedbn_flwr.batch",
     "fedbn_flwr.yaml_text",
     "fedbn_flwr.storage",

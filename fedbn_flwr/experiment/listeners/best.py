@@ -1,4 +1,4 @@
-"""Finds the round with the highest validation accuracy, and ends a run that no longer improves.
+"""Finds the round with the best main figure on the validation examples, and ends a run that no longer improves.
 
 Everything follows from the history, so a resumed run continues with the same counts.
 """
@@ -10,18 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.tasks import Task, goodness, title_of
 
 from .listener import Listener, RunState
 
 
 class Best(Listener):
-    def __init__(self, folder: RunFolder, patience: int | None, min_delta: float) -> None:
+    def __init__(self, folder: RunFolder, task: Task, patience: int | None, min_delta: float) -> None:
         self.folder = folder
+        self.main = task.main
         self.patience = patience
         self.min_delta = min_delta
         self.best_round = 0
-        self.best = -math.inf
-        self.reference = -math.inf  # the accuracy that the next ones must exceed by more than min_delta
+        self.best: float | None = None
+        self.reference = -math.inf  # the goodness that the next ones must exceed by more than min_delta
         self.waited = 0  # evaluations since then
 
     def on_start(self, state: RunState) -> None:
@@ -40,15 +42,16 @@ class Best(Listener):
 
     def _note(self, line: Mapping[str, Any]) -> bool:
         """Take a line of the history into account; whether its round is the best so far (the first of equal ones)."""
-        accuracy: float | None = line.get("validation_accuracy")
-        if accuracy is None:
+        figure: float | None = line.get(f"validation_{self.main}")
+        if figure is None:
             return False
-        if accuracy > self.reference + self.min_delta:
-            self.reference, self.waited = accuracy, 0
+        found = goodness(self.main, figure)
+        if found > self.reference + self.min_delta:
+            self.reference, self.waited = found, 0
         else:
             self.waited += 1
-        if is_best := accuracy > self.best:
-            self.best, self.best_round = accuracy, line["round"]
+        if is_best := found > (-math.inf if self.best is None else goodness(self.main, self.best)):
+            self.best, self.best_round = figure, line["round"]
         return is_best
 
     def _reason(self) -> str | None:
@@ -56,7 +59,5 @@ class Best(Listener):
             return None
         count = "evaluation" if self.waited == 1 else "evaluations"
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return (
-            f"validation accuracy has not improved{more} in {self.waited} {count}; its best is "
-            f"{self.best:.4f} in round {self.best_round}"
-        )
+        best = "" if self.best is None else f"; its best is {self.best:.4f} in round {self.best_round}"
+        return f"validation {title_of(self.main)} has not improved{more} in {self.waited} {count}{best}"

@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.metrics import key_of
-from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
@@ -22,6 +21,7 @@ from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
 from ..data import rows_by_domain
+from ..objective import plain_loss
 from ..parts import Parts
 from .listener import Listener, RunState
 from .of_clients import name_of, own_means, spreads, validation_means, values_of
@@ -37,9 +37,9 @@ class Evaluate(Listener):
         self.rule = prepared.rule
         only_by_clients = self.rule.traits.personal or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
-        self.loss = prepared.loss or cross_entropy
-        self.metrics = prepared.metrics
-        self.names = [name_of(key_of(metric)) for metric in self.metrics]
+        self.task, self.metrics = prepared.task, prepared.metrics
+        self.loss = plain_loss(prepared.run, self.task)
+        self.names = (*self.task.figures, *(name_of(key_of(metric)) for metric in self.metrics))
         self.has_test = prepared.dataset is not None and self.rule.traits.has_global_model
 
     @functools.cached_property
@@ -85,19 +85,19 @@ class Evaluate(Listener):
             queried = bool(set(state.model) - set(state.arrays))
             used = self._load(state.model, tests[""], queried)
             state.line |= self._measure(tests.pop("")) | {"evaluated_with": used}
-            names = ("accuracy", *self.names)
             for domain, test in tests.items():
                 measured = self._measure(test)
-                state.line |= {f"{name}{domain}": value for name, value in measured.items() if name in names}
+                state.line |= {f"{name}{domain}": value for name, value in measured.items() if name in self.names}
             if held is not None:
                 self._load(state.model, held, queried)
                 measured = self._measure(held)
-                state.line |= {f"validation_{key}": measured[key] for key in ("loss", "accuracy")}
+                keys = measured.keys() & {"loss", self.task.main}
+                state.line |= {f"validation_{key}": measured[key] for key in sorted(keys, reverse=True)}
             if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates
                 self.prepared.release()
                 return_freed_memory()
         else:
-            means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy", *self.names)}
+            means = {key: state.line.get(f"clients_{key}") for key in ("loss", *self.names)}
             state.line |= {key: value for key, value in means.items() if value is not None}
 
     def _on_clients(self, state: RunState) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Evaluate(Listener):
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}
         by_clients = {f"clients_{name}": value for name, value in figures.items() if not name.startswith("validation_")}
-        return by_clients | validation_means(values)
+        return by_clients | validation_means(values, self.task.main)
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
         """Load the global model to evaluate it on `examples`; returns the statistics that its batch norms use."""
@@ -132,6 +132,6 @@ class Evaluate(Listener):
 
     def _measure(self, examples: TestBatches) -> dict[str, Any]:
         model, device = self.prepared.model, self.prepared.device
-        figures = evaluate(model, examples, self.loss, device, self.metrics, threads=self.threads)
+        figures = evaluate(model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads)
         figures.pop("num-examples")
         return {key.replace("-", "_"): value for key, value in figures.items()}

@@ -11,6 +11,7 @@ from fedbn_flwr.errors import UserError
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
+from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..file.expansion import PAPER
 from ..parts import Parts
@@ -87,4 +88,5 @@ def begin_summary(prepared: Parts) -> Summary:
         memory_format="channels_last" if run.train.channels_last else None,
         precision=run.train.precision if run.train.precision != "float32" else None,
         compiled=run.train.compile or None,
+        task=prepared.task.name if prepared.task is not CLASSIFICATION else None,
     )

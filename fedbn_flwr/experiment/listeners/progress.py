@@ -29,6 +29,7 @@ from rich.text import Text
 
 from fedbn_flwr.engines.logs import is_json, working_at, write_json
 from fedbn_flwr.results.text import duration
+from fedbn_flwr.tasks import title_of
 
 from .listener import Listener, RunState
 
@@ -67,7 +68,7 @@ class Reporter(Listener):
 
     def on_round(self, state: RunState) -> None:
         state.stop = self._stop_asked()
-        self._send(News(state.round, figures_of(state.line)))
+        self._send(News(state.round, figures_of(state.line, state.prepared.task.main)))
         for note in state.prepared.rule.notes().values() if state.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
@@ -276,7 +277,7 @@ class Progress:
             self._cell.update(self.render())
 
 
-def figures_of(line: Mapping[str, Any]) -> str:
-    """Accuracy and losses of a round, from its line in the history."""
-    names = (("accuracy", "accuracy"), ("loss", "loss"), ("train_loss", "train loss"))
-    return "  ".join(f"{name} {line[key]:.4f}" for key, name in names if isinstance(line.get(key), float))
+def figures_of(line: Mapping[str, Any], main: str) -> str:
+    """The main figure and the losses of a round, from its line in the history."""
+    keys = [key for key in dict.fromkeys((main, "loss", "train_loss")) if isinstance(line.get(key), float)]
+    return "  ".join(f"{title_of(key)} {line[key]:.4f}" for key in keys)

@@ -43,6 +43,7 @@ class Track(Listener):
             name=state.prepared.name,
             settings=_settings(state.run.model_dump(mode="json")),
             done=state.round,
+            measure=state.prepared.task.main,
             id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
         )
         state.grid.start()  # a process must not be forked while the thread imports modules

@@ -36,6 +36,7 @@ from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
+from fedbn_flwr.tasks import Task
 
 from ..counting import counts_of
 from ..data import loaded_data
@@ -127,7 +128,7 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     measure.append(Evaluate(prepared, threads=workers_of(run)))
     choose: list[Listener] = []
     if run.evaluate.validation:
-        choose.append(Best(folder, run.evaluate.patience, run.evaluate.min_delta))
+        choose.append(Best(folder, prepared.task, run.evaluate.patience, run.evaluate.min_delta))
     if run.evaluate.unseen:  # after the last round, which is chosen now
         choose.append(Final())
     # The checkpoint comes after the progress, by which a user stops the run.
@@ -166,17 +167,18 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     trained = [number_of(reply) for reply in used]
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
-    state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
+    figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
+    state.line |= {_in_history(key, state.prepared.task): value for key, value in figures.items()}
     state.clients = {} if rule.traits.hides else values_of(used, "examples")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)
 
 
-def _in_history(key: str) -> str:
+def _in_history(key: str, task: Task) -> str:
     """The name of a metric of training: a client may report one that is called as another figure of the round."""
     name = key.replace("-", "_")
-    return name if name.startswith("train_") or not is_taken(name) else f"train_{name}"
+    return name if name.startswith("train_") or not is_taken(name, task) else f"train_{name}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.storage import open_regular, replacing, to_json, writing
+from fedbn_flwr.tasks import MAINS
 
 from ..text import shorten
 from .ledger import Traffic
@@ -37,6 +38,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     },
     "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[dict[str, Any]]},
 }
+_FIGURES: dict[str, Any] = {"history.jsonl": float, "matrix.json": list[list[float | None]]}
 _OPTIONAL = ("environment.json",)  # files whose keys may be missing
 
 
@@ -105,8 +107,10 @@ def _parse(data: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
             raise ValueError(f"it is a {type(content).__name__}; expected a mapping")
         if file.name not in _OPTIONAL:
             check_keys(content, types)
-        measures = (key for key in content if "accuracy" in key or "loss" in key)
-        check_types(content, (dict.fromkeys(measures, float) if file.name == "history.jsonl" else {}) | types)
+        figures = [key for key in content if file.name in _FIGURES and any(main in key for main in MAINS)]
+        if file.name == "matrix.json" and not figures:
+            raise ValueError(f"it lacks the figures; expected one of {', '.join(MAINS)}")
+        check_types(content, dict.fromkeys(figures, _FIGURES.get(file.name)) | types)
     except UnicodeDecodeError as error:
         raise damaged(file, f"byte {error.start} is not UTF-8", line) from None
     except RecursionError:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _CLIENTS = 100  # bars of a picture
 _LINES = 200  # rounds of a heat map
 _NOTE = (
-    '<p class="note">Accuracies are those of the last evaluated round; "best" is the best round on the test examples. '
+    '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
     "is 2<sup>20</sup> bytes of arrays, summed over clients. Pictures show values under the pointer.</p>"
 )

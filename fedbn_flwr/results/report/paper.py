@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..folder.clients import is_loss
 from ..folder.summary import keys_of
 from ..text import in_latex, printable
 from . import tables
@@ -44,11 +43,11 @@ def as_csv(rows: Sequence[Row], form: Form) -> str:
 def latex(rows: Sequence[Row], form: Form) -> str:
     """A table for the package booktabs: mean ± standard deviation, the best mean of each measure in bold.
 
-    Without a choice of columns the best accuracy on the test examples is left out. Rows with runs that have not
-    finished are not the best.
+    Without a choice of columns the best figure on the test examples is left out. Rows with runs that have not finished
+    are not the best.
     """
     if not form.columns:
-        form = Form(tuple(key for key in columns(rows, form) if key != "best_test_accuracy"), form.baseline)
+        form = Form(tuple(key for key in columns(rows, form) if not key.startswith("best_test_")), form.baseline)
     shown, compared = columns(rows, form), against(rows, form)
     heads = ["run", "seeds", *(each.title + (f" ({each.unit})" if each.unit else "") for each in shown.values())]
     heads += [f"difference to {form.baseline}", "95 % interval", "p", "pairs"] if compared else []
@@ -76,11 +75,12 @@ def _line(cells: Any) -> str:
 
 def _best(rows: Sequence[Row], key: str, column: Column) -> float | None:
     """The best mean, as rounded as it is shown; none of what is no measure, or if there is nothing to compare."""
-    metrics = {key for row in rows for run in row.runs for key in keys_of(run.summary.metrics)}
+    runs, measure = [run for row in rows for run in row.runs], Measure.of(key)
+    metrics = {key for run in runs for key in keys_of(run.summary.of_task, run.summary.metrics)}
     found = [value for row in rows if not row.unfinished and (value := _rounded(row, key, column)) is not None]
-    if len(found) < 2 or not (Measure.of(key).is_fraction or is_loss(key) or key in metrics):
+    if len(found) < 2 or not (measure.is_fraction or measure.is_lower_better or key in metrics):
         return None
-    return min(found) if is_loss(key) or key.endswith("_std") else max(found)
+    return min(found) if measure.is_lower_better or key.endswith("_std") else max(found)
 
 
 def _rounded(row: Row, key: str, column: Column) -> float | None:

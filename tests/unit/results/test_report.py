@@ -112,7 +112,7 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
 
 
 def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "FedAvg", mean_iou=0.31)
+    write_run(tmp_path / "a", "FedAvg", task="segmentation", mean_iou=0.31)
     rows = group(find_runs([tmp_path]))
     heads, cells = table(rows)
     assert cells[heads.index("mean IoU")] == "31.00%"
@@ -121,16 +121,18 @@ def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -
     assert [point["mean_iou"] for point in figures["curve"]] == [0.31] * 3
 
 
-def test_runs_are_compared_by_mean_iou_if_all_are_of_segmentation(tmp_path: Path) -> None:
-    partition = {"title": "masks", "classes": ["examples"], "counts": [[3]], "clients": []}
-    for name, metrics, files in (
-        ("a", [], {}), ("b", ["mean_iou"], {"partition.json": partition}), ("c", ["mean_iou"], {}),
+def test_runs_are_compared_by_the_main_figure_of_their_task(tmp_path: Path) -> None:
+    for name, task, known in (
+        ("a", "segmentation", "mean_iou"), ("b", None, "mean_iou"), ("c", "regression", "rmse"), ("d", None, "auc"),
     ):  # fmt: skip
-        write_run(tmp_path / name, name, files=files, mean_iou=0.3)
-        change_summary(tmp_path / name, metrics=metrics)
-    assert headline(find_runs([tmp_path / "a", tmp_path / "b"])) == "mean_iou"
-    assert headline(find_runs([tmp_path / "c"])) == "accuracy", "of classification"
-    assert headline(find_runs([tmp_path])) == "accuracy"
+        accuracy = {"accuracy": None} if task == "regression" else {}
+        lines = [{"accuracy": 0.5, "loss": 1.0, known: 0.3, **accuracy}]
+        write_run(tmp_path / name, name, task=task, lines=lines)
+    assert headline(find_runs([tmp_path / "a"])) == "mean_iou"
+    assert headline(find_runs([tmp_path / "b"])) == "accuracy", "of classification"
+    assert headline(find_runs([tmp_path / "a", tmp_path / "b"])) == "accuracy", "which both have"
+    assert headline(find_runs([tmp_path / "c"])) == "rmse"
+    assert headline(find_runs([tmp_path / "c", tmp_path / "d"])) == "rmse", "no figure is of both"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from fedbn_flwr.experiment.listeners import progress as module
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.progress import Progress, figures_of
+from fedbn_flwr.tasks import CLASSIFICATION
 from tests.support.command import PATIENCE, environment
 
 EXPERIMENT = """
@@ -88,7 +89,7 @@ def state(round: int, rounds: int = 4) -> Any:
         line=line,
         stop=False,
         is_last=round == rounds,
-        prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict)),
+        prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict), task=CLASSIFICATION),
     )
 
 
@@ -137,6 +138,12 @@ def test_a_bar_has_the_rounds_of_its_run_and_above_it_is_the_time_left(clock: Si
     assert drawn(progress, 110)[1].endswith("1/4  clients trained: 3 of 5")
     assert all(len(line) <= 50 for line in drawn(progress, 50)), "a narrow terminal has two lines too"
     assert len(drawn(progress, 50)) == 2
+
+
+def test_a_round_s_figures_begin_with_the_main_one_of_the_task() -> None:
+    line = {"loss": 4.0, "rmse": 2.0, "mae": 1.0, "train_loss": 5.0, "accuracy": 1}
+    assert figures_of(line, "rmse") == "RMSE 2.0000  loss 4.0000  train loss 5.0000"
+    assert figures_of(line, "loss") == "loss 4.0000  train loss 5.0000"
 
 
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
