@@ -102,7 +102,7 @@ class _Own(nn.Module):
         super().__init__()
         self._normalise = own_normalisation(name)
 
-    def forward(self, examples: Tensor) -> Tensor:
+    def forward(self, examples: Values) -> Values:
         return self._normalise(examples)
 
 
