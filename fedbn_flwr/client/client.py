@@ -20,6 +20,7 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
+from fedbn_flwr.batch import each
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
@@ -351,7 +352,7 @@ class BNClient(NumPyClient):
             pairs = self._pairs(local_batches(self.train_data, server_round, epochs=epochs, steps=steps))
             trained = train(
                 self.model,
-                ((_channels_last(inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
+                ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
                 optimizer,
                 self.loss,
                 device=self._parts.device,

@@ -20,6 +20,7 @@ from fedbn_flwr.tasks import SEVERAL
 from .data import Shape
 from .sections import Engine
 from .settings import Settings, name_in
+from .training import targets_like
 
 
 def choose_device(name: str) -> torch.device:
@@ -115,15 +116,16 @@ def _try_examples(
         ) from None
     expected = [2, dataset.outputs, *(size if dataset.dense else ())]
     of_pixels = isinstance(logits, Tensor) and logits.ndim > 2
-    is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) == expected
+    # A model with one output may leave out its dimension.
+    forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
+    is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
     if dataset.task is SEVERAL or (is_right and of_pixels == dataset.dense):
         return
     found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if loss is not None:
-        labels = torch.zeros(2, *expected[2:], dtype=torch.int64, device=main(inputs).device)
-        labels[1] = 1  # some losses need two classes
+        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
         try:
-            value: Any = loss(logits, labels)
+            value: Any = loss(logits, targets)
             problem = None if isinstance(value, Tensor) and value.ndim == 0 else "it did not return a scalar tensor"
         except Exception as error:  # the user's
             problem = f"{type(error).__name__}: {error}"
@@ -145,9 +147,12 @@ def _try_examples(
         )
     other = ", or a train.loss of your own that takes what the model returns" if model.training else ""
     raise SettingsError(
-        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected logits of shape "
-        f"{expected}, as {run.data.name!r} has {dataset.classes} classes{other}"
+        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected shape {expected}, as "
+        f"{run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]}{other}"
     )
+
+
+_COUNTED = {"classes": "classes", "labels": "labels", "numbers": "numbers to predict", "": "targets"}
 
 
 def _described(inputs: Values) -> str:

@@ -18,11 +18,12 @@ from fedbn_flwr.client.optimizers import check_optimizer, decay_of
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
+from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
-from fedbn_flwr.tasks import SEGMENTATION, Task
+from fedbn_flwr.tasks import Task
 
 from . import trackers
 from .check import Faults
@@ -32,7 +33,7 @@ from .mods import check_mods
 from .parts import Parts
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
-from .training import check_loss, learning_rate, plain_loss
+from .training import check_loss, learning_rate, plain_loss, targets_like
 
 
 def prepare(
@@ -162,16 +163,7 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
             f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
             f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
         )
-    if not rule.traits.min_batch:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not computes_as_batch_norm(module):
-            raise SettingsError(
-                f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches in place of "
-                f"plain batch norm, but {name!r} of {run.model.name!r} is a {type(module).__name__}, whose own "
-                "arithmetic would be lost; use model.norm: bn, or another strategy"
-            )
-    if others and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+    if rule.traits.min_batch and not exchanged_layers(model.train()) and others:
         raise SettingsError(
             f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
             f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
@@ -206,7 +198,7 @@ def check_training(parts: Parts) -> None:
     run, shape = parts.run, parts.shape
     train, weights = run.train, run.train.class_weights
     _check_strategy(run, parts.rule)
-    check_loss(run, parts.task)
+    check_loss(run, parts.task, shape.classes)
     if weights == "balanced" and shape.dense:
         raise SettingsError(
             "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
@@ -232,22 +224,12 @@ def check_training(parts: Parts) -> None:
             raise SettingsError(f"train.{error}") from None
     _check_names(parts.task, parts.metrics)
     if parts.task.form:  # of several targets only the user knows the outputs
-        outputs, targets = _examples(parts.task, shape.classes)
+        # Each class has two examples.
+        targets = targets_like(parts.task, shape.classes, 2 * shape.classes, (2, 2) if shape.dense else ())
+        size = targets.shape[1:] if shape.dense else ()
+        outputs = torch.randn(len(targets), shape.outputs, *size, generator=torch.Generator().manual_seed(0))
         _check_loss(run, plain_loss(run, parts.task), outputs.clone().requires_grad_(), targets)
         _check_metrics(parts.task, parts.metrics, outputs, targets)
-
-
-def _examples(task: Task, count: int) -> tuple[Tensor, Tensor]:
-    """Outputs and targets of the task's form, with `count` classes, labels or numbers; each class has two examples."""
-    labels, generator = torch.arange(2 * count) % count, torch.Generator().manual_seed(0)
-    outputs = torch.randn(2 * count, task.outputs(count), generator=generator)
-    if task is SEGMENTATION:
-        return outputs[:, :, None, None].expand(-1, -1, 2, 2), labels[:, None, None].expand(-1, 2, 2)
-    if task.form == "classes":
-        return outputs, labels
-    numbers = torch.randn(2 * count, count, generator=generator)
-    targets = (numbers > 0).float() if task.form == "labels" else numbers
-    return outputs, targets[:, 0] if count == 1 else targets
 
 
 def _check_strategy(run: Settings, rule: Rule) -> None:

@@ -90,13 +90,25 @@ def _options(run: Settings) -> dict[str, Any]:
     return {key: value for key, value in loss.items() if key != "name"} if isinstance(loss, Mapping) else {}
 
 
-def check_loss(run: Settings, task: Task) -> None:
+def targets_like(task: Task, count: int, number: int, size: Sequence[int] = ()) -> Tensor:
+    """Targets of so many examples, to try a loss: of all `count` classes in turn, of labels, or of numbers."""
+    labels = torch.arange(number) % count
+    if task.form == "classes":
+        return labels.reshape(-1, *(1 for _ in size)).expand(-1, *size)
+    targets = torch.randn(number, count, generator=torch.Generator().manual_seed(1))
+    targets = (targets > 0).float() if task.form == "labels" else targets
+    return targets[:, 0] if count == 1 else targets
+
+
+def check_loss(run: Settings, task: Task, count: int) -> None:
     """Refuse a loss, or an option of it, that does not suit the targets."""
     train, found = run.train, f"{run.data.name!r} has {task.targets} ({task.name})"
     suited = f"{' or '.join(task.losses)}, or " if task.losses else ""
     name = name_in(train.loss) if train.loss is not None else task.losses[0] if task.losses else "missing"
     refuse(
         {
+            f"data.task is 'binary', but {run.data.name!r} has {count} classes; expected two, or task: "
+            "classification": task.name == "binary" and count != 2,
             f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own": own_loss(run)
             is None
             and name not in task.losses,

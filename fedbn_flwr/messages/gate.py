@@ -33,7 +33,8 @@ MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no opposite
 _TEXT_LIMIT = 2000  # bytes of a reason
-_COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
+# Also after the name of a test set.
+_COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
 
 

@@ -60,7 +60,7 @@ EVALUATION_KEYS = {
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
-COHORT_BATCH = "fedbn.cohort-batch"
+COHORT_VALUES = "fedbn.cohort-values"
 COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
 
@@ -79,6 +79,7 @@ TRAIN_LOSS = "train-loss"
 OWN_DATA = "own-data"  # the node has data of its own instead of a partition of the server's
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
+BATCH_VALUES = "batch-values"  # values per channel in a batch norm's input, in an exchange
 TUNED = "tuned"  # the beginning of metrics after the steps that TUNE_STEPS asks for
 VALIDATION = "validation"  # the test set that is a share of the client's training data
 OWN = "own"  # the test set that is the client's own share of all test examples

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import SettingsError
 
@@ -22,11 +23,11 @@ from fedbn_flwr.errors import SettingsError
 RELU_GAMMA = math.sqrt(2 / (1 - 1 / math.pi))
 
 
-class StdConv2d(nn.Conv2d):
-    """nn.Conv2d that convolves with W^ = (W - mu) / sigma instead of its weight W.
+class Standardised(_ConvNd):
+    """A convolution with W^ = (W - mu) / sigma instead of its weight W.
 
     mu and sigma are mean and standard deviation of each filter. This removes the filter's scale, which has no effect
-    before a norm layer. The arguments are nn.Conv2d's.
+    before a norm layer. The arguments are those of the convolution.
     """
 
     eps = 1e-5  # added to sigma^2
@@ -42,22 +43,46 @@ class StdConv2d(nn.Conv2d):
         return weight.reshape(self.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._conv_forward(x, self.standardised(), self.bias)
+        y: Tensor = self._conv_forward(x, self.standardised(), self.bias)  # type: ignore[operator]
         return y
 
 
-class WSConv2d(StdConv2d):
-    """nn.Conv2d that convolves with W^ = gamma (W - mu) / (sigma sqrt(N)) instead of its weight W.
+class StdConv1d(Standardised, nn.Conv1d):
+    pass
+
+
+class StdConv2d(Standardised, nn.Conv2d):
+    pass
+
+
+class StdConv3d(Standardised, nn.Conv3d):
+    pass
+
+
+class Scaled(Standardised):
+    """A convolution with W^ = gamma (W - mu) / (sigma sqrt(N)) instead of its weight W.
 
     mu and sigma are mean and standard deviation of each filter, N is its fan-in: inputs of variance 1 and any mean
-    then give outputs of variance gamma^2. The arguments are nn.Conv2d's.
+    then give outputs of variance gamma^2. The arguments are those of the convolution.
     """
 
     eps = 1e-6
     gamma = RELU_GAMMA
 
 
-C = TypeVar("C", bound=nn.Conv2d)
+class WSConv1d(Scaled, nn.Conv1d):
+    pass
+
+
+class WSConv2d(Scaled, nn.Conv2d):
+    pass
+
+
+class WSConv3d(Scaled, nn.Conv3d):
+    pass
+
+
+C = TypeVar("C", bound=_ConvNd)
 
 
 def check_stored(layer: nn.Module, where: str, kind: str) -> None:
@@ -70,7 +95,7 @@ def check_stored(layer: nn.Module, where: str, kind: str) -> None:
             )
 
 
-def remade(conv: nn.Conv2d, kind: type[C]) -> C:
+def remade(conv: _ConvNd, kind: type[C]) -> C:
     """`conv` as a layer of another class, with the same parameter objects."""
     new = kind(
         conv.in_channels,
@@ -88,28 +113,35 @@ def remade(conv: nn.Conv2d, kind: type[C]) -> C:
     return new.train(conv.training)
 
 
-STANDARDISED = {"won": WSConv2d, "gn+ws": StdConv2d}  # the convolutions of these kinds of norm
+# The convolutions of these kinds of norm.
+STANDARDISED: dict[str, dict[type[nn.Module], type[Standardised]]] = {
+    "won": {nn.Conv1d: WSConv1d, nn.Conv2d: WSConv2d, nn.Conv3d: WSConv3d},
+    "gn+ws": {nn.Conv1d: StdConv1d, nn.Conv2d: StdConv2d, nn.Conv3d: StdConv3d},
+}
 
 
-def standardised(conv: nn.Module, where: str, kind: str) -> nn.Module:
+def standardised(conv: _ConvNd, where: str, kind: str) -> nn.Module:
     """`conv` with its weights standardised, as this kind of norm needs it.
 
     With `won`, a convolution without a bias gets one, initially zero, in place of the beta of the batch norm after it;
     the convolutions of NF-Nets have a bias.
     """
-    if type(conv) is STANDARDISED[kind]:
+    own, kinds = type(conv), STANDARDISED[kind]
+    if own in kinds.values():
         return conv
-    if not isinstance(conv, nn.Conv2d):
-        raise SettingsError(f"norm {kind!r}: {where} is a {type(conv).__name__}; only Conv2d can be standardised")
-    own = type(conv)
-    if own.forward is not nn.Conv2d.forward or own._conv_forward is not nn.Conv2d._conv_forward:
+    plain = next((each for each in kinds if isinstance(conv, each)), None)
+    if plain is None:
+        raise SettingsError(
+            f"norm {kind!r}: {where} is a {own.__name__}; only Conv1d, Conv2d and Conv3d can be standardised"
+        )
+    if own.forward is not plain.forward or own._conv_forward is not plain._conv_forward:
         raise SettingsError(
             f"norm {kind!r}: {where} is a {own.__name__}, a convolution of another kind, and cannot be replaced"
         )
     check_stored(conv, where, kind)
     if conv.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
-    new = remade(conv, STANDARDISED[kind])
+    new = remade(conv, kinds[plain])
     if kind == "won" and conv.bias is None:
         new.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), conv.weight.requires_grad)
     return new

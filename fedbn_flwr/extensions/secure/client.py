@@ -91,8 +91,8 @@ masks = Masks()
 def masked(content: RecordDict, received: Arrays, config: Config, context: Context) -> RecordDict:
     """A reply to a train message or an exchange, with its arrays and metrics under masks.
 
-    `received` is the model that the round began with. The node's partition, the names and shapes of the arrays, and the
-    number and kind of exchanges stay readable.
+    `received` is the model that the round began with. The node's partition, the names and shapes of the arrays, the
+    number and kind of exchanges, and the number of values of an example in a batch norm stay readable.
     """
     session, values, exchange = Session.of(config, context), values_in(content), kind_in(content)
     part, peers = int(config[PART]), nodes_in(config[PEERS])
@@ -105,6 +105,15 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
         )
     metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
     readable = {key: metrics.pop(key) for key in (protocol.PARTITION, protocol.EXCHANGES_LEFT) if key in metrics}
+    if exchange:
+        batch, total = metrics[protocol.BATCH_EXAMPLES], metrics.pop(protocol.BATCH_VALUES)
+        if total % batch:
+            raise MessageError(
+                f"a batch norm of this client has {total} values per channel of {batch} examples, which differ in "
+                "length (padded series with a mask), and the server cannot weight masked statistics by lengths that it "
+                "does not know; expected examples of one length, or a strategy other than Secure"
+            )
+        readable[protocol.BATCH_VALUES] = total // batch  # of an example: that of most clients
     values |= {(TOTALS, key): np.asarray(each) for key, each in metrics.items() if not isinstance(each, list)}
     update, statistics, examples = config[RANGES]
     equal = str(config[EQUAL]).split(",")

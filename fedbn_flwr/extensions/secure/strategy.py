@@ -321,10 +321,12 @@ class MaskedRound(GridAround):
         found = []
         for place, reply in enumerate(replies):
             readable = next(iter(metrics_in(reply.content).values()), MetricRecord())
+            share = batch // count + (place < batch % count)  # they add up to the examples of all
             mean = Contribution(
                 kind,
                 tensors,
-                batch=batch // count + (place < batch % count),  # they add up to the examples of all
+                batch=share,
+                values=share * int(readable.get(protocol.BATCH_VALUES, 0)),  # type: ignore[arg-type]
                 remaining=int(readable.get(protocol.EXCHANGES_LEFT, -1)),  # type: ignore[arg-type]
                 examples=min(batch, MOST_EXAMPLES),  # the same for all; a batch must not exceed it
                 partition=partition_of(reply.content),
@@ -546,7 +548,11 @@ def _form(content: RecordDict) -> frozenset[tuple[object, ...]]:
     """What replies must have in common to be added."""
     exchange = (
         client.kind_in(content),
-        *(record.get(protocol.EXCHANGES_LEFT) for record in metrics_in(content).values()),
+        *(
+            record.get(k)
+            for record in metrics_in(content).values()
+            for k in (protocol.EXCHANGES_LEFT, protocol.BATCH_VALUES)
+        ),
     )
     values = client.values_in(content)
     return frozenset({("exchange", str(exchange)), *((p, each.dtype.str, each.shape) for p, each in values.items())})

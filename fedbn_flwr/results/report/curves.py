@@ -103,7 +103,7 @@ class Measure:
         if self.is_fraction or not largest:
             return of_share if self.is_fraction else 4
         size = math.floor(math.log10(largest))
-        return max(0, min(4, 4 - size), 2 - size)
+        return max(0, min(4, 4 - size), min(2 - size, 8))
 
     @property
     def full_title(self) -> str:

@@ -62,8 +62,11 @@ def columns(rows: Sequence[Row], form: Form) -> dict[str, Column]:
     for summary in (run.summary for row in rows for run in row.runs):
         main = summary.of_task.main
         first |= {main, f"best_test_{main}"}
-        keys = (main, f"best_test_{main}", f"best_round_{main}", *keys_of(summary.of_task, summary.metrics))
-        known |= {key: _column(key, rows, main) for key in keys if key not in known}
+        keys = [main, f"best_test_{main}", f"best_round_{main}", *keys_of(summary.of_task, summary.metrics)]
+        # Of the task's other figures those of clients are in a table of their own.
+        others = {*summary.of_task.figures[1:]} - {*summary.metrics}
+        left_out = {f"clients_{place}{name}" for name in others for place in ("", "own_")}
+        known |= {key: _column(key, rows, main) for key in keys if key not in known.keys() | left_out}
     known |= _COSTS
     if not form.columns:
         wanted = first | _COSTS.keys()
@@ -177,11 +180,10 @@ def measures_of_clients(run: Run, *, every: bool) -> dict[str, Measure]:
 
     Without `every` only those that a terminal and a picture have room for: not those of domains and of the user.
     """
-    task = run.summary.of_task
-    first = (task.main, f"own_{task.main}")
-    main = {*first, *task.figures, *(f"own_{name}" for name in task.figures)}
-    main |= {f"unseen_{task.main}", f"unseen_{task.main}_tuned"}
-    keys = [key for key in run.clients if key in main or (every and not is_count(key) and "loss" not in key.split("_"))]
+    name = run.summary.of_task.main
+    first = (name, f"own_{name}")
+    few = {*first, f"unseen_{name}", f"unseen_{name}_tuned"}
+    keys = [key for key in run.clients if key in few or (every and not is_count(key) and "loss" not in key.split("_"))]
     keys.sort(key=lambda key: (not key.startswith("own_"), key not in first))
     return {key: Measure.of_client(key, run.clients) for key in keys}
 
@@ -195,8 +197,9 @@ def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
                 continue
             seeds = [list(run.clients[metric].values()) for run in row.counted]
             measured = [spread(values, metric) for values in seeds]
-            figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
-            shown = (as_measured(measure, values) for values in figures)
+            figures = [[getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth")]
+            digits = measure.digits([value for values in figures for value in values])
+            shown = (figure(values, measure.scale, digits, measure.unit) for values in figures)
             lines.append((row.title, measure.of_clients, figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
 

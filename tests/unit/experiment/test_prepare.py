@@ -91,7 +91,7 @@ def experiment_of(strategy: dict[str, Any], norm: str) -> Experiment:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules_that_replace_batch_norm_refuse_other_kinds_of_it(rule: dict[str, Any]) -> None:
-    message = rf"strategy {rule['name']}.* 'bn1' of 'cnn' is a BatchRenorm, whose own .* use model\.norm: bn"
+    message = r"batches replaces plain .* 'bn1' is a BatchRenorm, whose own .*model\.norm: bn\), or another strategy"
     with pytest.raises(SettingsError, match=message):
         prepare(experiment_of(rule, "brn"))
     prepare(experiment_of(rule, "bn"))

@@ -258,7 +258,7 @@ def test_no_array_or_metric_of_a_client_arrives(federation: Federations, rule: s
             assert noise[where].dtype == np.uint64
             assert noise[where].shape == value.shape
         readable = {key for record in metrics_in(hidden.content).values() for key in record}
-        assert readable <= {protocol.EXCHANGES_LEFT, protocol.PARTITION}
+        assert readable <= {protocol.EXCHANGES_LEFT, protocol.PARTITION, protocol.BATCH_VALUES}
         for metrics in metrics_in(plain.content).values():
             for key in metrics.keys() - readable:
                 assert ("totals", key) in noise
