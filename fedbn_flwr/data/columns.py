@@ -164,12 +164,13 @@ def _chosen(source: Source, splits: Splits, entry: Entry | None, *, is_table: bo
         inputs = _only(source, splits, "inputs", "Image", label)
     if source.domains and domain is None:
         domain = "domain" if is_table else ARRAYS["domain"]
-    for key, columns in (("inputs", inputs), ("label", label), ("domain", (domain,)), ("group", (group,))):
-        for column in columns:
-            if column is not None and column not in names:
-                raise DataError(
-                    f"data.{key}={column!r} is not a column of {source.name!r}; its columns: {_kinds(splits)}"
-                )
+    used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
+    for key, column in (*used, ("domain", domain), ("group", group)):
+        if column is not None and column not in names:
+            raise DataError(f"data.{key}={column!r} is not a column of {source.name!r}; its columns: {_kinds(splits)}")
+    for part, split in splits.items():
+        if absent := [column for _, column in used if column not in (split if not is_table else split.features)]:
+            raise DataError(f"{source.name!r}: {part} has no column {', '.join(absent)}; expected those of train")
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
     return Columns(inputs, label, domain, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -161,10 +162,9 @@ class DataSet(Form):
                 np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])
             ).unique()
             train, test = (torch.bucketize(some, edges, right=True) for some in values)
-            ends = [f"{float(edge):g}" for edge in edges]
-            return Strata(
-                train, test, tuple(f"{a} to {b}" for a, b in zip(["least", *ends], [*ends, "most"], strict=True))
-            )
+            ends = [f"{edge:g}" for edge in edges.tolist()]
+            between = [f"{low} to {high}" for low, high in itertools.pairwise(ends)]
+            return Strata(train, test, (f"below {ends[0]}", *between, f"from {ends[-1]}"))
         if self.task is MULTILABEL:
             rows = torch.cat([part.targets.cpu() > 0 for part in (self.train, self.test)])
             kinds, places = rows.unique(dim=0, return_inverse=True)

@@ -49,7 +49,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     if names := data.domains or (entry.domains if entry else ()):
         rows = torch.arange(count) % len(names)
         domains = Groups(tuple(names), rows, rows)
-    return DataSet(data.name, part, part, tuple(map(str, range(classes))), domains, natural=natural)
+    return DataSet(data.name, part, part, tuple(map(str, range(classes))), domains, groups=natural)
 
 
 def test_there_are_shipped_experiments() -> None:
