@@ -21,9 +21,10 @@ from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.training import Loss, cross_entropy
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.examples import Values
+from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
-from fedbn_flwr.data.sums import Sums, sums_of
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.named import is_name
@@ -116,7 +117,7 @@ class ClientParts:
         """The indices of the training examples, and of the test examples that are the client's own."""
         if self.has_own_data:
             check_labels(self.run, self.dataset)
-            return torch.arange(len(self.dataset.train.labels)), torch.arange(len(self.dataset.test.labels))
+            return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
         place = self.run.data, self.run.clients, self.run.seed, str(self.device)
         return partition_of(*place)[self.number], own_test(*place)[self.number]
 
@@ -212,7 +213,7 @@ def min_batch_of(node: Mapping[str, Any]) -> int:
     return least
 
 
-def _not_agreed(inputs: Tensor) -> NoReturn:
+def _not_agreed(inputs: Values) -> NoReturn:
     raise MessageError(
         f"data.normalise is 'moments', and the message has no {protocol.MEANS!r}, on which the sites agree before the "
         "first round; install the same version of fedbn-flwr on server and clients"
@@ -262,7 +263,7 @@ def number_of(context: Context, clients: int) -> int:
 def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[ModelPool, ModelTensors]:
     """A model with the initial values of the run, and the pool that it belongs to."""
     last = run.train.channels_last
-    pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
+    pool = _pool((run.model, run.seed, last, dataset.shape, dataset.tokens, dataset.outputs), str(device))
     if (tensors := pool.take()) is not None:
         return pool, tensors
 

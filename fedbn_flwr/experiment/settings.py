@@ -56,6 +56,37 @@ def _size(value: Any) -> int | tuple[int, int]:
 Pixels = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
 
 
+def _columns(value: Any) -> Any:
+    return () if value is None else (value,) if isinstance(value, str) else value
+
+
+# One column or several.
+Columns = Annotated[
+    Names, BeforeValidator(_columns), PlainSerializer(lambda names: names[0] if len(names) == 1 else names or None)
+]
+
+
+def _categories(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """As tuples, because settings are keys of a cache."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else list(value or ())
+    if not all(isinstance(values, list | tuple) and values for _, values in pairs):
+        raise ValueError(f"found {value!r}; expected lists of values by column, for instance {{sex: [f, m]}}")
+    return tuple((str(column), tuple(map(str, values))) for column, values in pairs)
+
+
+def _split(value: Any) -> str | float | None:
+    if value is None or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1):
+        return value
+    raise ValueError(f"found {value!r}; expected the name of a split, or a share between 0 and 1 to hold out")
+
+
+Split = Annotated[str | float, PlainValidator(_split), PlainSerializer(lambda value: value)]
+Categories = Annotated[
+    tuple[tuple[str, tuple[str, ...]], ...],
+    PlainValidator(_categories),
+    PlainSerializer(lambda pairs: {column: list(values) for column, values in pairs}),
+]
+
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
@@ -141,25 +172,67 @@ class Data(Section):
             " used (`data_commit`)"
         ),
     )
-    image: str | None = Field(default=None, description="image column; required if the data set has several")
-    label: str | None = Field(default=None, description="label column; for segmentation the column with the masks")
+    inputs: Columns = Field(
+        default=(),
+        description=(
+            "column of inputs, or a list of columns; by default the column of images, or else all columns of numbers "
+            "that have no other use, see [Data](data.md#your-own-data)"
+        ),
+    )
+    label: Columns = Field(
+        default=(),
+        description="label column, or a list of columns; for segmentation the column with the masks",
+    )
+    task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = Field(
+        default=None,
+        description=(
+            "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
+            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several "
+            "columns of 0 and 1 are several labels"
+        ),
+    )
     domain: str | None = Field(
         default=None, description="the column with each example's domain; accuracy is reported per domain"
     )
     domains: Names = Field(default=(), description="the domains to use")
+    group: str | None = Field(
+        default=None,
+        description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
+    )
     train: str | None = Field(
         default=None, description="name of the training split; in a folder, the prefix of its files"
     )
-    test: str | None = Field(
+    test: Split | None = Field(
         default=None,
         description=(
-            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`)"
+            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or "
+            "a share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of "
+            "classes, domains and groups"
         ),
+    )
+    categories: Categories = Field(
+        default=(),
+        description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
+    )
+    missing: Literal["mean"] | None = Field(
+        default=None,
+        description="`mean`: a missing value of an input becomes the column's mean; otherwise the data are refused",
+    )
+    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
+            "channels, `[9, null]` for series of any length"
+        ),
+    )
+    tokens: Positive | None = Field(
+        default=None, description="inputs are whole numbers below this one; by default the largest and one"
     )
     classes: Positive | None = Field(
         default=None,
         description=(
-            "checked against the data; required for segmentation data sets that are not listed in [Data](data.md)"
+            "number of classes, labels or numbers to predict, checked against the data; required for segmentation data "
+            "sets that are not listed in [Data](data.md)"
         ),
     )
     class_names: Names = Field(
