@@ -79,8 +79,7 @@ def run(
 
 
 def of_all(folders: Path, **more: Any) -> dict[str, Any]:
-    partition = {"kind": "natural", "column": "site"}
-    return {"data": EXPERIMENT["data"] | {"name": str(folders / "all"), "partition": partition}, **more}
+    return {"data": EXPERIMENT["data"] | {"name": str(folders / "all"), "partition": {"kind": "natural"}, "group": "site"}, **more}
 
 
 def moments_of_all(folders: Path) -> dict[str, list[float]]:
