@@ -17,13 +17,13 @@ from fedbn_flwr.data.batches import ClientBatches, Normalise
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet, Form, fewer
-from fedbn_flwr.data.examples import MASK, InMemory, Values
+from fedbn_flwr.data.examples import MASK, InMemory, Values, main
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.data.random_images import random_images
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.errors import DataError, SettingsError, did_you_mean
 from fedbn_flwr.results.folder.summary import SPREAD
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
@@ -96,9 +96,9 @@ def _plain(data: settings.Data) -> settings.Data:
 
 def _loaded(data: settings.Data, device: str) -> DataSet:
     if data.random:
-        dataset = random_images(_source(data), data.channels, data.examples, data.test_examples)
+        dataset = random_images(source_of(data), data.channels, data.examples, data.test_examples)
     else:
-        dataset = fewer(load(_source(data)), data.examples, data.test_examples)
+        dataset = fewer(load(source_of(data)), data.examples, data.test_examples)
     if data.class_names and dataset.class_names != data.class_names and not data.random:
         raise SettingsError(
             f"data.class_names is {list(data.class_names)}, but {data.name!r} has {list(dataset.class_names)}"
@@ -106,11 +106,27 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
     for key in ("classes", "channels"):
         if (expected := getattr(data, key)) is not None and expected != (count := getattr(dataset, key)):
             raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
+    _check_ranges(data, dataset)
     rows_by_domain(dataset)  # checks the names
     return dataset.to(torch.device(device))
 
 
-def _source(data: settings.Data) -> Source:
+def _check_ranges(data: settings.Data, dataset: DataSet) -> None:
+    """Refuse values outside of `data.ranges`, by their number: a site's error is sent to the server."""
+    for column, (low, high) in data.ranges:
+        if column not in dataset.input_names:
+            raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, dataset.input_names)}")
+        place = dataset.input_names.index(column)
+        for part, split in (("training", dataset.train), ("test", dataset.test)):
+            values = main(split.sample())[:, place]
+            if outside := int(((values < low) | (values > high)).sum()):
+                raise DataError(
+                    f"{data.name!r}: {outside} of {len(values)} {part} examples have a value of {column!r} outside of "
+                    f"data.ranges, {low:g} to {high:g}"
+                )
+
+
+def source_of(data: settings.Data) -> Source:
     values = {each.name: getattr(data, each.name) for each in fields(Source) if each.name in settings.Data.model_fields}
     return Source(**{**values, "categories": dict(data.categories), "options": data.options.model_extra or {}})
 

@@ -21,9 +21,10 @@ from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.examples import Values
+from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
-from fedbn_flwr.data.sums import Sums, sums_of
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.named import is_name
@@ -213,7 +214,7 @@ def min_batch_of(node: Mapping[str, Any]) -> int:
     return least
 
 
-def _not_agreed(inputs: Tensor) -> NoReturn:
+def _not_agreed(inputs: Values) -> NoReturn:
     raise MessageError(
         f"data.normalise is 'moments', and the message has no {protocol.MEANS!r}, on which the sites agree before the "
         "first round; install the same version of fedbn-flwr on server and clients"

@@ -88,6 +88,20 @@ Categories = Annotated[
     PlainSerializer(lambda pairs: {column: list(values) for column, values in pairs}),
 ]
 
+
+def _ranges(value: Any) -> tuple[tuple[str, tuple[float, float]], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else list(value or ())
+    for _, ends in pairs:
+        if not (isinstance(ends, list | tuple) and [type(end) in (int, float) for end in ends] == [True, True]):
+            raise ValueError(f"found {value!r}; expected the smallest and the largest value, {{age: [0, 120]}}")
+    return tuple((str(column), (float(low), float(high))) for column, (low, high) in pairs)
+
+
+Ranges = Annotated[
+    tuple[tuple[str, tuple[float, float]], ...],
+    PlainValidator(_ranges),
+    PlainSerializer(lambda pairs: {column: list(ends) for column, ends in pairs}),
+]
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
@@ -214,6 +228,10 @@ class Data(Section):
     categories: Categories = Field(
         default=(),
         description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
+    )
+    ranges: Ranges = Field(
+        default=(),
+        description="`{age: [0, 120]}`: data with values outside of these limits are refused, with their number",
     )
     missing: Literal["mean"] | None = Field(
         default=None,
