@@ -26,7 +26,8 @@ from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.worker import leave_if_unguarded
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
@@ -344,8 +345,10 @@ def carry_out(
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
+    if "ray" not in declared("engines"):
+        raise MissingPackage("engine.name is 'ray', which needs the folder fedbn_flwr/extensions/ray")
     with needs("run", "engine.name='ray'"):
-        from .cluster import ray_grids
+        ray_grids = part("engines", "ray")
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 
