@@ -18,11 +18,12 @@ from fedbn_flwr.client.optimizers import check_optimizer, decay_of
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.protocol import METRICS
 from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
-from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
+from fedbn_flwr.strategies import Rule, as_rule
 
 from . import trackers
 from .check import Faults

@@ -74,8 +74,9 @@ def _passed(reply: Message) -> Message:
         return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
     try:
         content = checked(reply.content)
-    except MessageError as error:
-        return refused(reply, str(error))
+    except MessageError as error:  # names the client, as the errors that clients send do
+        partition = partition_of(reply.content)
+        return refused(reply, str(error) if partition is None else f"client {partition}: {error}")
     except Exception:  # the texts of NumPy's and Flower's errors are about their own interfaces
         return refused(reply, "its content cannot be read")
     return reply if content is reply.content else with_content(reply, content)
@@ -150,7 +151,7 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 def partition_of(content: RecordDict) -> int | None:
     """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
-    others: list[Any] = [record for record in content.values() if not isinstance(record, ArrayRecord)]
+    others: list[Any] = [each for each in content.values() if isinstance(each, MetricRecord | ConfigRecord)]
     return next(filter(_is_partition, (record.get(protocol.PARTITION) for record in others)), None)
 
 

@@ -28,6 +28,7 @@ from fedbn_flwr.experiment.explain import explain
 from fedbn_flwr.experiment.find import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import client_of
 from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.registry import build_strategy
 from fedbn_flwr.experiment.run import run_one
 from fedbn_flwr.messages.aggregate import as_bfloat16
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
@@ -35,7 +36,6 @@ from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.trained import global_model
-from fedbn_flwr.strategies import build_strategy
 from tests.support.fixtures import Batches
 from tests.support.sessions import Stopping, outcome
 
