@@ -22,11 +22,11 @@ from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
-from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.worker import leave_if_unguarded
 from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.experiment.logs import is_json, write_json
+from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack

@@ -26,7 +26,6 @@ FOLDERS = (
     "fedbn_flwr.messages",
     "fedbn_flwr.norms",
     "fedbn_flwr.threads",
-    "fedbn_flwr.yaml_text",
     "fedbn_flwr.storage",
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",

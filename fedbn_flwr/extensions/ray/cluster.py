@@ -23,8 +23,8 @@ from typing import Any
 import ray
 
 from fedbn_flwr import __version__
-from fedbn_flwr.engines.ray_settings import START, set_ray_defaults
 from fedbn_flwr.errors import RunFailed, UserError
+from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
 from fedbn_flwr.storage import temporary_folder
 
 _PACKAGE = __name__.partition(".")[0]
