@@ -123,7 +123,7 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    name, options, traits = strategy_name(run.strategy), run.evaluate, rule.traits
+    name, options, traits, hides = strategy_name(run.strategy), run.evaluate, rule.traits, rule.lacks.get("inside")
     refuse(
         {
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
@@ -132,10 +132,10 @@ def make_rule(run: Settings) -> Rule:
             "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
             f"evaluate.matrix is true, but with {name} all clients have the global model; expected a strategy with a "
             "model per client: FedBN, SiloBN or Standalone": options.matrix and not traits.personal,
-            f"evaluate.matrix is true and reads the models of single clients, which {name} {traits.hides}; leave "
-            "evaluate.matrix out": options.matrix and traits.hides is not None,
-            f"evaluate.dynamics is true and reads the statistics of single clients, which {name} {traits.hides}; leave "
-            "evaluate.dynamics out": options.dynamics and traits.hides is not None,
+            f"evaluate.matrix is true and reads the models of single clients, but {name} {hides}; leave "
+            "evaluate.matrix out": options.matrix and hides is not None,
+            f"evaluate.dynamics is true and reads the statistics of single clients, but {name} {hides}; leave "
+            "evaluate.dynamics out": options.dynamics and hides is not None,
         }
     )
     return rule

@@ -163,7 +163,7 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     state.trained |= dict.fromkeys(trained, number)
     state.line = {"round": number, "clients": len(trained)}
     state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    state.clients = {} if rule.traits.hides else values_of(used, "examples")
+    state.clients = {} if "inside" in rule.lacks else values_of(used, "examples")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)

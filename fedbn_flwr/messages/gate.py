@@ -151,8 +151,11 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 def partition_of(content: RecordDict) -> int | None:
     """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
-    others: list[Any] = [each for each in content.values() if isinstance(each, MetricRecord | ConfigRecord)]
-    return next(filter(_is_partition, (record.get(protocol.PARTITION) for record in others)), None)
+    for record in content.values():
+        value = record.get(protocol.PARTITION) if isinstance(record, MetricRecord | ConfigRecord) else None
+        if _is_partition(value):
+            return int(value)  # type: ignore[arg-type]
+    return None
 
 
 def number_of(reply: Message) -> int:
