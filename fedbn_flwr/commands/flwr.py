@@ -64,9 +64,9 @@ def flwr(arguments: argparse.Namespace) -> int:
     federation = parse_pairs(arguments.federation_config, "--federation-config")
     out, more = None, ""
     if project["project"]["name"] == "fedbn-flwr":
-        from fedbn_flwr.experiment.find import from_run_config
+        from fedbn_flwr.experiment.file.layers import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
-        from fedbn_flwr.experiment.run import open_folders
+        from fedbn_flwr.experiment.run.loop import open_folders
         from fedbn_flwr.results.folder import default_out
 
         defaults = project["tool"]["flwr"]["app"]["config"]

@@ -26,7 +26,7 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError
 
-from . import protocol
+from ..messages import protocol
 from .aggregate import Arrays
 from .arrays import arrays_in, configs_in, held, metrics_in, unpack
 

@@ -21,7 +21,7 @@ from flwr.serverapp import strategy as flower
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.folder import RunFolder

@@ -302,7 +302,7 @@ def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> Non
     assert (values["rounds"], values["seed"]) == (7, 3)
     assert cli.main(["explain", "quick", "--no-trial", "rounds"]) == 2
     assert "not of the form key=value" in capsys.readouterr().err
-    for words in (["explain", "quick", "--json", "--wrong"], ["completion", "bash", "rounds=7"]):
+    for words in (["explain", "quick", "--all", "--wrong"], ["new", "mine", "rounds=7"]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err

@@ -30,9 +30,9 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.experiment.data import loaded_data, receive
+from fedbn_flwr.experiment.flower_mods import client_mods
 from fedbn_flwr.experiment.model import choose_device
-from fedbn_flwr.experiment.mods import client_mods
-from fedbn_flwr.experiment.node import client_of, run_of
+from fedbn_flwr.experiment.node import Clients, run_of
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.experiment.settings import Data, Engine, Experiment
 
@@ -101,6 +101,9 @@ class Sent:
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
     _received: set[tuple[Data, str]] = field(default_factory=set)  # in an actor: the data sets on its devices
 
+    def __post_init__(self) -> None:
+        self.clients = Clients(self.experiment)
+
     def modules(self) -> list[str]:
         """The modules that the experiment names, which are loaded; parts of this program itself are kept in `main`."""
         found = []
@@ -129,7 +132,7 @@ class Sent:
             if (data, device) not in self._received:
                 receive(data, device, _dataset(ray.get(place)).to(torch.device(device)))
                 self._received.add((data, device))
-        return client_of(self.experiment, context, config)
+        return self.clients(context, config)
 
 
 # --- data sets in the object store -------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.commands import simulation
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.runs import write_run
 

@@ -17,12 +17,12 @@ from scipy.stats import norm
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.gate import partition_of
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
@@ -178,7 +178,7 @@ def test_a_lost_count_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rule_inside_another_keeps_its_promise(tmp_path: Path) -> None:
-    from fedbn_flwr.experiment.resume import keep_promises, promises_of
+    from fedbn_flwr.experiment.run.resume import keep_promises, promises_of
     from fedbn_flwr.strategies import FedAvg
 
     class Counting(FedAvg):

@@ -18,7 +18,6 @@ _COUNTED = {
     MessageType.EVALUATE: "clients evaluated",
     protocol.PARTITION_QUERY: "clients ready",
     protocol.STATISTICS_QUERY: "clients' statistics",
-    protocol.PERSONAL_QUERY: "personal models",
 }
 
 
