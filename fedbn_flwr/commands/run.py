@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or default_out(experiment.name)
     import logging
 
-    from fedbn_flwr.engines.logs import use_json
     from fedbn_flwr.engines.worker import keep_freed_memory
+    from fedbn_flwr.experiment.logs import use_json
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()

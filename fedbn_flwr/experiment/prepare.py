@@ -19,10 +19,11 @@ from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import exchanged_layers
+from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
-from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
+from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import Task
 
 from . import trackers
@@ -123,15 +124,15 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    name, options, traits = strategy_name(run.strategy), run.evaluate, rule.traits
+    name, options, traits, hides = strategy_name(run.strategy), run.evaluate, rule.traits, rule.lacks.get("inside")
     refuse(
         {
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
             "evaluate.clients out": options.clients is False and not traits.has_global_model,
             f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; "
             "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
-            f"evaluate.dynamics is true and reads the statistics of single clients, which {name} {traits.hides}; leave "
-            "evaluate.dynamics out": options.dynamics and traits.hides is not None,
+            f"evaluate.dynamics is true and reads the statistics of single clients, but {name} {hides}; leave "
+            "evaluate.dynamics out": options.dynamics and hides is not None,
         }
     )
     return rule

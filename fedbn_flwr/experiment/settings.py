@@ -27,11 +27,11 @@ from pydantic import (
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.text import file_name
-from fedbn_flwr.strategies import check_strategy
 from fedbn_flwr.tasks import LOSSES
 
 from .file.expansion import Cell, Size

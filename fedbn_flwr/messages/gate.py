@@ -75,8 +75,9 @@ def _passed(reply: Message) -> Message:
         return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
     try:
         content = checked(reply.content)
-    except MessageError as error:
-        return refused(reply, str(error))
+    except MessageError as error:  # names the client, as the errors that clients send do
+        partition = partition_of(reply.content)
+        return refused(reply, str(error) if partition is None else f"client {partition}: {error}")
     except Exception:  # the texts of NumPy's and Flower's errors are about their own interfaces
         return refused(reply, "its content cannot be read")
     return reply if content is reply.content else with_content(reply, content)
@@ -151,8 +152,11 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 def partition_of(content: RecordDict) -> int | None:
     """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
-    others: list[Any] = [record for record in content.values() if not isinstance(record, ArrayRecord)]
-    return next(filter(_is_partition, (record.get(protocol.PARTITION) for record in others)), None)
+    for record in content.values():
+        value = record.get(protocol.PARTITION) if isinstance(record, MetricRecord | ConfigRecord) else None
+        if _is_partition(value):
+            return int(value)  # type: ignore[arg-type]
+    return None
 
 
 def number_of(reply: Message) -> int:

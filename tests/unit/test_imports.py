@@ -28,7 +28,6 @@ FOLDERS = (
     "fedbn_flwr.threads",
     "fedbn_flwr.tasks",
     "fedbn_flwr.batch",
-    "fedbn_flwr.yaml_text",
     "fedbn_flwr.storage",
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",

@@ -12,7 +12,7 @@ from typing import Any
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import shorten
-from fedbn_flwr.yaml_text import DEPTH, parse_yaml
+from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 
 from ..faults import KEYS_OF_A_FILE, Faults, check_settings
 from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue, resolve

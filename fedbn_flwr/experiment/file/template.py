@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fedbn_flwr.yaml_text import Dumper as YamlDumper
+from fedbn_flwr.results.yaml_text import Dumper as YamlDumper
 
 from ..settings import DERIVED, Settings
 

@@ -27,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedbn_flwr.engines.logs import is_json, working_at, write_json
+from fedbn_flwr.experiment.logs import is_json, working_at, write_json
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
 

@@ -22,11 +22,12 @@ from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
-from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.worker import leave_if_unguarded
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.experiment.logs import is_json, write_json
+from fedbn_flwr.experiment.ray_settings import set_ray_defaults
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
@@ -169,7 +170,7 @@ def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
     state.line = {"round": number, "clients": len(trained)}
     figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     state.line |= {_in_history(key, state.prepared.task): value for key, value in figures.items()}
-    state.clients = {} if rule.traits.hides else values_of(used, "examples")
+    state.clients = {} if "inside" in rule.lacks else values_of(used, "examples")
     state.dynamics = None
     for listener in listeners:
         listener.on_replies(state, used)
@@ -350,8 +351,10 @@ def carry_out(
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
+    if "ray" not in declared("engines"):
+        raise MissingPackage("engine.name is 'ray', which needs the folder fedbn_flwr/extensions/ray")
     with needs("run", "engine.name='ray'"):
-        from .on_ray import ray_grids
+        ray_grids = part("engines", "ray")
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 

@@ -35,8 +35,8 @@ from flwr.common import log
 from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
+from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
-from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
 from ..text import file_name, shorten
 from .checkpoint import CheckpointFile, Snapshot

@@ -35,7 +35,7 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.result import Result
-from fedbn_flwr.yaml_text import parse_yaml
+from fedbn_flwr.results.yaml_text import parse_yaml
 
 EXPERIMENT = """
 rounds: 5
