@@ -5,7 +5,7 @@ environment.json    token, commit, versions, hardware, command, modules of the u
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 partition.json      the examples of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
-norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
+norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its examples
