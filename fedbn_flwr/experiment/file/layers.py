@@ -219,9 +219,7 @@ def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[
     label = row.label or str(settings.get("label") or _strategy_name(settings))
     in_file, of_all = merge(_defaults(), written), merge(_defaults(), settings)
     if plan.size != PAPER:
-        found = changed(in_file, merge(_defaults(), planned))
-        given = flat_settings(changes)
-        settings["size"] = {"name": plan.size, "changed": {key: found[key] for key in found if key not in given}}
+        settings["size"] = plan.size
     if (known := plan.figures.get(condition(cell), plan.figures.get(row.label))) is not None:
         settings["published"] = with_set_up(known, plan.size, changed(in_file, of_all))
     if not any("cell" in layer.settings for layer in row.layers) or values:  # another run's settings keep their place

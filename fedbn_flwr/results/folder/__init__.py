@@ -161,7 +161,7 @@ class RunFolder:
             raise damaged(file, str(error)) from None
         if not isinstance(found, dict) or not found:
             raise damaged(file, "it has no settings")
-        for key in ("engine", "evaluate", "published", "cell", "size", "data"):
+        for key in ("engine", "evaluate", "published", "cell", "data"):
             if not isinstance(found.get(key) or {}, dict):
                 raise damaged(file, f"{key} is {shorten(repr(found[key]), 100)}; expected a mapping")
         return found

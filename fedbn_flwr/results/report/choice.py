@@ -64,20 +64,11 @@ def _mean(row: Row) -> float:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each size of the runs, with what it changed, and one on random examples."""
-    changed: dict[str, dict[str, set[str]]] = {}
-    configs = [run.config for row in rows for run in row.runs]
-    for config in configs:
-        size = config.get("size") or {}
-        if (name := size.get("name")) not in (None, "paper"):
-            for key, (before, after) in size.get("changed", {}).items():
-                nothing = "all" if key in ("data.examples", "data.test_examples") else "none"
-                words = (nothing if value is None else str(value) for value in (before, after))
-                changed.setdefault(str(name), {}).setdefault(key, set()).add(" to ".join(words))
-    notes = []
-    for name, keys in changed.items():
-        words = (f"{key} {arrows.pop() if len(arrows) == 1 else 'by run'}" for key, arrows in keys.items())
-        notes.append(f"Size {name}, which differs from the file in: {', '.join(words)}.")
-    if any((config.get("data") or {}).get("random") for config in configs):
+    """A sentence for each size of the runs other than that of the file, and one on random examples."""
+    runs = [run for row in rows for run in row.runs]
+    notes = [
+        f"Size {size}, which is smaller than the file." for size in dict.fromkeys(r.summary.size for r in runs) if size
+    ]
+    if any((run.config.get("data") or {}).get("random") for run in runs):
         notes.append("Random examples; figures mean nothing.")
     return notes
