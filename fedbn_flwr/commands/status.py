@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from fedbn_flwr.results.text import duration, printable, shorten, size_text
 from fedbn_flwr.tasks import title_of
 
-from .common import Commands, add_command, check_seconds, default_folder
+from .common import Commands, add_command, default_folder
 
 if TYPE_CHECKING:
     from fedbn_flwr.results.read.state import RunState
@@ -31,41 +30,28 @@ def add(commands: Commands) -> None:
             "Show the state of runs from their folders, the last changed first: running, silent (its process has not "
             "written for ten minutes and five times its longest round), finished, interrupted or failed."
         ),
-        epilog="Example: fedbn status runs --watch",
+        epilog="Example: fedbn status runs, or again and again: watch -n 5 fedbn status runs",
     )
     parser.add_argument(
         "folders", nargs="*", type=Path, metavar="DIR", help="run folders, or their parent folders ($FEDBN_OUT or runs)"
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--watch", action="store_true", help="show it again every few seconds while a run is running")
-    parser.add_argument("--every", type=float, default=5, metavar="S", help="seconds between two views of --watch (5)")
 
 
-def status(arguments: argparse.Namespace) -> int:
+def status(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.results.folder import find_folders
     from fedbn_flwr.results.read.state import read_state
 
-    check_seconds("--every", arguments.every)
     folders = arguments.folders or [default_folder()]
-    try:
-        while True:
-            states = {path: read_state(path) for path in find_folders(folders)}
-            if damaged := [printable(str(path)) for path, state in states.items() if state is None]:
-                named = ", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
-                print(f"not shown, because the files are damaged or not of a run: {named}", file=sys.stderr)
-            runs = [state for state in states.values() if state is not None]
-            runs.sort(key=lambda run: -run.changed)
-            if arguments.json:
-                print(json.dumps([_as_json(run) for run in runs], indent=2), flush=True)
-            else:
-                print(_table(runs) if runs else f"no runs in {', '.join(map(str, folders))}", flush=True)
-            if not arguments.watch or not any(run.status == "running" for run in runs):
-                return 0
-            time.sleep(arguments.every)
-            if os.isatty(1) and not arguments.json:
-                print("\033[H\033[2J", end="")
-    except KeyboardInterrupt:  # the usual end of --watch
-        return 0
+    states = {path: read_state(path) for path in find_folders(folders)}
+    if damaged := [printable(str(path)) for path, state in states.items() if state is None]:
+        named = ", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        print(f"not shown, because the files are damaged or not of a run: {named}", file=sys.stderr)
+    runs = sorted((state for state in states.values() if state is not None), key=lambda run: -run.changed)
+    if arguments.json:
+        print(json.dumps([_as_json(run) for run in runs], indent=2))
+    else:
+        print(_table(runs) if runs else f"no runs in {', '.join(map(str, folders))}")
 
 
 def _as_json(run: RunState) -> dict[str, object]:

@@ -34,7 +34,7 @@ from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.tasks import LOSSES
 
-from .file.expansion import Cell, Size
+from .file.expansion import PAPER, Cell
 from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
@@ -663,7 +663,7 @@ class Settings(Section):
         ),
     )
     cell: Cell = Cell()
-    size: Size = Size()
+    size: str = PAPER
 
     @property
     def trained(self) -> int:

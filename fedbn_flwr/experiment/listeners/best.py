@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.tasks import Task, goodness, title_of
 
-from .listener import Listener, RunState
+from .listener import Listener, Round, Running
 
 
 class Best(Listener):
@@ -26,19 +27,19 @@ class Best(Listener):
         self.reference = -math.inf  # the goodness that the next ones must exceed by more than min_delta
         self.waited = 0  # evaluations since then
 
-    def on_start(self, state: RunState) -> None:
+    def on_start(self, running: Running, at: Round) -> Round:
         for line in self.folder.history():
             self._note(line)
-        if state.round < state.run.rounds:
-            state.ended = self._reason()
+        return self._ended(at)
 
-    def on_round(self, state: RunState) -> None:
-        if self._note(state.line):
-            state.line["best_round"] = state.round
-            if state.prepared.rule.traits.has_global_model:
-                state.best = state.model
-        if state.round < state.run.rounds:
-            state.ended = self._reason()
+    def on_round(self, running: Running, at: Round) -> Round:
+        if self._note(at.line):
+            at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
+        return self._ended(at)
+
+    def _ended(self, at: Round) -> Round:
+        reason = None if at.is_last else self._reason()
+        return at if reason is None else replace(at, ended=reason, is_last=True)
 
     def _note(self, line: Mapping[str, Any]) -> bool:
         """Take a line of the history into account; whether its round is the best so far (the first of equal ones)."""

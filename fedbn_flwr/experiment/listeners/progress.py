@@ -31,7 +31,7 @@ from fedbn_flwr.experiment.logs import is_json, working_at, write_json
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
 
-from .listener import Listener, RunState
+from .listener import Listener, Round, Running
 
 _AFTER_ROUND, _WITHIN_ROUND, _DRAWN = 2.0, 10.0, 0.2  # seconds between lines, and between two views of a notebook
 _BAR = 12  # characters
@@ -58,20 +58,25 @@ class Reporter(Listener):
         self._latest = News()
         self._sent = 0.0
 
-    def on_start(self, state: RunState) -> None:
-        self._send(News(state.round, within="starting"))
+    def on_start(self, running: Running, at: Round) -> Round:
+        self._send(News(at.number, within="starting"))
+        return at
+
+    def stops_after(self, at: Round) -> bool:
+        """Whether the user asked to stop after this round."""
+        return self._stop_asked()
 
     def report(self, what: str, done: int, total: int) -> None:
         """How far the current round is."""
         if time.monotonic() - self._sent > _DRAWN:
             self._send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
-    def on_round(self, state: RunState) -> None:
-        state.stop = self._stop_asked()
-        self._send(News(state.round, figures_of(state.line, state.prepared.task.main)))
-        for note in state.prepared.rule.notes().values() if state.is_last else ():
+    def on_round(self, running: Running, at: Round) -> Round:
+        self._send(News(at.number, figures_of(at.line, running.prepared.task.main)))
+        for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
+        return at
 
     def message(self, text: str) -> None:
         self._send_news(replace(self._latest, message=text))

@@ -72,23 +72,14 @@ def _mean(row: Row) -> float:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each size of the runs, with what it changed, and one on random examples."""
-    changed: dict[str, dict[str, set[str]]] = {}
-    configs = [run.config for row in rows for run in row.runs]
-    for config in configs:
-        size = config.get("size") or {}
-        if (name := size.get("name")) not in (None, "paper"):
-            for key, (before, after) in size.get("changed", {}).items():
-                nothing = "all" if key in ("data.examples", "data.test_examples") else "none"
-                words = (nothing if value is None else str(value) for value in (before, after))
-                changed.setdefault(str(name), {}).setdefault(key, set()).add(" to ".join(words))
-    notes = []
-    for name, keys in changed.items():
-        words = (f"{key} {arrows.pop() if len(arrows) == 1 else 'by run'}" for key, arrows in keys.items())
-        notes.append(f"Size {name}, which differs from the file in: {', '.join(words)}.")
-    mains = dict.fromkeys(run.summary.of_task.main for row in rows for run in row.runs)
+    """A sentence for each size other than that of the file, on figures that are better when lower, and random examples."""
+    runs = [run for row in rows for run in row.runs]
+    notes = [
+        f"Size {size}, which is smaller than the file." for size in dict.fromkeys(r.summary.size for r in runs) if size
+    ]
+    mains = dict.fromkeys(run.summary.of_task.main for run in runs)
     if lower := [title_of(main) for main in mains if is_lower_better(main)]:
         notes.append(f"Lower is better: {', '.join(lower)}.")
-    if any((config.get("data") or {}).get("random") for config in configs):
+    if any((run.config.get("data") or {}).get("random") for run in runs):
         notes.append("Random examples; figures mean nothing.")
     return notes

@@ -20,7 +20,6 @@ from fedbn_flwr.results.report.rows import group, headline
 from fedbn_flwr.results.report.tables import by_domain, client_table, figure, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
-from tests.unit.results.test_page import Page
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 
@@ -219,8 +218,8 @@ def test_all_figures_of_a_row_are_of_the_seeds_that_finished(tmp_path: Path) -> 
     (line, *_) = plot(rows).axes[0].get_lines()
     assert line.get_xydata().tolist() == [[1, 70], [2, 70], [3, 70]]
     write_report([tmp_path], tmp_path / "out")
-    rounds = Page(tmp_path / "out" / "report.html").csv("curves.csv")
-    assert [(line["row"], line["seed"], line["round"]) for line in rounds] == [("FedTAN", "2", n) for n in "123"]
+    (run,) = json.loads((tmp_path / "out" / "report.json").read_text())[2:]
+    assert [point["round"] for point in run["curve"]] == [1, 2, 3]
 
 
 def test_a_row_that_no_seed_finished_has_the_figures_of_those_that_were_evaluated(tmp_path: Path) -> None:
@@ -245,16 +244,6 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00%"]
     assert by_domain(rows)[0].table(rows)[1:] == [("B", "10.0%", "-", "-")]
     assert client_table(rows, every=True)[1:] == [], "its other seed has no clients"
-
-
-def test_curves_csv_has_the_cost_of_each_seed(tmp_path: Path) -> None:
-    write_seeds(tmp_path, "A")
-    write_report([tmp_path], tmp_path / "out")
-    rounds = Page(tmp_path / "out" / "report.html").csv("curves.csv")
-    assert [(line["seed"], line["round"], line["seconds"]) for line in rounds] == [
-        (str(seed), str(number), f"{(seed + 1.0) * number:g}") for seed in range(3) for number in (1, 2, 3)
-    ]
-    assert {line["communication_rounds"] for line in rounds} == {"1", "2", "3"}
 
 
 # --- order and names of rows ----------------------------------------------------

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord
 from rich.console import Console
 
 from fedbn_flwr.experiment.listeners import progress as module
+from fedbn_flwr.experiment.listeners.listener import Round
 from fedbn_flwr.experiment.listeners.progress import Progress, figures_of
 from fedbn_flwr.tasks import CLASSIFICATION
 from tests.support.command import PATIENCE, environment
@@ -82,15 +84,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def state(round: int, rounds: int = 4) -> Any:
-    line = {"round": round, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
-    return SimpleNamespace(
-        round=round,
-        line=line,
-        stop=False,
-        is_last=round == rounds,
-        prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict), task=CLASSIFICATION),
-    )
+RUNNING: Any = SimpleNamespace(prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict), task=CLASSIFICATION))
+
+
+def at(number: int, rounds: int = 4) -> Round:
+    arrays = ArrayRecord()
+    line = {"round": number, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
+    return Round(number, arrays, arrays, is_last=number == rounds, line=line)
 
 
 def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
@@ -98,12 +98,12 @@ def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
 ) -> None:
     with Progress(["FedTAN"], [4], plain=True) as progress:
         run = progress.begin(0)
-        run.on_start(state(0))
+        run.on_start(RUNNING, at(0))
         for layer in range(1, 21):
             clock.seconds += 2
             run.report("forward pass, layers", layer, 20)
         clock.seconds += 2
-        run.on_round(state(1))
+        run.on_round(RUNNING, at(1))
     assert capsys.readouterr().out.splitlines() == [
         "[1/1] FedTAN: 4 rounds",
         "[1/1] FedTAN: round 1/4  forward pass, layers: 5 of 20 after 10 s",
@@ -127,9 +127,9 @@ def test_a_bar_has_the_rounds_of_its_run_and_above_it_is_the_time_left(clock: Si
     progress.status("loading data")
     assert drawn(progress, 80) == ["loading data ...  5 s"]
     run = progress.begin(0)
-    run.on_start(state(0))
+    run.on_start(RUNNING, at(0))
     clock.seconds = 25
-    run.on_round(state(1))
+    run.on_round(RUNNING, at(1))
     clock.seconds = 31
     above, bar = drawn(progress, 110)
     assert above == "0 of 2 runs ended  31 s  about 2.2 min left"
