@@ -20,7 +20,7 @@ from fedbn_flwr.tasks import SEVERAL
 from .data import Shape
 from .sections import Engine
 from .settings import Settings, name_in
-from .training import targets_like
+from .objective import targets_like
 
 
 def choose_device(name: str) -> torch.device:

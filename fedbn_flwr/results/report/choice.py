@@ -72,7 +72,7 @@ def _mean(row: Row) -> float:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each size other than that of the file, on figures that are better when lower, and random examples."""
+    """A sentence for each smaller size, for figures that are better when lower, and on random examples."""
     runs = [run for row in rows for run in row.runs]
     notes = [
         f"Size {size}, which is smaller than the file." for size in dict.fromkeys(r.summary.size for r in runs) if size
