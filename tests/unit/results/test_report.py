@@ -22,6 +22,8 @@ from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 from tests.unit.results.test_page import Page
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 
 
