@@ -20,7 +20,7 @@ from fedbn_flwr.experiment.listeners.history import History
 from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import RunFolder
-from tests.support.command import PATIENCE, environment, fedbn
+from tests.support.command import PATIENCE, PROGRAM, environment, fedbn
 
 TEXT = """
 name: mine
@@ -88,7 +88,7 @@ def test_the_command_after_a_failure_continues_and_names_what_was_edited(tmp_pat
 
 def test_ctrl_c_prints_the_round_and_the_command(tmp_path: Path) -> None:
     text = "{name: long, rounds: 5000, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0}}"
-    words = [sys.executable, "-m", "fedbn_flwr.cli", "run", text, "--out", "my runs"]
+    words = [*PROGRAM, "run", text, "--out", "my runs"]
     with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + PATIENCE
         while not list(tmp_path.glob("my runs/*/history.jsonl")):

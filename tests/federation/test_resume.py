@@ -38,7 +38,7 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from tests.support.command import PATIENCE, ROOT, environment
+from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
 from tests.support.records import content
 from tests.support.sessions import (
     BASE,
@@ -365,7 +365,7 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
     words, straight = command
     stopped = tmp_path / "stopped"
     with subprocess.Popen(
-        [sys.executable, "-m", "fedbn_flwr.cli", *words, "--out", str(stopped)],
+        [*PROGRAM, *words, "--out", str(stopped)],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         run = RunFolder(stopped / "FedBN")

@@ -20,7 +20,7 @@ from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.run import loop as run_module
 from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
-from tests.support.command import PATIENCE, ROOT, environment
+from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
 from tests.support.network import wait_for
 from tests.support.sessions import outcome
 
@@ -101,7 +101,7 @@ def test_the_line_of_a_failed_run_has_the_reason(jobs: str, tmp_path: Path, caps
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "fedbn_flwr.cli", "run", "experiment.yaml", "--jobs", jobs, "--out", "out"]
+    command = [*PROGRAM, "run", "experiment.yaml", "--jobs", jobs, "--out", "out"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -120,9 +120,7 @@ def test_workers_end_with_a_server_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
     settings = ["only=[FedBN]", "sweep=null", "train.loss=slow:loss", "engine.workers=2"]
     words = ["run", "experiment.yaml", *settings, "--out", "out"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fedbn_flwr.cli", *words], cwd=tmp_path, stdout=subprocess.PIPE, env=environment()
-    )
+    process = subprocess.Popen([*PROGRAM, *words], cwd=tmp_path, stdout=subprocess.PIPE, env=environment())
     wait_for("a client that trains", (tmp_path / "begun").exists)
     assert is_locked(tmp_path / "out" / "FedBN")
     process.kill()
@@ -183,7 +181,7 @@ def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tm
     (tmp_path / "e.yaml").write_text(EXPERIMENT)
     words = ["run", str(tmp_path / "e.yaml"), "--jobs", "2", "--out", str(tmp_path / "out")]
     with subprocess.Popen(
-        [sys.executable, "-m", "fedbn_flwr.cli", *words],
+        [*PROGRAM, *words],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         deadline = time.monotonic() + PATIENCE

@@ -17,6 +17,8 @@ PATIENCE = 900
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
+PROGRAM = [sys.executable, str(Path(__file__).with_name("undrawn.py"))]  # `fedbn`; its reports have no pictures
+
 
 def environment(**more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FEDBN_OUT")}
@@ -24,7 +26,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def fedbn(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedbn_flwr.cli", *map(str, words)]
+    command = [*PROGRAM, *map(str, words)]
     return subprocess.run(
         command,
         cwd=cwd,

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.results.report import write
 from tests.support.network import Deployment
 from tests.support.packages import clean_environment, installed, wheel  # noqa: F401 (fixtures)
 
@@ -54,7 +55,7 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.load_profile("fixed")
 
 
-# Session fixtures that take long to make: with `pytest -n`, all tests that use one of them run in one process.
+# Fixtures that take long to make: with `pytest -n`, all tests that use one of them run in one process.
 SHARED = ("deployment", "real_deployment", "clean_environment", "installed", "wheel")
 
 
@@ -102,6 +103,22 @@ def _quiet_flower() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _drawing() -> Iterator[pytest.MonkeyPatch]:
+    """The reports of runs have no pictures: drawing takes four fifths of the processor time of a short run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "_pictures", lambda rows, **look: ({}, ""))
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def pictures(_drawing: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reports of the module's tests have pictures, which they look at."""
+    _drawing.undo()
+    yield
+    _drawing.setattr(write, "_pictures", lambda rows, **look: ({}, ""))
 
 
 @pytest.fixture
@@ -200,14 +217,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not session: its programs poll, which would take a quarter of a core to the end
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A SuperLink and its sites as processes. After each test all services must be up and all nodes connected."""
     with Deployment(tmp_path_factory.mktemp("deployment")) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def real_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The same with Flower's own intervals."""
     with Deployment(tmp_path_factory.mktemp("deployment"), real_clocks=True) as running:

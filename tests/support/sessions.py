@@ -40,7 +40,7 @@ PLAIN: dict[str, Callable[[], Strategy]] = {
 BASE = """
 rounds: 5
 clients: 3
-data: {name: digits, partition: {kind: classes, classes_per_client: 4}}
+data: {name: digits, test_examples: 80, partition: {kind: classes, classes_per_client: 4}}
 model: {name: cnn}
 train: {lr: 0.05, momentum: 0.9, batch_size: 16, steps: 2}
 evaluate: {every: 2}

@@ -16,7 +16,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.results.folder import RunFolder, mark_interrupted
 from fedbn_flwr.results.folder.summary import Status, Summary
-from tests.support.command import PATIENCE, ROOT, environment
+from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
 
@@ -165,7 +165,7 @@ def test_all_clients_failing_is_a_failed_run_with_their_reasons(
 def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_model(tmp_path: Path) -> None:
     # So many rounds that the run is not over before the signal, even on a busy machine.
     words = [QUICK, "rounds=40", "strategy.freeze_round=20", "evaluate.every=8"]
-    command = [sys.executable, "-m", "fedbn_flwr.cli", "run", *words]
+    command = [*PROGRAM, "run", *words]
     stopped = tmp_path / "stopped"
     history = stopped / "FixBN" / "history.jsonl"
     with subprocess.Popen(

@@ -171,7 +171,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.leaf.used]
     trained = [number_of(reply) for reply in used]
     figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    line = {"round": number, "clients": len(trained)}
+    line: dict[str, Any] = {"round": number, "clients": len(trained)}
     line |= {_in_history(key, running.prepared.task): value for key, value in figures.items()}
     is_last = number == run.rounds
     return Round(

@@ -18,6 +18,8 @@ from fedbn_flwr.results.report.tables import client_table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 
 @pytest.mark.parametrize(
     ("values", "metric", "expected"),

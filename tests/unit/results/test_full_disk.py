@@ -18,6 +18,8 @@ EXPERIMENT = (
     "checkpoint_every: 1}}"
 )
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:

@@ -20,6 +20,8 @@ from fedbn_flwr.results.report.tables import as_markdown, as_text, table
 from fedbn_flwr.results.report.write import write_html, write_report
 from tests.support.runs import TRAFFIC, write_run
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 HOSTILE = (
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(2)>",

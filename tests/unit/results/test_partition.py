@@ -16,6 +16,8 @@ from fedbn_flwr.results.folder.counts import PartitionCounts
 from fedbn_flwr.results.report.counted import partition_table
 from fedbn_flwr.results.report.pictures import class_colours, partitions_plot, save
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
 
 

@@ -21,6 +21,8 @@ from fedbn_flwr.results.report.tables import by_domain, client_table, figure, ta
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 
 

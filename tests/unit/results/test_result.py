@@ -22,6 +22,8 @@ from fedbn_flwr.errors import UserError
 from fedbn_flwr.norms.convert import NORMS
 from tests.support.images import write_parquet
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 SMALL: dict[str, Any] = {
     "rounds": 2,
     "clients": 2,

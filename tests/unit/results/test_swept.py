@@ -21,6 +21,8 @@ from fedbn_flwr.results.report.tables import tables
 from fedbn_flwr.results.report.write import write_html, write_report
 from tests.support.runs import write_run
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 SOURCE = {"source": "Paper, Table 1"}
 
 

@@ -200,7 +200,7 @@ def make_client(text, context):
 
 {guard}
     app = client_app(functools.partial(make_client, "more than the buffer of a socket" * 30_000))
-    with LocalGrid(app, 2, workers=2, start="spawn") as grid:
+    with LocalGrid(app, 2, workers={workers}, start="spawn") as grid:
         replies = list(grid.send_and_receive([Message(RecordDict(), node, "query.partition") for node in (1, 2)]))
         print(len(replies), "replies", all(reply.has_content() for reply in replies))
 """
@@ -208,7 +208,7 @@ def make_client(text, context):
 
 def test_a_script_without_a_guard_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(guard="if True:"))
+    script.write_text(SCRIPT.format(guard="if True:", workers=1))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 1
     assert 'put what trains below if __name__ == "__main__"' in ended.stderr
@@ -240,14 +240,14 @@ if multiprocessing.parent_process() is not None:
 
 def test_workers_start_at_the_same_time(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(TOGETHER + SCRIPT.format(guard='if __name__ == "__main__":'))
+    script.write_text(TOGETHER + SCRIPT.format(guard='if __name__ == "__main__":', workers=2))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stdout) == (0, "2 replies True\n"), ended.stderr
 
 
 def test_ctrl_c_while_workers_start_ends_them_without_tracebacks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":\n    print("starts", flush=True)'))
+    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":\n    print("starts", flush=True)', workers=1))
     process = subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip

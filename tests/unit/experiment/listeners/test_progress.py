@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from fedbn_flwr.experiment.listeners import progress as module
 from fedbn_flwr.experiment.listeners.listener import Round
 from fedbn_flwr.experiment.listeners.progress import Progress, figures_of
 from fedbn_flwr.tasks import CLASSIFICATION
-from tests.support.command import PATIENCE, environment
+from tests.support.command import PATIENCE, PROGRAM, environment
 
 EXPERIMENT = """
 rounds: 2
@@ -56,9 +55,7 @@ def on_a_terminal(*command: str, cwd: Path) -> str:
 
 def test_a_terminal_shows_at_once_what_happens(tmp_path: Path) -> None:
     (tmp_path / "layers.yaml").write_text(EXPERIMENT)
-    shown = on_a_terminal(
-        sys.executable, "-m", "fedbn_flwr.cli", "run", "layers.yaml", "--out", str(tmp_path / "out"), cwd=tmp_path
-    )
+    shown = on_a_terminal(*PROGRAM, "run", "layers.yaml", "--out", str(tmp_path / "out"), cwd=tmp_path)
     places = [
         shown.index(text)
         for text in (
