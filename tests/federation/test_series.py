@@ -85,7 +85,7 @@ def test_targets_may_be_a_dict_with_a_loss_of_the_user() -> None:
 
     plain, fed = federation(), federation(loss=both)
     for data, (x, y) in zip(fed.data, CLIENTS, strict=True):
-        data.batches = [(x, {"class": y, "length": x["mask"].sum(1)})]
+        data.batches[:] = [(x, {"class": y, "length": x["mask"].sum(1)})]
     assert not same(last_model(plain, FedTAN(**NONE), 1), last_model(fed, FedTAN(**NONE), 1))
 
 
