@@ -17,8 +17,8 @@ import numpy as np
 from fedbn_flwr.errors import DataError, needs
 from fedbn_flwr.named import is_name
 
-from .arrays import in_memory, returned
 from .dataset import DataSet
+from .returned import in_memory, returned
 from .source import PARTS, Source
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError
 
-from .arrays import in_memory
 from .catalogue import CATALOGUE
 from .dataset import DataSet
+from .returned import in_memory
 from .source import Source
 
 COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given

@@ -18,8 +18,8 @@ from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.client.training import SGD, Batch, train
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.images import Images
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbn_flwr.results.folder import RunFolder
 
-from .base import Listener, RunState
+from .listener import Listener, RunState
 
 
 class Best(Listener):

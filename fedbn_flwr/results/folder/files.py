@@ -29,7 +29,6 @@ _TYPES: dict[str, dict[str, Any]] = {
         "clients": dict[str, dict[str, dict[str, float]]],
     },
     "partition.json": {"title": str, "classes": list[str], "counts": list[list[Whole]], "clients": list[str]},
-    "matrix.json": {"clients": list[str], "accuracy": list[list[float | None]]},
     "model.json": {
         "build": dict[str, Any],
         "normalise": str | dict[str, list[float]] | None,

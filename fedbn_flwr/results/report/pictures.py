@@ -317,27 +317,6 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
     return figure
 
 
-def matrix_plot(matrix: Mapping[str, Any]) -> Plot:
-    """A heat map: row = client whose personal model, column = client whose test examples."""
-    clients = matrix["clients"]
-    side = min(12.0, 2.5 + 0.45 * len(clients))
-    figure, (panel,) = _panels(1, 1, side + 1, side)
-    shown = [[math.nan if value is None else 100 * value for value in row] for row in matrix["accuracy"]]
-    image = panel.imshow(shown, cmap="viridis", vmin=0, vmax=100)
-    places = range(0, len(clients), math.ceil(len(clients) / 20))
-    panel.set_xticks(places, [in_plot(clients[place], 20) for place in places])
-    panel.set_yticks(places, [in_plot(clients[place], 20) for place in places])
-    panel.set(xlabel="test examples of client", ylabel="model of client")
-    for row, values in enumerate(shown):
-        for column, value in enumerate(values if len(clients) <= _TIPS else ()):
-            text = "-" if math.isnan(value) else f"{value:.0f}"
-            if len(clients) <= 12:
-                panel.text(column, row, text, ha="center", va="center", color="black" if value > 60 else "white")
-            figure.tips(panel, [(column, row)], [f"model of {clients[row]}, examples of {clients[column]}: {text}%"])
-    figure.colorbar(image, ax=panel, label="accuracy, %")
-    return figure
-
-
 # --- data of the clients ---
 
 

@@ -21,7 +21,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of
-from fedbn_flwr.experiment.find import load_experiment, read_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from tests.support.images import png
@@ -224,7 +224,11 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("", ["model.name=resnet20"], r"'resnet20' is a classifier \(one output per example\), but 'cityscapes' has one"),
+        (
+            "",
+            ["model.name=resnet20"],
+            r"'resnet20' is a classifier \(one output per example\), but 'cityscapes' has one",
+        ),
         ("augment: [flip, rotate]", [], r"data\.augment has 'rotate', but 'cityscapes' is segmentation data"),
         ("augment: [resized_crop]", [], r"data\.augment has 'resized_crop', but 'cityscapes'"),
         ("", ["data.crop=33"], r"data\.crop is 33, but the images of 'cityscapes' have 32x64 pixels"),
@@ -245,7 +249,9 @@ def test_a_model_of_pixels_is_refused_for_labels_of_images(tmp_path: Path, monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     experiment = read_experiment({"model": {"name": "pixels_model:make"}})
-    with pytest.raises(SettingsError, match=r"make' is a segmentation network .* but 'digits' has one label per example"):
+    with pytest.raises(
+        SettingsError, match=r"make' is a segmentation network .* but 'digits' has one label per example"
+    ):
         prepare(experiment)
 
 
