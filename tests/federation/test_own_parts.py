@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -130,10 +131,9 @@ def test_statistics_of_a_normaliser_of_one_s_own_are_not_those_of_batch_norm(
     assert not (tmp_path / "out").exists()
 
 
-def test_words_do_not_depend_on_the_length_to_which_they_are_padded() -> None:
-    import my_parts  # type: ignore[import-not-found]
-
-    net = my_parts.Words(3).train()
+def test_words_do_not_depend_on_the_length_to_which_they_are_padded(tmp_path: Path) -> None:
+    sys.path.insert(0, str(tmp_path))
+    net = importlib.import_module("my_parts").Words(3).train()
     mask = torch.arange(9) < torch.tensor([4, 9])[:, None]
     tokens = torch.arange(18).view(2, 9)
     short = net({"tokens": tokens, "mask": mask})

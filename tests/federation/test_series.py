@@ -83,8 +83,7 @@ def test_targets_may_be_a_dict_with_a_loss_of_the_user() -> None:
         return F.cross_entropy(logits, targets["class"]) + (logits.sum(1) - targets["length"]).square().mean()
 
     plain, fed = federation(), federation(loss=both)
-    for data, (x, y) in zip(fed.data, CLIENTS, strict=True):
-        data.batches[:] = [(x, {"class": y, "length": x["mask"].sum(1)})]
+    fed.data = [Of([(x, {"class": y, "length": x["mask"].sum(1)})]) for x, y in CLIENTS]
     assert not same(last_model(plain, FedTAN(**NONE), 1), last_model(fed, FedTAN(**NONE), 1))
 
 
