@@ -69,9 +69,9 @@ class BNClient(NumPyClient):
         tensors must then not be replaced; if arrays stay on the client (FedBN), it needs `build`.
     train_data, eval_data
         Iterables of batches, such as a DataLoader, or, for data whose order is a function of the round, an object with
-        `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets) or a dict with common
-        names such as "img" and "label"; see `batch`. `eval_data` may also be a dict of several sets by name, or a
-        function that returns the data and is called when the client is evaluated.
+        `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets), each a tensor or a dict
+        of tensors, or a dict with common names such as "img" and "label"; see `batch`. `eval_data` may also be a dict
+        of several sets by name, or a function that returns the data and is called when the client is evaluated.
     batch
         How to read batches of another form: the keys of inputs and targets, for instance ("photo", "species") or
         (0, 1), or a function that returns inputs and targets of a batch.

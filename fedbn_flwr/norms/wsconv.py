@@ -33,7 +33,7 @@ class Standardised(nn.Module):
     """
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Any  # a tensor or None
     _conv_forward: Callable[..., Tensor]  # of input, weight and bias
     eps = 1e-5  # added to sigma^2
     gamma: float | None = None  # with it, W^ is multiplied by gamma / sqrt(N)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbn_flwr import Role, roles
-from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, Scaffold, Secure
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, Scaffold
 from tests.support.federations import last_model, same
 from tests.support.fixtures import Batches, Federation
 from tests.support.series import CLIENTS, Text, union_of
@@ -84,8 +83,7 @@ def test_targets_may_be_a_dict_with_a_loss_of_the_user() -> None:
         return F.cross_entropy(logits, targets["class"]) + (logits.sum(1) - targets["length"]).square().mean()
 
     plain, fed = federation(), federation(loss=both)
-    for data, (x, y) in zip(fed.data, CLIENTS, strict=True):
-        data.batches = [(x, {"class": y, "length": x["mask"].sum(1)})]
+    fed.data = [Of([(x, {"class": y, "length": x["mask"].sum(1)})]) for x, y in CLIENTS]
     assert not same(last_model(plain, FedTAN(**NONE), 1), last_model(fed, FedTAN(**NONE), 1))
 
 
@@ -99,8 +97,3 @@ def test_autocast_trains_on_tokens() -> None:
     fed = federation(precision=torch.bfloat16)
     fed.model.float()
     assert all(np.isfinite(value).all() for value in last_model(fed, FedAvg(**NONE), 1).values())
-
-
-def test_secure_refuses_an_exchange_of_series_of_different_lengths() -> None:
-    with pytest.raises(RunFailed, match=r"has 13 values per channel of 3 examples, which differ in length"):
-        last_model(federation(), Secure(FedTAN(**NONE)), 1)

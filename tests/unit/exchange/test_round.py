@@ -99,6 +99,8 @@ MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8
     [
         (MOMENTS, 5, "reports that 5 exchanges follow, expected 4"),
         (replace(MOMENTS, remaining=100_001), None, "expected at most 100000"),
+        (replace(MOMENTS, batch=0), None, "0 examples and 8 values per channel, expected both"),
+        (replace(MOMENTS, values=0), None, "4 examples and 0 values per channel, expected both"),
         (replace(MOMENTS, kind="median"), None, "sent 'median', expected one of moments"),
         (replace(MOMENTS, tensors={"mean": np.zeros(2)}), None, r"moments has \['mean'\], expected \['mean', 'var'\]"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), None, "expected floats"),

@@ -160,6 +160,14 @@ def test_exchanges_cap_the_share_of_one_client() -> None:
     assert found.values == 28
 
 
+def test_exchanges_cap_the_share_of_a_client_with_long_series() -> None:
+    clients = contributions("mean", ("mean",))
+    clients[0] = replace(clients[0], values=2**30)
+    found = FedTAN(bounds=Bounds(max_share=0.4)).agree("exchange", clients)
+    rows = np.stack([each.tensors["mean"] for each in clients])
+    np.testing.assert_allclose(found.tensors["mean"], 0.4 * rows[0] + 0.1 * rows[1:].sum(axis=0), rtol=1e-14)
+
+
 def exchanging(fed: Any, value: float) -> Any:
     """The federation's app, where client 0 adds `value` to the tensors of its exchanges."""
 
