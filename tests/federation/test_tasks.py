@@ -11,12 +11,12 @@ import pytest
 import sklearn.datasets
 import sklearn.metrics
 import torch
+from fedbn_flwr.experiment.find import read_experiment
 from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.strategies import FedAvg, FixBN
 
@@ -220,7 +220,9 @@ def test_a_client_of_one_s_own_has_the_figures_of_its_task() -> None:
         return BNClient(own, batches, batches, lr=0.05, task="regression", context=context)
 
     with LocalGrid(client_app(make_client), 2) as grid:
-        found = FixBN(FedAvg(min_available_nodes=2), freeze_round=2).start(grid, ArrayRecord(model.state_dict()), num_rounds=3)
+        found = FixBN(FedAvg(min_available_nodes=2), freeze_round=2).start(
+            grid, ArrayRecord(model.state_dict()), num_rounds=3
+        )
     (first, *_, final) = found.evaluate_metrics_clientapp.values()
     assert {"loss", "rmse", "mae", "r2"} <= {*final}
     assert float(final["rmse"]) < float(first["rmse"])
