@@ -11,12 +11,12 @@ import pytest
 import sklearn.datasets
 import sklearn.metrics
 import torch
-from fedbn_flwr.experiment.find import read_experiment
 from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.strategies import FedAvg, FixBN
 
