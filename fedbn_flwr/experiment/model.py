@@ -132,7 +132,7 @@ def _try_examples(
         if problem:
             raise SettingsError(
                 f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples, which "
-                f"train.loss={name_in(run.train.loss)!r} does not take: {problem}"
+                f"train.loss={name_in(run.train.loss or '')!r} does not take: {problem}"
             )
         return
     if of_pixels and not dataset.dense:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,11 @@ def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
         opened(tables / "diabetes.csv", label="bmi", task="classification", test=0.2)
     with pytest.raises(DataError, match="has values other than 0 and 1"):
         opened(tables / "diabetes.csv", label=["bmi", "bp"], task="multilabel", test=0.2)
+
+
+def test_a_task_is_the_same_in_another_process(tables: Path) -> None:
+    data = pickle.loads(pickle.dumps(opened(tables / "diabetes.csv", label="target", test=0.2)))
+    assert len(data.strata().names) == 10, "tasks are compared by identity"
 
 
 # --- moments -----------------------------------------------------------------
