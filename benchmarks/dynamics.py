@@ -7,7 +7,6 @@ Both are measured in each of ten rounds of one run, without the first. Prints me
 
 from __future__ import annotations
 
-import functools
 import os
 import statistics
 import tempfile
@@ -19,12 +18,12 @@ from flwr.app import Message
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.dynamics import Dynamics
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.listeners.listener import RunState
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import train_round
+from fedbn_flwr.experiment.run.loop import train_round
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.folder import RunFolder
@@ -52,7 +51,7 @@ def percentages(text: str, folder: Path) -> list[float]:
     experiment = load_experiment(text, words)
     (prepared,) = prepare(experiment)
     workers = os.cpu_count() or 1
-    app = client_app(functools.partial(client_of, experiment))
+    app = client_app(Clients(experiment))
     with LocalGrid(app, prepared.run.clients, workers=workers, threads=1) as grid:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(ROUNDS, arrays)

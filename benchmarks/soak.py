@@ -31,12 +31,12 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.results.folder import RunFolder
@@ -174,7 +174,7 @@ def soak(
     (prepared,) = prepare(experiment)
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
-        return client_of(experiment, context, config)
+        return Clients(experiment)(context, config)
 
     honest = client_app(make) if trains else Arithmetic(client_app(make))
     app = Failing(honest, dies=workers > 0, late=late, rounds=rounds, as_errors=as_errors)

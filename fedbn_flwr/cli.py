@@ -11,31 +11,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .commands import (
-    completion,
-    explain,
-    flwr,
-    listing,
-    new,
-    partition,
-    report,
-    run,
-    status,
-)
+from .commands import explain, flwr, listing, new, partition, report, run, status
 from .errors import FedbnError, did_you_mean
 from .extensions import parts
 
-COMMANDS = (
-    new,
-    explain,
-    run,
-    status,
-    report,
-    partition,
-    listing,
-    flwr,
-    completion,
-)  # as in the help
+COMMANDS = (new, explain, run, status, report, partition, listing, flwr)  # as in the help
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

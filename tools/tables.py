@@ -28,8 +28,8 @@ from fedbn_flwr.client.rule import known_keys
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
-from fedbn_flwr.experiment.check import KEYS_OF_A_FILE
-from fedbn_flwr.experiment.content import read_content, shipped_experiments
+from fedbn_flwr.experiment.faults import KEYS_OF_A_FILE
+from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.trackers import TRACKERS, options_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
@@ -157,8 +157,8 @@ _TRAVELLING = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
 
 
 def models() -> Table:
-    rows: list[Row] = [(f"`{name}`", None, _first_line(model)) for name, model in MODELS.items()]
-    return ("network", "images", "description"), rows
+    rows: list[Row] = [(f"`{name}`", _first_line(model)) for name, model in MODELS.items()]
+    return ("network", "description"), rows
 
 
 def _first_line(thing: Any) -> str:
@@ -267,7 +267,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "names": names,
     **{
         f"command {name}": command(name)
-        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "completion")
+        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check")
     },
     **MEASURED,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},

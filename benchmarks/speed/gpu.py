@@ -16,7 +16,7 @@ from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.engines.local import LocalGrid
-from fedbn_flwr.experiment.nodes import TrainedNodes
+from fedbn_flwr.experiment.run.cohort import TrainedNodes
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.strategies import FedAvg

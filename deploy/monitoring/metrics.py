@@ -24,7 +24,7 @@ from typing import Any
 from cryptography import x509
 
 from fedbn_flwr.extensions.site.connection import presented
-from fedbn_flwr.extensions.site.status import FILE, read_status
+from fedbn_flwr.extensions.site.record import FILE, read_status
 from fedbn_flwr.results.folder import find_folders
 from fedbn_flwr.results.read.state import STATES, RunState, read_state
 from fedbn_flwr.results.text import printable

@@ -238,8 +238,10 @@ def _statistics(make: Make, message: Message, config: Config, context: Context) 
     return _reply(_bn_client(make).statistics_round(unpack(sent_model(message.content)), config), context)
 
 
-def _personal(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    return _reply(_bn_client(make).personal_round(config), context)
+def _sums(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+    if (sums := _bn_client(make).sums) is None:
+        raise MessageError("it has no sums of its columns; the client of an experiment has them")
+    return RecordDict({"arrays": pack({"sums": sums()}), **_claim(context)})
 
 
 def _extension(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
@@ -270,8 +272,8 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
     "evaluate": ("evaluate", _evaluate),
     protocol.COHORT_QUERY: (_LAYERWISE, _train_by_messages),
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
-    protocol.PERSONAL_QUERY: ("send its personal model", _personal),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
+    protocol.SUMS_QUERY: ("send the sums of its columns", _sums),
     protocol.KEYS_QUERY: ("report the config keys that it honours", _keys),
 }
 

@@ -119,8 +119,6 @@ class BNClient(NumPyClient):
         (seed, round, client).
     min_batch
         Refuse to exchange the statistics of a batch of fewer examples, even if the strategy (FedTAN) allows them.
-    share_personal
-        Send the arrays that stay on the client to a server that asks for them by `query.personal`.
     device
         The device for training; by default that of the model's parameters.
     context
@@ -154,7 +152,6 @@ class BNClient(NumPyClient):
         compile: bool = False,
         seed: int = 0,
         min_batch: int = 1,
-        share_personal: bool = False,
         device: torch.device | str | None = None,
         context: Context | None = None,
     ) -> None:
@@ -182,7 +179,8 @@ class BNClient(NumPyClient):
         self.keep_momentum, self.clip, self.compile = keep_momentum, clip, compile
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
-        self.seed, self.min_batch, self.share_personal = seed, min_batch, share_personal
+        self.seed, self.min_batch = seed, min_batch
+        self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
         self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
@@ -267,17 +265,6 @@ class BNClient(NumPyClient):
         epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
         statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
-
-    def personal_round(self, config: Config) -> Update:
-        """The arrays that stay on this client, without the counters."""
-        if not self.share_personal:
-            raise MessageError(
-                "the server asks for the arrays that stay on this client, and it does not send them; expected a "
-                "BNClient with share_personal=True (in an experiment, evaluate.matrix: true)"
-            )
-        own = NodeState(self.state.records, run_of(config)).load("local")
-        sent = {key: value for key, value in own.items() if self.roles.get(key) is not Role.COUNTER}
-        return Update(sent, {}, {})
 
     def batch_size_of_round(self) -> int:
         """The number of examples in the client's batches."""

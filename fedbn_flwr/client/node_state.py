@@ -100,7 +100,7 @@ def stored_state(message: Message, config: Mapping[str, Any], context: Context) 
         yield
         return
     server_round = int(config[protocol.ROUND])
-    is_after = kind.startswith(MessageType.EVALUATE) or kind in (protocol.STATISTICS_QUERY, protocol.PERSONAL_QUERY)
+    is_after = kind.startswith(MessageType.EVALUATE) or kind == protocol.STATISTICS_QUERY
     folder.restore(context, server_round if is_after else server_round - 1)
     yield
     if kind.startswith(MessageType.TRAIN):

@@ -1,4 +1,4 @@
 """The commands of `fedbn`, one module each: `add` adds a command's arguments, and `fedbn_flwr.cli` calls its function.
 
-The modules are imported at each start, shell completion included: what is large is imported inside functions.
+The modules are imported at each start: what is large is imported inside functions.
 """

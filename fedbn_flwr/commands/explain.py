@@ -14,8 +14,8 @@ from .common import Commands, add_command, add_experiment, loading, overrides_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fedbn_flwr.experiment.explain import ExplainedRun, Explanation
-    from fedbn_flwr.experiment.find import Setting
+    from fedbn_flwr.experiment.file.layers import Setting
+    from fedbn_flwr.experiment.trial import ExplainedRun, Explanation
 
 
 def add(commands: Commands) -> None:
@@ -41,9 +41,9 @@ def explain(arguments: argparse.Namespace) -> None:
     import logging
 
     with loading():
-        from fedbn_flwr.experiment.check import Faults
-        from fedbn_flwr.experiment.explain import explain
-        from fedbn_flwr.experiment.find import load_experiment
+        from fedbn_flwr.experiment.faults import Faults
+        from fedbn_flwr.experiment.file.layers import load_experiment
+        from fedbn_flwr.experiment.trial import explain
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment, faults = load_experiment(arguments.experiment, overrides_of(arguments)), Faults()
@@ -75,7 +75,7 @@ def _as_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def _pages(explanation: Explanation, *, every: bool) -> list[str]:
-    from fedbn_flwr.results.report.partition import partition_table
+    from fedbn_flwr.results.report.counted import partition_table
 
     experiment, runs = explanation.experiment, explanation.runs
     first, *others = runs

@@ -51,7 +51,7 @@ def _project(app: Path) -> dict[str, Any]:
 
 
 def flwr(arguments: argparse.Namespace) -> int:
-    from fedbn_flwr.engines.simulation import federation_config, run_app
+    from .simulation import federation_config, run_app
 
     if arguments.connection:
         raise SettingsError(
@@ -64,9 +64,9 @@ def flwr(arguments: argparse.Namespace) -> int:
     federation = parse_pairs(arguments.federation_config, "--federation-config")
     out, more = None, ""
     if project["project"]["name"] == "fedbn-flwr":
-        from fedbn_flwr.experiment.find import from_run_config
+        from fedbn_flwr.experiment.file.layers import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
-        from fedbn_flwr.experiment.run import open_folders
+        from fedbn_flwr.experiment.run.loop import open_folders
         from fedbn_flwr.results.folder import default_out
 
         defaults = project["tool"]["flwr"]["app"]["config"]

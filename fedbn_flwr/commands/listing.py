@@ -79,15 +79,6 @@ def list_names(arguments: argparse.Namespace) -> None:
             print(f"{name.ljust(width)}  {line}")
 
 
-def names(what: str) -> list[str]:
-    """Those that an experiment can have as they are, without the forms of others: MODULE:CALLABLE, OWNER/NAME."""
-    if what == "experiments":
-        from fedbn_flwr.experiment.content import shipped_experiments
-
-        return list(shipped_experiments())
-    return [name for name in _lines(what) if not name.replace("/", "").replace(":", "").isupper()]
-
-
 def _lines(what: str) -> Mapping[str, str]:
     match what:
         case "strategies":
@@ -115,9 +106,9 @@ def _lines(what: str) -> Mapping[str, str]:
 
 def list_experiments(names: Sequence[str], size: str | None, *, as_json: bool) -> None:
     """The shipped experiments by paper, each with its cost."""
-    from fedbn_flwr.experiment.content import read_content, shipped_experiments
-    from fedbn_flwr.experiment.cost import cost_of
-    from fedbn_flwr.experiment.find import read_experiment
+    from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
+    from fedbn_flwr.experiment.file.cost import cost_of
+    from fedbn_flwr.experiment.file.layers import read_experiment
 
     shipped = list(shipped_experiments())
     papers = {name: name.rpartition("/")[0] for name in shipped}

@@ -31,9 +31,9 @@ def add(commands: Commands) -> None:
 
 
 def new(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.experiment.content import read_content
-    from fedbn_flwr.experiment.find import load_experiment
-    from fedbn_flwr.experiment.template import template
+    from fedbn_flwr.experiment.file.content import read_content
+    from fedbn_flwr.experiment.file.layers import load_experiment
+    from fedbn_flwr.experiment.file.template import template
 
     name = arguments.name.removesuffix(".yaml").removesuffix(".yml")
     if not name.rpartition("/")[2]:

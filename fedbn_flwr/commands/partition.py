@@ -24,9 +24,9 @@ def add(commands: Commands) -> None:
 
 
 def partition(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.experiment.find import load_experiment
-    from fedbn_flwr.experiment.partition import count_partitions
-    from fedbn_flwr.results.report.partition import partition_table
+    from fedbn_flwr.experiment.counting import count_partitions
+    from fedbn_flwr.experiment.file.layers import load_experiment
+    from fedbn_flwr.results.report.counted import partition_table
     from fedbn_flwr.results.report.pictures import partitions_plot, save
 
     out = arguments.out or Path("partition.png")

@@ -13,7 +13,7 @@ from fedbn_flwr.results.text import duration, size_text
 from .common import Commands, add_command, add_experiment, continued_by, loading, overrides_of
 
 if TYPE_CHECKING:
-    from fedbn_flwr.experiment.explain import Plan
+    from fedbn_flwr.experiment.trial import Plan
 
 
 def add(commands: Commands) -> None:
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stdout.isatty():
         print("loading PyTorch and Flower ...", flush=True)  # takes seconds
     with loading():
-        from fedbn_flwr.experiment.find import load_experiment
-        from fedbn_flwr.experiment.run import carry_out
+        from fedbn_flwr.experiment.file.layers import load_experiment
+        from fedbn_flwr.experiment.run.loop import carry_out
         from fedbn_flwr.results.folder import default_out
 
     if arguments.resume and arguments.out is None:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
     if arguments.dry_run:
-        from fedbn_flwr.experiment.explain import plan
+        from fedbn_flwr.experiment.trial import plan
 
         logging.getLogger("flwr").setLevel(logging.ERROR)
         print(_plan_in_words(plan(experiment, out, resume=arguments.resume, jobs=arguments.jobs), out))

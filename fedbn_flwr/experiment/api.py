@@ -19,10 +19,10 @@ from fedbn_flwr.errors import SettingsError, UserError
 from fedbn_flwr.results.folder import default_out
 from fedbn_flwr.results.result import Result, Results
 
-from .content import extended, read_content
 from .data import forget_data
-from .find import read_experiment
-from .run import carry_out, check_failures, run_folders
+from .file.content import extended, read_content
+from .file.layers import read_experiment
+from .run.loop import carry_out, check_failures, run_folders
 from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
 
 Source = str | Path | Mapping[str, Any] | Settings

@@ -220,14 +220,20 @@ def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Normalise:
 
 
 def client_batches(
-    run: Settings, dataset: DataSet, indices: Tensor, client: int, batch_size: int | None = None
+    run: Settings,
+    dataset: DataSet,
+    indices: Tensor,
+    client: int,
+    normalise: Normalise | None = None,
+    *,
+    batch_size: int | None = None,
 ) -> ClientBatches:
     """A client's training batches, with the augmentations of the settings."""
     parts = [Part(name=part) if isinstance(part, str) else part for part in run.data.augment or ()]
     return ClientBatches(
         dataset.train,
         indices,
-        normalisation_of(run, dataset),
+        normalise or normalisation_of(run, dataset),
         batch_size=batch_size or run.train.batch_size,
         client=client,
         seed=run.seed,

@@ -18,9 +18,9 @@ from fedbn_flwr.models.build import build_model
 from fedbn_flwr.tasks import SEVERAL
 
 from .data import Shape
+from .objective import targets_like
 from .sections import Engine
 from .settings import Settings, name_in
-from .training import targets_like
 
 
 def choose_device(name: str) -> torch.device:

@@ -6,9 +6,9 @@ import difflib
 import functools
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from flwr.app import Context
@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient, is_known
+from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.model_tensors import ModelTensors
-from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.client.training import Loss
+from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.data.sums import Sums, sums_of
+from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.named import is_name
 
@@ -35,72 +38,187 @@ from .data import (
     partition_of,
     rows_by_domain,
 )
-from .find import from_run_config
+from .file.layers import from_run_config
 from .model import choose_device, make_model
+from .objective import learning_rate, loss_of, metrics_of, plain_loss
 from .settings import Experiment, Settings
-from .training import learning_rate, loss_of, metrics_of, plain_loss
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
 
 
 def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
     """The client of a node, for the experiment in its run config."""
-    return client_of(from_run_config(context.run_config), context, config)
+    return _clients(str(context.run_config["experiment"]), str(context.run_config.get("set", "")))(context, config)
+
+
+@functools.lru_cache(maxsize=8)  # a client is made for each message
+def _clients(experiment: str, changes: str) -> Clients:
+    return Clients(from_run_config({"experiment": experiment, "set": changes}))
 
 
 @dataclass(frozen=True)
 class Clients:
-    """Makes the clients of an experiment. A process that unpickles it has the `examples` without loading them."""
+    """Makes the clients of an experiment: for the run that the message's config names, else the first one.
+
+    A process that unpickles it has the `examples` without loading them.
+    """
 
     experiment: Experiment
     examples: LoadedData | None = None
+    _parts: dict[tuple[Any, ...], ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Clients, (self.experiment, self.examples)
 
     def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
-        return client_of(self.experiment, context, config)
+        run = run_of(self.experiment, config)
+        key = (run.label, run.seed, context.node_id, *context.node_config.items())
+        if key not in self._parts:
+            self._parts[key] = ClientParts.of(run, context)
+        _import_rule(run, config)
+        return self._parts[key].client(context, config)
 
 
-def client_of(experiment: Experiment, context: Context, config: Mapping[str, Any]) -> BNClient:
-    """The client of a node, for the run that the message's `config` names, else the first one."""
-    run = run_of(experiment, config)
-    _import_rule(run, config)
-    torch.set_num_threads(run.engine.threads)
-    device = choose_device(run.engine.device)
-    node = context.node_config
-    check_node_keys(node)
-    client = number_of(context, run.clients)
-    dataset, indices, own = data_of(run, node, client, str(device))
-    indices, held = hold_out(indices, run.evaluate.validation if trains(run, client) else 0.0, run.seed, client)
-    pool, tensors = _model_of(run, dataset, device)
-    made = BNClient(
-        tensors,
-        client_batches(run, dataset, indices, client),
-        functools.partial(_tests_of, run, dataset, own, held),
-        lr=functools.partial(learning_rate, run),
-        epochs=run.train.epochs,
-        steps=run.train.steps,
-        optimizer=run.train.optimizer,
-        momentum=run.train.momentum,
-        weight_decay=run.train.weight_decay,
-        norm_weight_decay=run.train.norm_weight_decay,
-        bias_weight_decay=run.train.bias_weight_decay,
-        keep_momentum=run.train.keep_momentum,
-        clip=run.train.clip,
-        loss=loss_of(run, dataset, indices),
-        task=dataset.task,
-        eval_loss=plain_loss(run, dataset.task),
-        metrics=metrics_of(run),
-        channels_last=run.train.channels_last,
-        precision=torch.bfloat16 if run.train.precision == "bfloat16" else None,
-        compile=run.train.compile,
-        seed=run.seed,
-        min_batch=min_batch_of(node),
-        share_personal=run.evaluate.matrix,
-        device=device,
-        context=context,
+@dataclass(frozen=True)
+class ClientParts:
+    """What a run's client on a node is made of for each message; data sets are kept for all clients, in `data.py`."""
+
+    run: Settings  # with the data of the site, if it has data of its own
+    number: int
+    has_own_data: bool  # instead of a partition of the experiment's
+    min_batch: int
+
+    @classmethod
+    def of(cls, run: Settings, context: Context) -> ClientParts:
+        node = context.node_config
+        least = min_batch_of(node)
+        changes: dict[str, Any] = {}
+        if "data-path" in node:
+            changes = dict.fromkeys(("root", "examples", "test_examples"))
+            changes |= {"name": str(node["data-path"]), "random": False, "domains": ()}
+        if "domain" in node:
+            changes["domains"] = (str(node["domain"]),)
+        if changes:  # the client trains on all of the site's data
+            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"].options()})
+            run = run.model_copy(update={"data": data})
+        return cls(run, number_of(context, run.clients), bool(changes), least)
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return choose_device(self.run.engine.device)
+
+    @property
+    def dataset(self) -> DataSet:
+        return load_data(self.run.data, str(self.device))
+
+    @functools.cached_property
+    def part(self) -> tuple[Tensor, Tensor]:
+        """The indices of the training examples, and of the test examples that are the client's own."""
+        if self.has_own_data:
+            check_labels(self.run, self.dataset)
+            return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
+        place = self.run.data, self.run.clients, self.run.seed, str(self.device)
+        return partition_of(*place)[self.number], own_test(*place)[self.number]
+
+    @functools.cached_property
+    def split(self) -> tuple[Tensor, Tensor]:
+        """The indices of the training examples that the client trains on, and of those that it holds out."""
+        held = self.run.evaluate.validation if trains(self.run, self.number) else 0.0
+        return hold_out(self.part[0], held, self.run.seed, self.number)
+
+    @functools.cached_property
+    def losses(self) -> tuple[Loss, Loss]:
+        """Of training and of evaluation."""
+        dataset = self.dataset
+        return loss_of(self.run, dataset, self.split[0]), plain_loss(self.run, dataset.task)
+
+    @functools.cached_property
+    def metrics(self) -> Sequence[Metric]:
+        return metrics_of(self.run)
+
+    def normalise(self, config: Mapping[str, Any]) -> Normalise:
+        """The moments on which sites agreed, which are in the messages, or the run's normalisation."""
+        if protocol.MEANS in config:
+            return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
+        if self.run.data.normalise == "moments" and (self.has_own_data or not self.run.evaluate.server):
+            return _not_agreed
+        return normalisation_of(self.run, self.dataset)
+
+    def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+        run, train = self.run, self.run.train
+        torch.set_num_threads(run.engine.threads)
+        normalise = self.normalise(config)
+        pool, tensors = _model_of(run, self.dataset, self.device)
+        made = BNClient(
+            tensors,
+            client_batches(run, self.dataset, self.split[0], self.number, normalise),
+            functools.partial(self.tests, normalise),
+            lr=functools.partial(learning_rate, run),
+            epochs=train.epochs,
+            steps=train.steps,
+            optimizer=train.optimizer,
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+            norm_weight_decay=train.norm_weight_decay,
+            bias_weight_decay=train.bias_weight_decay,
+            keep_momentum=train.keep_momentum,
+            clip=train.clip,
+            task=self.dataset.task,
+            loss=self.losses[0],
+            eval_loss=self.losses[1],
+            metrics=self.metrics,
+            channels_last=train.channels_last,
+            precision=torch.bfloat16 if train.precision == "bfloat16" else None,
+            compile=train.compile,
+            seed=run.seed,
+            min_batch=self.min_batch,
+            device=self.device,
+            context=context,
+        )
+        made.sums = self.sums
+        if not _is_own(run):
+            pool.lend(tensors, made)
+        return made
+
+    def tests(self, normalise: Normalise) -> dict[str, TestBatches]:
+        """The test sets: all test examples, the client's own, its own of each domain, and what it holds out."""
+        dataset, own, held = self.dataset, self.part[1], self.split[1]
+        size = self.run.evaluate.batch_size
+        test = functools.partial(TestBatches, dataset.test, normalise, size)
+        tests = {"": test(), protocol.OWN: test(own)} if len(own) else {"": test()}
+        for domain, rows in rows_by_domain(dataset).items():
+            if len(both := own[torch.isin(own, rows)]):
+                tests[f"{protocol.OWN}@{domain}"] = test(both)
+        if len(held):
+            tests[protocol.VALIDATION] = TestBatches(dataset.train, normalise, size, held)
+        return tests
+
+    def sums(self) -> Sums:
+        """The sums of the client's columns; refused if they are of too few examples, since they would reveal them."""
+        if (count := len(self.part[0])) < self.min_batch:
+            raise MessageError(
+                f"it has {count} training examples, and it refuses to send the sums of fewer than {self.min_batch}, "
+                f"which reveal them; have more, or allow it by min-batch={count} in this node's config"
+            )
+        return sums_of(self.dataset.train.select(self.part[0]).sample())
+
+
+def min_batch_of(node: Mapping[str, Any]) -> int:
+    """The limit of a node, whose config is checked; a site with its own data has one even if it sets none."""
+    for name in node:
+        if name not in NODE_KEYS and difflib.get_close_matches(name, NODE_KEYS):  # others may belong to other apps
+            raise SettingsError(f"this node's config has the unknown key {name!r}; {did_you_mean(name, NODE_KEYS)}")
+    least = node.get("min-batch", protocol.MIN_BATCH if "data-path" in node else 1)
+    if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+        raise SettingsError(f"this node's config has min-batch={least!r}; expected a number of examples, 1 or more")
+    return least
+
+
+def _not_agreed(inputs: Tensor) -> NoReturn:
+    raise MessageError(
+        f"data.normalise is 'moments', and the message has no {protocol.MEANS!r}, on which the sites agree before the "
+        "first round; install the same version of fedbn-flwr on server and clients"
     )
-    if not _is_own(run):
-        pool.lend(tensors, made)
-    return made
 
 
 def _import_rule(run: Settings, config: Mapping[str, Any]) -> None:
@@ -123,21 +241,6 @@ def run_of(experiment: Experiment, config: Mapping[str, Any]) -> Settings:
     return runs[name]
 
 
-def check_node_keys(node: Mapping[str, Any]) -> None:
-    """Refuse keys that resemble one of NODE_KEYS; other keys may belong to other apps on the node."""
-    for key in node:
-        if key not in NODE_KEYS and difflib.get_close_matches(key, NODE_KEYS):
-            raise SettingsError(f"this node's config has the unknown key {key!r}; {did_you_mean(key, NODE_KEYS)}")
-
-
-def min_batch_of(node: Mapping[str, Any]) -> int:
-    """The node's own limit for exchanges of statistics; a site with its own data has one even if it sets none."""
-    least = node.get("min-batch", protocol.MIN_BATCH if "data-path" in node else 1)
-    if not isinstance(least, int) or isinstance(least, bool) or least < 1:
-        raise SettingsError(f"this node's config has min-batch={least!r}; expected a number of examples, 1 or more")
-    return least
-
-
 def number_of(context: Context, clients: int) -> int:
     """The number of a node's client, from which its random draws are derived: its partition.
 
@@ -156,28 +259,6 @@ def number_of(context: Context, clients: int) -> int:
             f'"partition-id=... num-partitions={clients}", or "data-path=\'...\'" for a site with its own data'
         )
     return client
-
-
-def data_of(run: Settings, node: Mapping[str, Any], client: int, device: str) -> tuple[DataSet, Tensor, Tensor]:
-    """The data set of a client, and the indices of its training examples and of its own test examples."""
-    if "data-path" not in node and "domain" not in node:
-        dataset = load_data(run.data, device)
-        indices = partition_of(run.data, run.clients, run.seed, device)[client]
-        return dataset, indices, own_test(run.data, run.clients, run.seed, device)[client]
-    # A site with its own data: the client trains on all of it.
-    changes: dict[str, Any] = {"partition": KINDS["iid"].options()}
-    changes["domains"] = (str(node["domain"]),) if "domain" in node else ()
-    if "data-path" in node:
-        changes |= {
-            "name": str(node["data-path"]),
-            "root": None,
-            "examples": None,
-            "test_examples": None,
-            "random": False,
-        }
-    dataset = load_data(run.data.model_copy(update=changes), device)
-    check_labels(run, dataset)
-    return dataset, torch.arange(len(dataset.train)), torch.arange(len(dataset.test))
 
 
 def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[ModelPool, ModelTensors]:
@@ -205,19 +286,6 @@ def _is_own(run: Settings) -> bool:
 
 def trains(run: Settings, client: int) -> bool:
     return not run.evaluate.unseen or client < run.trained
-
-
-def _tests_of(run: Settings, dataset: DataSet, own: Tensor, held: Tensor) -> dict[str, TestBatches]:
-    """A client's test sets: all test examples, its own, its own of each domain, and the training examples held out."""
-    normalisation = normalisation_of(run, dataset)
-    test = functools.partial(TestBatches, dataset.test, normalisation, run.evaluate.batch_size)
-    tests = {"": test(), protocol.OWN: test(own)} if len(own) else {"": test()}
-    for domain, rows in rows_by_domain(dataset).items():
-        if len(both := own[torch.isin(own, rows)]):
-            tests[f"{protocol.OWN}@{domain}"] = test(both)
-    if len(held):
-        tests[protocol.VALIDATION] = TestBatches(dataset.train, normalisation, run.evaluate.batch_size, held)
-    return tests
 
 
 class ModelPool:

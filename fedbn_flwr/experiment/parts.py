@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.training import Loss
+from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.strategies import Rule
@@ -19,8 +20,8 @@ from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
 from .model import check_gpus, choose_device, make_model, model_arguments
+from .objective import metrics_of, own_loss
 from .settings import Settings
-from .training import metrics_of, own_loss
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,13 @@ class Parts:
 
     @cached_property
     def normalise(self) -> Normalise | None:
-        """None: a server without data does not know the moments of the clients' examples."""
+        """None: a server without data does not know the moments of the clients' data before they agree on them."""
         known = self.dataset is not None or self.run.data.normalise != "moments"
         return normalisation_of(self.run, self.shape) if known else None
+
+    def use_moments(self, moments: Moments) -> None:
+        """Normalise by the moments of all sites' data."""
+        self.__dict__["normalise"] = moments
 
     @cached_property
     def loss(self) -> Loss | None:

@@ -26,14 +26,14 @@ from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
 from fedbn_flwr.tasks import Task
 
 from . import trackers
-from .check import Faults
 from .data import check_labels, partition_of, try_data
+from .faults import Faults
+from .flower_mods import check_mods
 from .model import try_model
-from .mods import check_mods
+from .objective import check_loss, learning_rate, plain_loss, targets_like
 from .parts import Parts
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
-from .training import check_loss, learning_rate, plain_loss, targets_like
 
 
 def prepare(
@@ -130,10 +130,6 @@ def make_rule(run: Settings) -> Rule:
             "evaluate.clients out": options.clients is False and not traits.has_global_model,
             f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; "
             "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
-            f"evaluate.matrix is true, but with {name} all clients have the global model; expected a strategy with a "
-            "model per client: FedBN, SiloBN or Standalone": options.matrix and not traits.personal,
-            f"evaluate.matrix is true and reads the models of single clients, which {name} {traits.hides}; leave "
-            "evaluate.matrix out": options.matrix and traits.hides is not None,
             f"evaluate.dynamics is true and reads the statistics of single clients, which {name} {traits.hides}; leave "
             "evaluate.dynamics out": options.dynamics and traits.hides is not None,
         }

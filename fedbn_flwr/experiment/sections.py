@@ -123,13 +123,6 @@ class Evaluate(Section):
         description="steps by which unseen clients then adapt the global model, for a second evaluation; 0: none",
     )
     finetune_lr: float | None = Field(default=None, gt=0, description="learning rate of these steps")
-    matrix: bool = Field(
-        default=False,
-        description=(
-            "after the last round, evaluate the personal model of each client on the own test examples of each "
-            "client, see [Clients](clients.md#matrix-of-personal-models)"
-        ),
-    )
 
     def faults(self) -> dict[str, bool]:
         unknown = next((name for name in self.metrics if name not in METRICS and ":" not in name), None)

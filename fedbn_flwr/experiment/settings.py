@@ -34,8 +34,8 @@ from fedbn_flwr.results.text import file_name
 from fedbn_flwr.strategies import check_strategy
 from fedbn_flwr.tasks import LOSSES
 
-from .expansion import Cell, Size
-from .published import Published
+from .file.expansion import Cell, Size
+from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
 from .sections import Few, Names, Positive, Section

@@ -36,6 +36,8 @@ TOKEN = "fedbn.run-token"  # noqa: S105 (the name of a key)
 KEPT_ROUND = "fedbn.kept-round"
 LR_FACTOR = "fedbn.lr-factor"
 RETURN = "fedbn.return"
+MEANS = "fedbn.means"
+DEVIATIONS = "fedbn.deviations"
 OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
@@ -43,6 +45,8 @@ RUN_KEYS = {
     KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
     LR_FACTOR: Key("float", "multiply the learning rate of the round by it, since the strategy froze or switched"),
     RETURN: Key("roles, comma separated", "send these roles back too, in addition to those received"),
+    MEANS: Key("floats", "normalise inputs with these means of all clients' columns, and with DEVIATIONS"),
+    DEVIATIONS: Key("floats", "the standard deviations that belong to MEANS"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
@@ -90,10 +94,10 @@ EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow 
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
 KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours, if it can be made
-PERSONAL_QUERY = "query.personal"  # reply: the arrays that stay on the client, if it was made with share_personal
+SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.sums
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
-QUERIES = frozenset({PARTITION_QUERY, KEYS_QUERY, PERSONAL_QUERY, STATISTICS_QUERY})  # outside of training
+QUERIES = frozenset({PARTITION_QUERY, KEYS_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training
 
 
 def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
@@ -113,8 +117,8 @@ def volatile(state: RecordDict) -> RecordDict:
 
 
 def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config that identify the run, and so the model that clients build."""
-    return {key: config[key] for key in OF_RUN if key in config}
+    """The keys of a config that identify the run, and so the model that clients build and how they read their data."""
+    return {key: config[key] for key in (*OF_RUN, MEANS, DEVIATIONS) if key in config}
 
 
 def join(roles: Iterable[Role]) -> str:

@@ -75,7 +75,7 @@ def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None
     zipfile.ZipFile(bundle).extractall(unpacked)
     code = (
         "import json, fedbn_flwr, apps.server_app, apps.client_app\n"
-        "import fedbn_flwr.strategies as s, fedbn_flwr.experiment.content as e\n"
+        "import fedbn_flwr.strategies as s, fedbn_flwr.experiment.file.content as e\n"
         "print(json.dumps([s.__file__, s.FixBN.__module__, sorted(e.shipped_experiments()), fedbn_flwr.__version__]))"
     )
     printed = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(unpacked))

@@ -15,9 +15,9 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.run.loop import serve
 from tests.support.images import numbered, write_parquet
 from tests.support.network import Deployment, missing_tools
 
@@ -101,7 +101,7 @@ def test_a_server_without_data_trains_the_same_model(
         assert line["accuracy"] == line["clients_accuracy"] == other["clients_accuracy"]
         assert line["loss"] == other["clients_loss"]
     assert without[1]["accuracy"] == without[0][-1]["accuracy"]
-    assert without[1]["accuracy_of"] == "the clients' models on their test images, mean"
+    assert without[1]["accuracy_of"] == "the clients' models on their test examples, mean"
 
 
 def test_a_site_with_its_own_data_has_a_limit_of_its_own(sites: list[Path], tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli, named
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.history import History
+from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, environment, fedbn

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.experiment.settings import Experiment, Settings
 
 SMOKE = ["size=smoke", "engine.workers=0", "engine.device=cpu"]

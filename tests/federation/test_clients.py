@@ -21,9 +21,9 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.folder import RunFolder
@@ -32,7 +32,7 @@ from tests.support.command import ROOT
 from tests.support.experiments import fault
 from tests.support.nets import net, some_batches
 from tests.support.records import content
-from tests.support.sessions import Elsewhere, outcome, session
+from tests.support.sessions import outcome, session
 
 CPU = torch.device("cpu")
 PAGE = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "clients.md").read_text(), re.DOTALL | re.MULTILINE)
@@ -45,11 +45,10 @@ def carried_out(text: str, out: Path, *changes: str) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The runs of the page's experiments: the matrix, two with unseen clients, and the one that stops early."""
-    matrix, unseen, early = PAGE
+    """The runs of the page's experiments: two with unseen clients, and the one that stops early."""
+    unseen, early = PAGE
     out = tmp_path_factory.mktemp("runs")
     runs = carried_out(unseen, out / "unseen", "engine.workers=0")
-    runs["matrix"] = carried_out(matrix, out / "matrix", "train.lr=0.05", "train.steps=5", "engine.workers=0")["FedBN"]
     runs["early"] = carried_out(early, out / "early", "engine.workers=0", "train.steps=3", "evaluate.patience=2")[
         "FedAvg"
     ]
@@ -74,45 +73,6 @@ def own_accuracy(model: nn.Module, folder: Path, client: int) -> float:
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
-
-
-# --- the matrix --------------------------------------------------------------
-
-
-def test_the_matrix_has_each_personal_model_on_each_client_s_data(page: dict[str, Path]) -> None:
-    """The models are built from the run's checkpoint, which has the clients' states."""
-    matrix = RunFolder(page["matrix"]).read("matrix.json")
-    assert matrix is not None
-    assert matrix["clients"] == ["0", "1", "2", "3"]
-    (result,) = Results.read(page["matrix"])
-    for row, accuracies in enumerate(matrix["accuracy"]):
-        model = result.model(client=row)
-        assert accuracies == [own_accuracy(model, page["matrix"], column) for column in range(4)]
-        assert accuracies[row] == clients_of(page["matrix"])[str(row)]["own_accuracy"]
-    assert len({tuple(accuracies) for accuracies in matrix["accuracy"]}) > 1
-    assert (page["matrix"] / "matrix.png").stat().st_size > 0
-
-
-def test_the_matrix_takes_a_query_and_an_evaluation_per_pair(page: dict[str, Path]) -> None:
-    *_, before, last = RunFolder(page["matrix"]).history()
-    assert last["other_messages"] - before["other_messages"] == 2 * (4 + 16)
-    assert (last["bytes_down"], last["bytes_up"]) == (before["bytes_down"], before["bytes_up"])
-
-
-def test_a_client_refuses_to_send_its_personal_model_unless_it_was_made_to(tmp_path: Path) -> None:
-    """The server's experiment has the option and the clients' has not."""
-    from fedbn_flwr import LocalGrid, client_app
-    from fedbn_flwr.experiment.listeners.progress import Reporter
-    from fedbn_flwr.experiment.node import make_client
-    from fedbn_flwr.experiment.run import run_one
-
-    text = "{rounds: 1, clients: 2, strategy: {name: Standalone}, train: {steps: 1}, engine: {device: cpu}}"
-    (prepared,) = prepare(load_experiment(text, ["evaluate.matrix=true"]))
-    folder = RunFolder(tmp_path)
-    folder.begin(prepared.run.model_dump(mode="json"))
-    with LocalGrid(client_app(make_client), 2, run_config={"experiment": text, "set": ""}) as grid:
-        run_one(prepared, grid, folder, Reporter(), 0)
-    assert folder.read("matrix.json") == {"clients": ["0", "1"], "accuracy": [[None, None], [None, None]]}
 
 
 # --- clients that never trained ----------------------------------------------
@@ -258,15 +218,8 @@ def test_a_resumed_run_ends_in_the_same_round_with_the_same_files(workers: int, 
         session("early end", tmp_path / "run", stop, workers=workers)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "straight")
     assert summary(tmp_path / "run")["rounds"] == 4, "of five"
-    for name in ("model-best.safetensors", "matrix.json"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
-
-
-def test_nodes_with_state_folders_send_the_same_personal_models(tmp_path: Path) -> None:
-    session("early end", tmp_path / "straight")
-    for stop, nodes in ((2, (1, 2, 3)), (0, (71, 5, 33))):
-        session("early end", tmp_path / "run", stop, grid=Elsewhere("early end", tmp_path / "state", nodes))
-    assert (tmp_path / "run" / "matrix.json").read_bytes() == (tmp_path / "straight" / "matrix.json").read_bytes()
+    best = [(tmp_path / name / "model-best.safetensors").read_bytes() for name in ("run", "straight")]
+    assert best[0] == best[1]
 
 
 # --- settings ----------------------------------------------------------------
@@ -289,7 +242,6 @@ def test_settings_without_effect_are_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("strategy: {name: FedAvg}\nevaluate: {matrix: true}", "with FedAvg all clients have the global model"),
         ("strategy: {name: Standalone}\nevaluate: {unseen: 1}", "Standalone trains no global model"),
         (
             "clients: 3\nstrategy: {name: FedAvg, min_train_nodes: 3}\nevaluate: {unseen: 1}",

@@ -12,8 +12,8 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError, UserError
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.files import write_text
 from fedbn_flwr.results.read.runs import find_runs
@@ -140,7 +140,7 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 
 
 NAMES = ["config.yaml", "environment.json", "history.jsonl", "partition.json", "clients.jsonl", "norms.jsonl",
-         "summary.json", "model.json", "matrix.json", "checkpoint", "promises"]  # fmt: skip
+         "summary.json", "model.json", "checkpoint", "promises"]  # fmt: skip
 
 
 def readers(folder: Path) -> dict[str, Any]:
@@ -151,7 +151,6 @@ def readers(folder: Path) -> dict[str, Any]:
             run.config(),
             find_runs([folder]),
             run.read("partition.json"),
-            run.read("matrix.json"),
             run.model_description(),
         ],
         "status": lambda: read_state(folder),

@@ -20,11 +20,11 @@ from fedbn_flwr import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.mods import weights_only
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
-from fedbn_flwr.experiment.mods import experiment_mods
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
+from fedbn_flwr.experiment.flower_mods import experiment_mods
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FixBN
@@ -177,9 +177,7 @@ def test_an_experiment_s_mods_see_the_messages_on_the_local_engine_and_in_flower
     from apps.client_app import app
 
     experiment = read_experiment(parse_yaml(EXPERIMENT + f"mods: {mods}"))
-    here = client_app(
-        functools.partial(client_of, experiment), mods=[functools.partial(experiment_mods, experiment=experiment)]
-    )
+    here = client_app(Clients(experiment), mods=[functools.partial(experiment_mods, experiment=experiment)])
     for grid in (RecordingGrid(here, 2), RecordingGrid(app, 2, run_config=experiment.run_config)):
         (prepared,) = prepare(experiment)
         arrays, config = pack(initial_arrays(prepared.model)), ConfigRecord({"fedbn.run": prepared.name})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ import yaml
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.cli import main
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import ROOT
 from tests.support.sessions import Stopping, outcome
@@ -59,7 +58,7 @@ def session(settings: dict[str, Any], folder: Path, *, stop: int = 0, workers: i
     (prepared,) = prepare(experiment)
     run = RunFolder(folder)
     done = run.begin(prepared.run.model_dump(mode="json"))
-    with LocalGrid(client_app(functools.partial(client_of, experiment)), prepared.run.clients, workers=workers) as grid:
+    with LocalGrid(client_app(Clients(experiment)), prepared.run.clients, workers=workers) as grid:
         try:
             run_one(prepared, grid, run, Stopping(stop), done)
         except KeyboardInterrupt:

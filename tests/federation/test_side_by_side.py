@@ -15,10 +15,10 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.api import run_all
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
-from fedbn_flwr.experiment.side_by_side import jobs_of
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
+from fedbn_flwr.experiment.run import loop as run_module
+from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, ROOT, environment
 from tests.support.network import wait_for

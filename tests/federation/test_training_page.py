@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.run.loop import carry_out
 from tests.support.command import ROOT, python_blocks
 
 PAGE = (ROOT / "docs" / "training.md").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,11 +23,11 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.losses import CrossEntropy
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.explain import explain
-from fedbn_flwr.experiment.find import load_experiment, parse_yaml
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
+from fedbn_flwr.experiment.trial import explain
 from fedbn_flwr.messages.aggregate import as_bfloat16
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse
@@ -344,7 +343,7 @@ def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits
         run = RunFolder(tmp_path / name)
         done = run.begin(prepared.run.model_dump(mode="json"))
         with (
-            LocalGrid(client_app(functools.partial(client_of, experiment)), 2) as grid,
+            LocalGrid(client_app(Clients(experiment)), 2) as grid,
             contextlib.suppress(KeyboardInterrupt),
         ):
             run_one(prepared, grid, run, Stopping(stop), done)

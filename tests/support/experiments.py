@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.settings import Settings
 
 

@@ -28,12 +28,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.errors import FedbnError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.folder import RunFolder
@@ -61,7 +61,6 @@ RULES: dict[str, list[str]] = {
     "FedBS": ["strategy={name: FedBS, epsilon: 100, patience: 3}"],
     "FixBN": ["strategy={name: FixBN, freeze_round: 2}"],
     "FixBN, frozen from the start": ["strategy={name: FixBN, freeze_round: 0}"],
-    "FixBN, auto": ["strategy={name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}", "rounds=5"],
     "FixBN of FedBN": ["strategy={name: FixBN, freeze_round: 1, base: {name: FedBN}}"],
     "FixBN of FedMedian": ["strategy={name: FixBN, freeze_round: 1, base: {name: FedMedian}}"],
     "FedTAN of the paper, by batch": ["strategy={name: FedTAN, exchange: paper, weights: batch, min_batch: 4}"],
@@ -159,7 +158,7 @@ def train(
         rounds = () if honest else (1, run.rounds)
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
-        return client_of(experiment, context, config)
+        return Clients(experiment)(context, config)
 
     app, found = Hostile(client_app(make), kind, rounds, spoil), Outcome()
     carry_out = _run if whole else _start

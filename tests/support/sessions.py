@@ -11,12 +11,12 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.base import RunState
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import Summary
@@ -58,7 +58,6 @@ SPECIAL: dict[str, str] = {
 }
 # Other states that a resumed run needs.
 MORE: dict[str, str] = {
-    "FixBN auto": "strategy: {name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}",
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
@@ -72,11 +71,11 @@ OPTIMISERS: dict[str, Callable[[], Rule]] = {
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
 if "Private" in STRATEGIES:
-    CASES["Private local, keep"] = "strategy: {name: Private, noise_seed: 1, statistics: keep, mode: local}"
+    CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, statistics: keep}"
 CASES |= dict.fromkeys(OPTIMISERS, "")
 CHOICES = {
     "early end": "strategy: {name: FedBN}\n"
-    "evaluate: {every: 1, validation: 0.1, patience: 3, min_delta: 0.5, unseen: 1, finetune_steps: 2, matrix: true}"
+    "evaluate: {every: 1, validation: 0.1, patience: 3, min_delta: 0.5, unseen: 1, finetune_steps: 2}"
 }
 SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 

@@ -19,8 +19,8 @@ from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.engines.logs import is_json
 from fedbn_flwr.engines.network import VARIABLE, PollingGrid
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
-from fedbn_flwr.experiment.find import from_run_config, parse_overrides, split_changes
-from fedbn_flwr.experiment.node import check_node_keys, number_of
+from fedbn_flwr.experiment.file.layers import from_run_config, parse_overrides, split_changes
+from fedbn_flwr.experiment.node import min_batch_of, number_of
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
@@ -77,7 +77,7 @@ NODE_VALUES = st.sampled_from([value for value in VALUES if isinstance(value, st
 @given(st.dictionaries(NODE_KEYS, NODE_VALUES))
 def test_any_node_config(node: dict[str, Any]) -> None:
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
-    attempt(lambda: check_node_keys(node), SettingsError)
+    attempt(lambda: min_batch_of(node), SettingsError)
     assert attempt(lambda: number_of(context, 3), SettingsError) in (None, 0, 1, 2)
 
 

@@ -81,7 +81,7 @@ def test_the_default_experiment_runs_with_the_packages_of_an_image(image: str, t
 
 def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None:
     experiment = ["quick", "rounds=2", "strategy={name: FedBN}", "data.partition={kind: iid}"]
-    options = ["evaluate.matrix=true", "evaluate.dynamics=true", "--out", str(tmp_path / "out")]
+    options = ["evaluate.dynamics=true", "--out", str(tmp_path / "out")]
     done = fedbn_without("matplotlib", "run", *experiment, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("no plots"))
@@ -89,7 +89,7 @@ def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None
         "no plots: a plot needs the package 'matplotlib', which is not installed: pip install 'fedbn-flwr[report]'"
     )
     names = {file.name for file in (tmp_path / "out").rglob("*.*")}
-    assert names >= {"report.md", "report.html", "report.json", "matrix.json", "norms.jsonl", "model.safetensors"}
+    assert names >= {"report.md", "report.html", "report.json", "norms.jsonl", "model.safetensors"}
     assert not any(name.endswith((".png", ".svg")) for name in names)
 
 

@@ -91,7 +91,7 @@ def folder(name: str) -> int:
 def test_imports_are_found() -> None:
     assert {"fedbn_flwr.seeding", "fedbn_flwr.messages.protocol"} <= imports("fedbn_flwr.client.client")
     assert "fedbn_flwr.errors" in imports("fedbn_flwr.norms.convert")
-    assert "fedbn_flwr.experiment.run" in imports("fedbn_flwr.commands.run")
+    assert "fedbn_flwr.experiment.run.loop" in imports("fedbn_flwr.commands.run")
     assert "fedbn_flwr.messages.aggregate" in imports("strategies.fedavg")
 
 
@@ -133,3 +133,16 @@ def test_no_cycles() -> None:
 
     for name in sorted(graph):
         visit(name, ())
+
+
+# What may be called the same: the two halves of an extension, beside the room `client` and its module.
+HALVES = {"client", "strategy"}
+
+
+def test_a_word_is_the_name_of_one_module() -> None:
+    found: dict[str, list[str]] = {}
+    for name in sorted(FILES.keys() - PACKAGES - PUBLIC):
+        word = name.rpartition(".")[2]
+        if not (name.startswith("fedbn_flwr.extensions.") and word in HALVES):
+            found.setdefault(word, []).append(name)
+    assert not {word: names for word, names in found.items() if len(names) > 1}

@@ -13,7 +13,7 @@ import pytest
 import results
 import yaml
 
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from tests.support.command import ROOT
 
 # The figures of speed, attacks and noise are those that their scripts print; the script of "robustness" has a test.

@@ -45,7 +45,7 @@ def test_the_first_round_imports_no_more_than_it_needs(tmp_path: Path) -> None:
     done = subprocess.run(run, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     loaded, libraries = (set(part.split()) for part in file.read_text(encoding="utf-8").split("\n\n"))
-    assert "fedbn_flwr.experiment.run" in loaded - libraries
+    assert "fedbn_flwr.experiment.run.loop" in loaded - libraries
     assert not sorted(name for name in HEAVY if name in loaded)
     others = sorted(name for name in loaded - libraries if not name.startswith("fedbn_flwr"))
     count = Counter(name.partition(".")[0] for name in others)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.command import ROOT

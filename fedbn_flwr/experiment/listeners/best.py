@@ -12,7 +12,7 @@ from typing import Any
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.tasks import Task, goodness, title_of
 
-from .base import Listener, RunState
+from .listener import Listener, RunState
 
 
 class Best(Listener):

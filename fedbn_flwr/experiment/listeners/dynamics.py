@@ -20,9 +20,9 @@ from fedbn_flwr.messages.gate import number_of, read_reply
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.results.folder import RunFolder
 
-from ..dynamics import NormLayers, Statistics
+from ..norm_layers import NormLayers, Statistics
 from ..settings import strategy_name
-from .base import Listener, RunState
+from .listener import Listener, RunState
 
 
 class Dynamics(Listener):

@@ -14,23 +14,24 @@ from fedbn_flwr.client.metrics import key_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import Round
 
-from ..data import normalisation_of, rows_by_domain
+from ..data import rows_by_domain
+from ..objective import plain_loss
 from ..parts import Parts
-from ..training import plain_loss
-from .base import Listener, RunState
-from .clients import name_of, own_means, spreads, validation_means, values_of
+from .listener import Listener, RunState
+from .of_clients import name_of, own_means, spreads, validation_means, values_of
 
 
 class Evaluate(Listener):
     """`threads` evaluate on a CPU, a batch at a time each; the figures do not depend on their number."""
 
     def __init__(self, prepared: Parts, threads: int = 1) -> None:
-        run, dataset = prepared.run, prepared.dataset
+        run = prepared.run
         self.prepared = prepared
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
@@ -39,16 +40,23 @@ class Evaluate(Listener):
         self.task, self.metrics = prepared.task, prepared.metrics
         self.loss = plain_loss(run, self.task)
         self.names = (*self.task.figures, *(name_of(key_of(metric)) for metric in self.metrics))
-        self.test: TestBatches | None = None
-        if dataset is not None and self.rule.traits.has_global_model:
-            normalisation = normalisation_of(run, dataset)
-            test_of = functools.partial(TestBatches, dataset.test, normalisation, run.evaluate.batch_size)
-            self.test = test_of()
-            self.domains = {name: test_of(rows) for name, rows in rows_by_domain(dataset).items()}
-        self.validation: TestBatches | None = None  # None: clients report it, if there is any
-        if run.evaluate.validation and dataset is not None and not self.asks_clients:
-            normalisation = normalisation_of(run, dataset)
-            self.validation = TestBatches(dataset.train, normalisation, run.evaluate.batch_size, prepared.held_out)
+        self.has_test = prepared.dataset is not None and self.rule.traits.has_global_model
+
+    @functools.cached_property
+    def tests(self) -> dict[str, TestBatches]:
+        """The server's test sets: all examples, those of each domain, and those held out unless clients report them.
+
+        They are made when the sites have agreed on the moments.
+        """
+        run, dataset, normalise = self.prepared.run, self.prepared.dataset, self.prepared.normalise
+        assert dataset is not None
+        assert normalise is not None
+        test_of = functools.partial(TestBatches, dataset.test, normalise, run.evaluate.batch_size)
+        tests = {"": test_of(), **{f"_{name}": test_of(rows) for name, rows in rows_by_domain(dataset).items()}}
+        if run.evaluate.validation and not self.asks_clients:
+            held = self.prepared.held_out
+            tests[protocol.VALIDATION] = TestBatches(dataset.train, normalise, run.evaluate.batch_size, held)
+        return tests
 
     def on_round(self, state: RunState) -> None:
         if not state.is_evaluated:
@@ -69,18 +77,20 @@ class Evaluate(Listener):
             state.model = self.rule.global_model(
                 Round(state.round, run.rounds, state.arrays, state.identity, state.grid)
             )
-        if self.test is not None:
+        if self.has_test:
             torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
-            state.grid.report("test sets evaluated", 0, 1 + len(self.domains))
+            tests = dict(self.tests)
+            held = tests.pop(protocol.VALIDATION, None)
+            state.grid.report("test sets evaluated", 0, len(tests))
             queried = bool(set(state.model) - set(state.arrays))
-            used = self._load(state.model, self.test, queried)
-            state.line |= self._measure(self.test) | {"evaluated_with": used}
-            for domain, test in self.domains.items():
+            used = self._load(state.model, tests[""], queried)
+            state.line |= self._measure(tests.pop("")) | {"evaluated_with": used}
+            for domain, test in tests.items():
                 measured = self._measure(test)
-                state.line |= {f"{name}_{domain}": value for name, value in measured.items() if name in self.names}
-            if self.validation is not None:
-                self._load(state.model, self.validation, queried)
-                measured = self._measure(self.validation)
+                state.line |= {f"{name}{domain}": value for name, value in measured.items() if name in self.names}
+            if held is not None:
+                self._load(state.model, held, queried)
+                measured = self._measure(held)
                 keys = measured.keys() & {"loss", self.task.main}
                 state.line |= {f"validation_{key}": measured[key] for key in sorted(keys, reverse=True)}
             if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates

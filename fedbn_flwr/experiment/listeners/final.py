@@ -1,55 +1,26 @@
-"""Evaluations after the last round: clients that never trained, and every personal model on every client's data."""
+"""Evaluates the global model on clients that never trained, after the last round."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from contextlib import suppress
 from logging import WARNING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.common import log
 
-from fedbn_flwr.errors import MessageError, MissingPackage
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import fault
-from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.gate import arrays_of, number_of, one_line
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.messages.gate import one_line
 from fedbn_flwr.results.folder.clients import is_count
 
-from .base import Listener, RunState
-from .clients import by_metric, values_of
+from .listener import Listener, RunState
+from .of_clients import by_metric, values_of
 
 
 class Final(Listener):
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-
     def on_round(self, state: RunState) -> None:
-        if not state.is_last:
-            return
-        if state.unseen:
+        if state.is_last:
             evaluate_unseen(state)
-        if state.run.evaluate.matrix:
-            self._evaluate_matrix(state)
-
-    def _evaluate_matrix(self, state: RunState) -> None:
-        from fedbn_flwr.results.report.pictures import matrix_plot
-
-        personal, main = personal_models(state), state.prepared.task.main
-        clients = sorted(state.nodes)
-        rows: list[list[float | None]] = []
-        for client in clients:
-            measured = {}
-            if client in personal:
-                replies = _evaluate(state, state.nodes.values(), personal[client])
-                measured = values_of(replies, "test_examples")
-            rows.append([measured.get(other, {}).get(f"own_{main}") for other in clients])
-        matrix = {"clients": [str(client) for client in clients], main: rows}
-        self.folder.write("matrix.json", matrix)
-        with suppress(MissingPackage):  # the report says that there are no plots
-            matrix_plot(matrix).write(self.folder.path / "matrix.png")
 
 
 def evaluate_unseen(state: RunState) -> None:
@@ -75,25 +46,6 @@ def _renamed(values: dict[str, float]) -> dict[str, float]:
         f"unseen_{name.removeprefix(tuned).removeprefix(own)}" + ("_tuned" if name.startswith(tuned) else ""): value
         for name, value in values.items()
     }
-
-
-def personal_models(state: RunState) -> dict[int, ArrayRecord]:
-    """The model of each client that has trained: the global arrays, replaced by those that stay on the client."""
-    config = ConfigRecord({**state.identity, protocol.ROUND: state.round})
-    content = RecordDict({"config": config})
-    replies = _answers(state, [Message(content, node, protocol.PERSONAL_QUERY) for node in state.nodes.values()])
-    whole, models = unpack(state.arrays), {}
-    for reply in replies:
-        try:
-            own = unpack(arrays_of(reply.content))
-            problem = fault(own, whole, own.keys() & whole.keys())
-        except MessageError as error:
-            problem = str(error)
-        if problem is not None:
-            log(WARNING, "after the last round: without node %d: %s", reply.metadata.src_node_id, one_line(problem))
-        elif own:
-            models[number_of(reply)] = pack({**whole, **own})
-    return models
 
 
 def _evaluate(state: RunState, nodes: Iterable[int], arrays: ArrayRecord, **keys: float) -> list[Message]:

@@ -13,11 +13,11 @@ from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
 from fedbn_flwr.tasks import CLASSIFICATION
 
-from ..expansion import PAPER
+from ..file.expansion import PAPER
 from ..parts import Parts
-from ..resume import promises_of
+from ..run.resume import promises_of
 from ..settings import strategy_name
-from .base import Listener, RunState
+from .listener import Listener, RunState
 
 
 class History(Listener):

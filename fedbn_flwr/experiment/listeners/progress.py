@@ -1,8 +1,8 @@
 """Shows the progress of runs and stops them on Ctrl-C.
 
-On a terminal and in a notebook: a bar of the current run's rounds, with the time passed and left, and below it how far
-the current round is; of runs side by side, a line for each. Elsewhere: a line after rounds, at most every two seconds,
-and within a long round every ten.
+On a terminal and in a notebook: how many runs have ended and the time left, and a bar of each run's rounds with how far
+its current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round or with runs
+side by side every ten.
 
 The first Ctrl-C stops the runs after their current round, so that no work is lost. The second one, SIGTERM and
 SIGHUP stop them immediately; a resumed run then repeats the rounds after the last checkpoint.
@@ -17,26 +17,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console, Group
-from rich.jupyter import JupyterMixin
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from fedbn_flwr.engines.logs import is_json, working_at, write_json
+from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
 
-from .base import Listener, RunState
+from .listener import Listener, RunState
 
-_BETWEEN_LINES = 2.0  # seconds, after rounds
-_BETWEEN_LINES_OF_ALL = 10.0  # of runs side by side
-_WITHIN_ROUND = 10.0  # seconds, between lines of one round
-_BAR = 30  # characters
+_AFTER_ROUND, _WITHIN_ROUND, _DRAWN = 2.0, 10.0, 0.2  # seconds between lines, and between two views of a notebook
+_BAR = 12  # characters
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class News:
     figures: str = ""  # of that round
     within: str = ""  # how far the next round is
     message: str = ""  # an event, to be shown as a line
-    is_last: bool = False
 
 
 class Reporter(Listener):
@@ -66,13 +63,12 @@ class Reporter(Listener):
 
     def report(self, what: str, done: int, total: int) -> None:
         """How far the current round is."""
-        if time.monotonic() - self._sent > 0.2:
+        if time.monotonic() - self._sent > _DRAWN:
             self._send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
     def on_round(self, state: RunState) -> None:
         state.stop = self._stop_asked()
-        main = state.prepared.task.main
-        self._send(News(state.round, figures_of(state.line, main), is_last=state.is_last))
+        self._send(News(state.round, figures_of(state.line, state.prepared.task.main)))
         for note in state.prepared.rule.notes().values() if state.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
@@ -88,22 +84,20 @@ class Reporter(Listener):
 @dataclass
 class _Running:
     began: float
-    news: News = field(default_factory=News)
-    is_known: bool = False  # it has reported the round that it begins with
-    last_round: float = 0.0  # when it ended
+    last_round: float  # when it ended
+    news: News | None = None  # the latest; None: it has not reported the round that it begins with
 
 
 class Progress:
     """The progress of an experiment's runs; `rounds` has the number of rounds of each.
 
-    `examples` has the number of examples that each run trains on: the time that is left is estimated from it.
+    The time left is estimated as if the rounds of all runs took as long as those of this session did on average.
     """
 
     def __init__(
         self,
         labels: Sequence[str],
         rounds: Sequence[int],
-        examples: Sequence[int | None] = (),
         *,
         several: bool = False,  # at the same time
         plain: bool | None = None,
@@ -112,58 +106,46 @@ class Progress:
         self.console = Console(highlight=False)
         draws = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
         self._draws = not quiet and (draws if plain is None else not plain)
-        self._quiet = quiet
-        self._several = several
+        self._quiet, self._several = quiet, several
         self._labels, self._rounds = labels, rounds
-        # The work of a round of each run, in examples or, if those of a run are not known, in rounds.
-        work = [count / of for count, of in zip(examples, rounds, strict=False) if count]
-        self._work = work if len(work) == len(rounds) else [1.0] * len(rounds)
         self._running: dict[int, _Running] = {}  # by place
-        self._ended = 0
+        self._ended = self._done = self._counted = 0  # runs; rounds of all sessions, and those of this one
         self._within = ""  # the activity between runs
-        self._done = self._counted = 0.0  # the work of all runs, and without that of earlier sessions
         self._began = self._printed = self._last_round = time.monotonic()
         self._training_began: float | None = None
         self._live: Live | None = None  # on a terminal
         self._cell: Any = None  # in a notebook: the display
+        self._stack = ExitStack()
         self.stop_asked = False
-        self._handlers: dict[signal.Signals, Any] = {}  # the previous ones
-        self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []  # log handlers with their previous streams
 
     def __enter__(self) -> Progress:
         # Python's own handler raises at any point of the program, and an exception in a destructor is only printed.
-        # Under Flower this is not the main thread. A shell's background job ignores Ctrl-C, and must continue to.
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-        for number in (signal.SIGTERM, signal.SIGHUP):  # Flower sets its own handlers; nohup ignores SIGHUP
-            if in_main and signal.getsignal(number) is signal.SIG_DFL:
-                self._handlers[number] = signal.signal(number, self._terminate)
+        # Under Flower this is not the main thread. A shell's background job ignores Ctrl-C, and must continue to;
+        # Flower sets its own handlers of the other signals, and nohup ignores SIGHUP.
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._terminate, signal.SIGHUP: self._terminate}
+        for number, handler in handlers.items() if threading.current_thread() is threading.main_thread() else ():
+            if (before := signal.getsignal(number)) is signal.SIG_DFL or before is signal.default_int_handler:
+                self._stack.callback(signal.signal, number, signal.signal(number, handler))
         if self._draws and self.console.is_jupyter:
             from IPython.display import display
 
             # Not rich's own display, which needs ipywidgets and is lost when a notebook is saved.
-            self._cell = display(_View(self), display_id=True)
+            self._cell = display(self.render(), display_id=True)
         elif self._draws:
-            self._live = Live(_View(self), console=self.console, refresh_per_second=4, transient=True)
+            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
-            for handler in logging.getLogger("flwr").handlers:  # log lines are then printed above the bar
-                if isinstance(handler, logging.StreamHandler):
-                    self._streams.append((handler, handler.setStream(sys.stderr)))
+            for log in logging.getLogger("flwr").handlers:  # log lines are then printed above the bars
+                if isinstance(log, logging.StreamHandler):
+                    self._stack.callback(log.setStream, log.setStream(sys.stderr))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handler, stream in self._streams:
-            handler.setStream(stream)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._running, self._within = {}, "finished" if error is None else "stopped"
+        self._show()
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._running, self._within = {}, "finished" if error is None else "stopped"
-        self._show()
-        for number, previous in self._handlers.items():
-            signal.signal(number, previous)
+        self._stack.close()
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if self.stop_asked or self._training_began is None:
@@ -185,7 +167,7 @@ class Progress:
     def skip(self, places: Sequence[int]) -> None:
         """These runs are finished already."""
         self._ended += len(places)
-        self._done += sum(self._rounds[place] * self._work[place] for place in places)
+        self._done += sum(self._rounds[place] for place in places)
         if places:
             self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
@@ -193,41 +175,58 @@ class Progress:
         """A run begins in this process, unless its news come from another one."""
         now = time.monotonic()
         self._training_began = self._training_began or now  # from now on, Ctrl-C lets rounds finish
-        self._running[place] = _Running(now, last_round=now)
+        self._running[place] = _Running(now, now)
         return Reporter(lambda news: self.news(place, news), lambda: self.stop_asked)
 
     def news(self, place: int, news: News) -> None:
-        run, now = self._running[place], time.monotonic()
+        run, now, rounds = self._running[place], time.monotonic(), self._rounds[place]
         if news.message:
             self._say_of(place, news.message)
             return
-        more = news.round - run.news.round
-        if more > 0:
-            self._done += more * self._work[place]
-        if more > 0 and run.is_known:
-            self._counted += more * self._work[place]
+        before, run.news = run.news, news
+        if before is None:
+            self._done += news.round
+            if not self._draws:
+                continued = f", continuing after round {news.round}" if news.round else ""
+                self._say_of(place, f"{rounds} rounds{continued}")
+        elif more := news.round - before.round:
+            self._done += more
+            self._counted += more
             self._last_round = run.last_round = now
-        elif not run.is_known and not self._draws and not self._several:
-            continued = f", continuing after round {news.round}" if news.round else ""
-            self._say_of(place, f"{self._rounds[place]} rounds{continued}")
-        run.news, run.is_known = news, True
-        self._update(place, now)
+        between = _DRAWN if self._draws else _WITHIN_ROUND if news.within or self._several else _AFTER_ROUND
+        if now - self._printed < between and not (self._draws and before is None):
+            return
+        self._printed = now
+        if self._draws:
+            self._show()
+        elif news.within and before is not None:
+            passed = duration(now - run.last_round)
+            self._say_of(place, f"round {news.round + 1}/{rounds}  {news.within} after {passed}")
+        elif before is not None:
+            self._say_of(place, f"round {news.round}/{rounds}  {news.figures}{self._left()}")
 
     def end(self, place: int, problem: str = "") -> None:
         """A run is finished, or has ended for this reason."""
         run = self._running.pop(place)
+        news = run.news or News()
         self._ended += 1
-        self._done += (self._rounds[place] - run.news.round) * self._work[place]
-        if problem or self._draws or self._several:  # else its last round has a line
-            took = f"{run.news.round} rounds in {duration(time.monotonic() - run.began)}  {run.news.figures}".rstrip()
-            self._say_of(place, problem or took, run.news.round)
+        self._done += self._rounds[place] - news.round
+        took = f"{news.round} rounds in {duration(time.monotonic() - run.began)}  {news.figures}".rstrip()
+        self._say_of(place, problem or took, news.round)
         self._show()
 
     def message(self, text: str) -> None:
         if self._live is not None:
             self.console.print(text, markup=False, soft_wrap=True)
-        else:
-            self._say(text)
+        elif not self._quiet:
+            try:
+                if is_json():
+                    write_json("INFO", text)
+                else:  # not with rich, which wraps lines at 80 columns if there is no terminal
+                    print(text, file=sys.stdout, flush=True)
+            except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                self._quiet = True
 
     # --- output ---
 
@@ -236,118 +235,49 @@ class Progress:
 
     def _say_of(self, place: int, text: str, number: int | None = None) -> None:
         """A line about one run; other lines are about all of them."""
-        working_at(run=self._labels[place], round=self._running[place].news.round if number is None else number)
+        news = self._running[place].news if place in self._running else None
+        working_at(run=self._labels[place], round=(news.round if news else 0) if number is None else number)
         self.message(f"{self._title(place)}: {text}")
         if self._several:
             working_at(run="", round=0)
 
-    def _update(self, place: int, now: float) -> None:
-        """Show what is new, at most a few times a second or, in lines, every few seconds."""
-        run, rounds = self._running[place], self._rounds[place]
-        between = _BETWEEN_LINES_OF_ALL if self._several else _WITHIN_ROUND if run.news.within else _BETWEEN_LINES
-        ends = run.news.is_last and not self._several
-        starts = run.news.within == "starting" and self._draws
-        if not (starts or ends) and now - self._printed < (0.2 if self._draws else between):
-            return
-        self._printed = now
-        self._show()
-        if self._draws or run.news.within == "starting":
-            return
-        if self._several:
-            counts = (
-                f"{self._labels[each]} {self._running[each].news.round}/{self._rounds[each]}" for each in self._now()
-            )
-            self._say(f"{self._counts()}; rounds: {', '.join(counts)}")
-        elif run.news.within:
-            passed = duration(now - run.last_round)
-            self._say_of(place, f"round {run.news.round + 1}/{rounds}  {run.news.within} after {passed}")
-        else:
-            ending = "" if ends else f"  about {duration(self._left(now))} left"
-            self._say_of(place, f"round {run.news.round}/{rounds}  {run.news.figures}{ending}")
-
-    def _left(self, now: float) -> float:
-        """Seconds to the end of all runs, if all examples take as long as those of this session did on average."""
-        assert self._training_began is not None
+    def _left(self) -> str:
+        """The time to the end of all runs; empty before the first round of this session."""
+        if not self._counted or self._training_began is None:
+            return ""
         each = (self._last_round - self._training_began) / self._counted
-        total = sum(rounds * work for rounds, work in zip(self._rounds, self._work, strict=True))
-        return max(0.0, each * (total - self._done) - (now - self._last_round))
+        left = each * (sum(self._rounds) - self._done) - (time.monotonic() - self._last_round)
+        return f"  about {duration(max(0.0, left))} left"
 
-    def _now(self) -> list[int]:
-        return sorted(self._running)
-
-    def _counts(self) -> str:
-        left = f", about {duration(self._left(time.monotonic()))} left" if self._counted else ""
-        return f"{self._ended} of {len(self._labels)} runs ended, {len(self._running)} running{left}"
-
-    def render(self, width: int) -> Group:
-        """A bar of each run, and how far its current round is."""
-        now = time.monotonic()
-        passed = clock(now - self._began)
-        if not self._running:
-            return Group(Text(f"{self._within}  {passed}"))
-        grid = Table.grid(padding=(0, 1, 0, 0))
-        left = f"  about {duration(self._left(now))} left" if self._counted else ""
+    def render(self) -> Table:
+        """How far all runs are, and a bar of each that is running."""
+        bars, shown = Table.grid(padding=(0, 1, 0, 0)), Table.grid()
         for place, run in sorted(self._running.items()):
-            news, total = run.news, self._rounds[place]
+            news, total = run.news or News(), self._rounds[place]
             counts = f"{news.round}/{total}  {news.within or news.figures}"
-            bar = 12
-            if not self._several:
-                counts = f" {news.round}/{total}  {passed}{left}"
-                bar = min(_BAR, max(4, width - len(self._title(place)) - len(counts) - 2))
-            grid.add_row(
+            bars.add_row(
                 Text(self._title(place), overflow="ellipsis", no_wrap=True),
-                ProgressBar(total=total, completed=news.round, width=bar),
+                ProgressBar(total=total, completed=news.round, width=_BAR),
                 Text(counts, overflow="ellipsis", no_wrap=True),
             )
-        if self._several:
-            return Group(Text(f"{self._counts()}  {passed}", no_wrap=True, overflow="ellipsis"), grid)
-        parts = [f"round {news.round + 1}, {news.within}"] if news.within else []
-        parts += [f"after round {news.round}: {news.figures}"] if news.figures else []
-        return Group(grid, Text("  " + "  |  ".join(parts), no_wrap=True, overflow="ellipsis"))
+        all_runs = f"{self._ended} of {len(self._labels)} runs ended"
+        passed = duration(time.monotonic() - self._began)
+        what = all_runs if self._running else self._within
+        shown.add_row(
+            Text(f"{what}  {passed}{self._left() if self._running else ''}", overflow="ellipsis", no_wrap=True)
+        )
+        shown.add_row(bars)
+        return shown
 
     def _show(self) -> None:
         """Draw now; on a terminal rich also does that four times a second, in a notebook nothing else does."""
         if self._live is not None:
             self._live.refresh()
         if self._cell is not None:
-            self._cell.update(_View(self))
-
-    def _say(self, text: str) -> None:
-        if self._quiet:
-            return
-        try:
-            if is_json():
-                write_json("INFO", text)
-            else:  # not with rich, which wraps lines at 80 columns if there is no terminal
-                print(text, file=sys.stdout, flush=True)
-        except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self._quiet = True
-
-
-class _View(JupyterMixin):
-    """What rich draws, always the current state."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def __rich_console__(self, console: Console, options: Any) -> Any:
-        yield self._progress.render(options.max_width)
+            self._cell.update(self.render())
 
 
 def figures_of(line: Mapping[str, Any], main: str) -> str:
     """The main figure and the losses of a round, from its line in the history."""
     keys = [key for key in dict.fromkeys((main, "loss", "train_loss")) if isinstance(line.get(key), float)]
     return "  ".join(f"{title_of(key)} {line[key]:.4f}" for key in keys)
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
-
-
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 90:
-        return f"{whole} s"
-    return f"{whole // 60} min" if whole < 5400 else f"{whole / 3600:.1f} h"

@@ -20,9 +20,9 @@ from fedbn_flwr.results.folder import RunFolder, flat_settings
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.storage import replacing
 
-from ..dynamics import NormLayers
+from ..norm_layers import NormLayers
 from ..trackers import Session, TrackedRun, begin
-from .base import Listener, RunState
+from .listener import Listener, RunState
 
 LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end
 

@@ -62,7 +62,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
-    from fedbn_flwr.experiment.find import load_experiment
+    from fedbn_flwr.experiment.file.layers import load_experiment
 
     from .connection import asked, check_authority, check_key, check_server
     from .needs import check_data, check_gpu, check_machine, check_node_config, check_state, check_versions

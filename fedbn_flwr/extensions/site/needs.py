@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 from flwr.app import Context, RecordDict
-from packaging.requirements import Requirement
 from torch import Tensor
 
-from fedbn_flwr import __version__
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.data import shape_without_data
 from fedbn_flwr.experiment.model import choose_device, make_model, try_model
-from fedbn_flwr.experiment.node import check_node_keys, data_of, min_batch_of, number_of
+from fedbn_flwr.experiment.node import ClientParts, min_batch_of
+from fedbn_flwr.experiment.objective import own_loss
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.settings import Experiment, Settings, resolve
-from fedbn_flwr.experiment.training import own_loss
 
 from .connection import Check, Failed, asked
 
@@ -36,27 +33,12 @@ _SHOWN_CLASSES = 12
 
 
 def check_versions() -> Iterator[Check]:
-    """Whether the packages are installed in versions that this project works with."""
-    problems, found = [], [f"python {platform.python_version()}", f"fedbn-flwr {__version__}"]
-    for needed in map(Requirement, importlib.metadata.requires("fedbn-flwr") or []):
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(needed.name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{needed.name} is not installed, needed {needed.specifier}")
-            continue
-        if not needed.specifier.contains(version, prereleases=True):
-            problems.append(f"{needed.name} is {version}, needed {needed.specifier}")
-        if needed.name in ("flwr", "torch", "torchvision"):
-            found.append(f"{needed.name} {version}")
-    if problems:
-        raise Failed("; ".join(problems))
-    yield Check("versions", "ok", ", ".join(sorted(found)))
+    """Python's version and those of the packages on which server and sites must agree."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("fedbn-flwr", "flwr", "torch", "torchvision")]
+    yield Check("versions", "ok", ", ".join([f"python {platform.python_version()}", *versions]))
 
 
 def check_node_config(node: Mapping[str, Any]) -> Iterator[Check]:
-    check_node_keys(node)
     min_batch_of(node)
     yield from ()
 
@@ -80,9 +62,9 @@ def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterat
 
 
 def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> Iterator[Check]:
-    context = Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={})
-    client = number_of(context, run.clients)
-    dataset, train, test = data_of(run, node, client, "cpu")
+    run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
+    parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
+    dataset, (train, test) = parts.dataset, parts.part
     where = str(node.get("data-path", run.data.name))
     yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
     if not len(test):
@@ -100,8 +82,7 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:
-        used, _ = hold_out(train, run.evaluate.validation, run.seed, client)
-        exchange = _exchange(min(run.train.batch_size, len(used)), allowed, min_batch_of(node))
+        exchange = _exchange(min(run.train.batch_size, len(parts.split[0])), allowed, parts.min_batch)
         yield from asked("exchange", exchange, "have more examples, or allow smaller batches")
 
 

@@ -9,7 +9,6 @@ norms.jsonl         one line per evaluated round: the dynamics of batch norm, if
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its examples
-matrix.json         the accuracy of each personal model on each client's test examples
 promises            what the rounds begun have spent, for a strategy that promises to count it: of privacy
 checkpoint          everything needed to resume the run, see checkpoint.py
 """

@@ -25,7 +25,7 @@ from ..folder.counts import PartitionCounts
 from ..read.runs import Run
 from ..text import in_html
 from .curves import AXES, is_number, measures, spent, thinned
-from .pictures import curve_panel, dynamics_plot, matrix_plot, partitions_plot
+from .pictures import curve_panel, dynamics_plot, partitions_plot
 from .rows import Row, headline
 from .tables import Table, as_csv, as_html, differing_settings, set_up
 
@@ -91,7 +91,7 @@ def _shown(pictures: Sequence[Plot], kind: str = "pictures") -> str:
 
 
 def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
-    """The section, the name and the pictures of each measure, partition, matrix of personal models, and norm state."""
+    """The section, the name and the pictures of each measure, partition and norm state."""
     first = headline(run for row in rows for run in row.runs)
     lines = [line for row in rows for run in row.counted for line in run.history]
     for measure in measures([lines]):
@@ -105,8 +105,6 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
         run, name = row.runs[0], f"{row.label}, seed {row.runs[0].summary.seed}"  # other seeds are alike
         if (counts := run.folder.read("partition.json")) is not None:
             partitions.setdefault(json.dumps(counts), []).append(name)
-        if (matrix := run.folder.read("matrix.json")) is not None:
-            yield "Personal models on other clients' examples", name, [matrix_plot(matrix)]
         if norms := run.folder.lines("norms.jsonl"):
             yield "Batch norm by layer", name, [dynamics_plot(thinned(norms, _LINES))]
     for text, names in partitions.items():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from fedbn_flwr.errors import StorageError, UserError, did_you_mean
-from fedbn_flwr.tasks import MAINS, title_of
 
 from ..folder.counts import PartitionCounts
 from ..text import in_plot
@@ -318,37 +317,6 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
             figure.tips(panel, [(place, value) for place, (value, _) in shown], [words for _, (_, words) in shown])
         panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
         _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
-    return figure
-
-
-def matrix_plot(matrix: Mapping[str, Any]) -> Plot:
-    """A heat map: row = client whose personal model, column = client whose test examples."""
-    clients, key = matrix["clients"], next(main for main in MAINS if main in matrix)
-    measure = Measure.of(key)
-    side = min(12.0, 2.5 + 0.45 * len(clients))
-    figure, (panel,) = _panels(1, 1, side + 1, side)
-    shown = [[math.nan if value is None else measure.scale * value for value in row] for row in matrix[key]]
-    finite = [value for row in shown for value in row if math.isfinite(value)] or [0.0]
-    low, high = (0.0, 100.0) if measure.is_fraction else (min(finite), max(finite))
-    # The best values are the light ones.
-    image = panel.imshow(shown, cmap="viridis_r" if measure.is_lower_better else "viridis", vmin=low, vmax=high)
-    places = range(0, len(clients), math.ceil(len(clients) / 20))
-    panel.set_xticks(places, [in_plot(clients[place], 20) for place in places])
-    panel.set_yticks(places, [in_plot(clients[place], 20) for place in places])
-    panel.set(xlabel="test examples of client", ylabel="model of client")
-    for row, values in enumerate(shown):
-        for column, value in enumerate(values if len(clients) <= _TIPS else ()):
-            text = "-" if math.isnan(value) else f"{value:.0f}" if measure.is_fraction else f"{value:.3g}"
-            if len(clients) <= 12:
-                share = (value - low) / ((high - low) or 1)
-                is_light = share < 0.4 if measure.is_lower_better else share > 0.6
-                panel.text(column, row, text, ha="center", va="center", color="black" if is_light else "white")
-            figure.tips(
-                panel,
-                [(column, row)],
-                [f"model of {clients[row]}, examples of {clients[column]}: {text}{measure.unit}"],
-            )
-    figure.colorbar(image, ax=panel, label=title_of(key) + (", %" if measure.is_fraction else ""))
     return figure
 
 

@@ -22,10 +22,10 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.listeners.clients import own_means, values_of
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.listeners.of_clients import own_means, values_of
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import group

@@ -10,7 +10,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.commands.common import parse_pairs
-from fedbn_flwr.experiment.find import from_run_config
+from fedbn_flwr.experiment.file.layers import from_run_config
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import default_out
 from tests.support.command import ROOT

@@ -18,7 +18,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import normalisation_of
-from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.images import numbered, picture, write_parquet

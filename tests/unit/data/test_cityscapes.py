@@ -21,7 +21,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of
-from fedbn_flwr.experiment.find import load_experiment, read_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from tests.support.images import png

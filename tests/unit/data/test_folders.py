@@ -14,7 +14,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.data import partition_of, rows_by_domain
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from tests.support.images import png
 
 KEPT = CATALOGUE["domainnet10"].keep

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from PIL import Image
 
 from fedbn_flwr.data.dataset import DataSet
@@ -18,7 +19,7 @@ from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment import data as module
 from fedbn_flwr.experiment.data import forget_data, load_data, own_test, partition_of
-from fedbn_flwr.experiment.node import data_of
+from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
 from tests.support.images import numbered, write_parquet
 
@@ -86,7 +87,7 @@ def test_each_site_s_data_are_loaded_once_if_all_fit_into_memory(
     run = Settings(clients=4, data=Data(name="a", memory=memory))
     for _ in range(3):
         for site in "abcd":
-            assert data_of(run, {"data-path": site}, 0, "cpu")[0].name == site
+            assert ClientParts.of(run, Context(1, 1, {"data-path": site}, RecordDict(), {})).dataset.name == site
     assert loads == dict.fromkeys("abcd", times)
 
 

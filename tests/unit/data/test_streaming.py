@@ -24,7 +24,7 @@ from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.find import load_experiment, read_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from tests.support.images import pixels, png, write_split
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment, parse_overrides
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 from tests.support.experiments import fault, read

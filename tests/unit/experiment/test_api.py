@@ -16,7 +16,7 @@ from torch import nn
 import fedbn_flwr
 from fedbn_flwr import Result, Results, Settings, cli, run, run_all
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.expansion import LISTS
+from fedbn_flwr.experiment.file.expansion import LISTS
 from fedbn_flwr.experiment.settings import DERIVED, Data, Engine, Model, Train
 from tests.support.images import write_parquet
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.experiment.dynamics import EPS, NormLayers
+from fedbn_flwr.experiment.norm_layers import EPS, NormLayers
 
 Arrays = dict[str, np.ndarray]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.experiment.content import read_content, shipped_experiments
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault
 

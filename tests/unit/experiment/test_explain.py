@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.explain import explain, plan
-from fedbn_flwr.experiment.find import load_experiment, settings_of
-from fedbn_flwr.experiment.run import carry_out
+from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
+from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.trial import explain, plan
 
 SMALL = """
 rounds: 5

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.content import merge, read_content
-from fedbn_flwr.experiment.find import (
+from fedbn_flwr.experiment.file.content import merge, read_content
+from fedbn_flwr.experiment.file.layers import (
     from_run_config,
     load_experiment,
     parse_overrides,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from tests.support.command import ROOT
 
 RESULTS = ROOT / "docs" / "results"

@@ -12,7 +12,7 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.nodes import check_nodes
+from fedbn_flwr.experiment.run.cohort import check_nodes
 from fedbn_flwr.messages import protocol
 from tests.support.experiments import read
 

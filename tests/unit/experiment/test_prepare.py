@@ -14,8 +14,8 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Groups
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Data, Experiment
 from fedbn_flwr.strategies import FedAvg

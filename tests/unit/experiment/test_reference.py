@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import pytest
 import yaml
 
-from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.published import condition
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.figures import condition
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.objective import schedule_of
 from fedbn_flwr.experiment.settings import Settings
-from fedbn_flwr.experiment.training import schedule_of
 from fedbn_flwr.models.build import build_model
 from tests.support.command import ROOT
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import fedbn_flwr
-import fedbn_flwr.experiment.content as experiment_content
+import fedbn_flwr.experiment.file.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
-import fedbn_flwr.experiment.run as experiment_run
+import fedbn_flwr.experiment.run.loop as experiment_run
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.strategies import Rule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.experiment.find import parse_yaml, read_experiment, settings_of
+from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment, settings_of
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault, read
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.experiment.content import shipped_experiments
-from fedbn_flwr.experiment.cost import examples_of
 from fedbn_flwr.experiment.data import Shape
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.cost import examples_of
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.model import make_model
 from fedbn_flwr.experiment.settings import Data, Model, Settings, resolve
 from fedbn_flwr.strategies import describe

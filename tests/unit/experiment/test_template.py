@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.content import read_content, shipped_experiments
-from fedbn_flwr.experiment.find import load_experiment, parse_yaml
+from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
+from fedbn_flwr.experiment.file.template import KEYS, template
 from fedbn_flwr.experiment.settings import Settings
-from fedbn_flwr.experiment.template import KEYS, template
 from fedbn_flwr.results.folder import flat_settings
 
 COMMENTED = re.compile(r"^( *)# ( *)(\w+):(?! \{?\w+: \{strategy)", re.MULTILINE)

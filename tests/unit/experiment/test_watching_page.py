@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.trackers import TRACKERS
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import ROOT

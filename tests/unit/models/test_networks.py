@@ -16,7 +16,7 @@ from torch import nn
 
 from fedbn_flwr import build_model
 from fedbn_flwr.errors import MissingPackage, SettingsError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.models.build import MODELS, describe_models
 from tests.support.command import PATIENCE, environment

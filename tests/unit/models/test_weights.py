@@ -13,7 +13,7 @@ from torch import nn
 
 from fedbn_flwr import build_model
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 
 RESNET18 = "resnet18-f37072fd.pth"  # IMAGENET1K_V1

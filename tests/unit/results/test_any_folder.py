@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import FedbnError, UserError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import make_rule, prepare
-from fedbn_flwr.experiment.run import run_one
+from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
 from fedbn_flwr.results.folder import LINES, RunFolder
 from fedbn_flwr.results.folder.files import read_lines
@@ -42,10 +42,10 @@ from tests.support.hostile import kept_log
 
 EXPERIMENT = (
     "{name: whole, rounds: 2, clients: 2, train: {steps: 1}, engine: {workers: 0}, strategy: {name: FedBN}, evaluate: "
-    "{clients: true, matrix: true}, published: {source: x, accuracy: 0.5}}"
+    "{clients: true}, published: {source: x, accuracy: 0.5}}"
 )
 JSON = ("history.jsonl", "clients.jsonl", "norms.jsonl", "summary.json", "environment.json", "partition.json",
-        "matrix.json", "model.json")  # fmt: skip
+        "model.json")  # fmt: skip
 FILES = (*JSON, "config.yaml", "checkpoint")
 
 
@@ -77,7 +77,7 @@ def read_all(folder: Path) -> None:
     rows = group(find_runs([folder]))
     write_page(rows, folder / "page.html", tables(rows), {})
     for run in find_runs([folder]):
-        for name in ("partition.json", "matrix.json", "norms.jsonl", "clients.jsonl"):
+        for name in ("partition.json", "norms.jsonl", "clients.jsonl"):
             RunFolder(run.path).lines(name) if name.endswith("l") else RunFolder(run.path).read(name)
     RunFolder(folder).model_description()
 
@@ -179,7 +179,7 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
     experiment, prepared = two_rounds(more)
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
-        return client_of(experiment, context, config)
+        return Clients(experiment)(context, config)
 
     for last in (1, 2):
         item = replace(prepared, rule=make_rule(prepared.run))
@@ -247,7 +247,6 @@ def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_rea
     summary.notes = {"freeze_round": None, "epsilon": math.inf}
     summary.account(line)
     folder.write_summary(summary)
-    folder.write("matrix.json", {"clients": ["0"], "accuracy": [[math.nan]]})
     for file in folder.path.glob("*.json*"):
         assert "NaN" not in file.read_text()
         assert "Infinity" not in file.read_text()
@@ -258,7 +257,6 @@ def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_rea
     assert again is not None
     assert (repr(again.loss), again.notes) == ("nan", {"freeze_round": None, "epsilon": None})
     again.check(folder.history())
-    assert folder.read("matrix.json") == {"clients": ["0"], "accuracy": [[None]]}
 
 
 @pytest.mark.parametrize("name", LINES)

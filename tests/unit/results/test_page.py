@@ -146,13 +146,12 @@ def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
     files = {
         "partition.json": {"title": "digits: iid", "classes": ["a", "b"], "counts": [[3, 0], [1, 2]], "clients": []},
         "clients.jsonl": [{"round": 3, "clients": {str(i): {"own_accuracy": i / 10} for i in range(11)}}],
-        "matrix.json": {"clients": ["0", "1"], "accuracy": [[0.9, None], [0.1, 0.8]]},
         "norms.jsonl": norms,
     }
     write_run(tmp_path / "full", "FedBN", files=files, accuracy_sea=0.5)
     page = page_of(tmp_path)
     assert page.texts["h2"] == [
-        "Results", "Pictures", "Curves", "Personal models on other clients' images", "Batch norm by layer",
+        "Results", "Pictures", "Curves", "Batch norm by layer",
         "Data of the clients", "Settings", "Downloads",
     ]  # fmt: skip
     names = page.texts["summary"]
@@ -164,7 +163,6 @@ def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
         "FedBN, sea: 50%",
         "FedBN, seed 0, client 10: 100%",
         "client 1, b: 2 examples",
-        "model of 0, examples of 1: -%",
         "bn1, round 2: 0.5",
     } <= shown
 
@@ -209,9 +207,9 @@ def test_colours_of_text_and_axes_are_those_of_the_page(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_reported_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", "FedBN")
-    (tmp_path / "run" / "matrix.json").write_text("{")
+    (tmp_path / "run" / "partition.json").write_text("{")
     assert cli.main(["report", "--html", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "matrix.json" in capsys.readouterr().err
+    assert "partition.json" in capsys.readouterr().err
 
 
 def test_settings_that_differ_and_published_figures_are_tables(tmp_path: Path) -> None:
@@ -239,7 +237,6 @@ def write_hostile(folder: Path) -> None:
         files = {
             "partition.json": {"title": label, "classes": [label, "b"], "counts": [[1, number]], "clients": [label]},
             "clients.jsonl": [{"round": 3, "clients": {label: {"own_accuracy": 0.5}, "1": {"own_accuracy": 0.2}}}],
-            "matrix.json": {"clients": [label], "accuracy": [[0.5]]},
             "norms.jsonl": [{"round": 1, "layers": {label: {label: 0.5}}, "clients": {}}],
         }
         config = {"model": {"name": label}, "published": {"accuracy": 0.5, "source": label}}

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.find import load_experiment, parse_yaml, read_experiment
-from fedbn_flwr.experiment.partition import count_partitions
+from fedbn_flwr.experiment.counting import count_partitions
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.results.folder.counts import PartitionCounts
-from fedbn_flwr.results.report.partition import partition_table
+from fedbn_flwr.results.report.counted import partition_table
 from fedbn_flwr.results.report.pictures import class_colours, partitions_plot, save
 
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))

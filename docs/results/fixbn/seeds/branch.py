@@ -12,9 +12,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.experiment.run import run_folders
+from fedbn_flwr.experiment.run.loop import run_folders
 from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.strategies import state_of
 from fedbn_flwr.yaml_text import dump_yaml

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.extensions.bounds.bounds import Bounds, capped, from_settings
+from fedbn_flwr.extensions.bounds.strategy import Bounds, capped, from_settings
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.bounds import as_bounds
 

@@ -17,7 +17,7 @@ from fedbn_flwr import client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution, contribution_from_records, contribution_to_records
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.extensions.bounds.bounds import Bounds
+from fedbn_flwr.extensions.bounds.strategy import Bounds
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.strategies import (

@@ -128,7 +128,7 @@ def test_workers_for_gpus_train_on_the_images_of_the_main_process(
     """On the CPU: only the number of GPUs is not the real one."""
     results = []
     for gpus in (0, 1):
-        monkeypatch.setattr("fedbn_flwr.experiment.run.gpus_of", lambda run, gpus=gpus: gpus)
+        monkeypatch.setattr("fedbn_flwr.experiment.run.loop.gpus_of", lambda run, gpus=gpus: gpus)
         results.append(
             run(
                 {"rounds": 2, "clients": 2, "train": {"steps": 2, "batch_size": 8}, "strategy": {"name": "FedBN"}},

@@ -263,7 +263,7 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     ],
 )
 def test_a_site_knows_before_the_run_whether_it_may_exchange_statistics(
-    more: list[str], images: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], examples: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random = np.random.default_rng(0)
     for number in range(16):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import runpy
@@ -20,10 +19,10 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.engines.logs import log_message
-from fedbn_flwr.experiment.find import load_experiment
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.extensions.site.status import read_status, record_status
+from fedbn_flwr.extensions.site.record import read_status, record_status
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from tests.support.certificates import write_certificate
@@ -74,7 +73,7 @@ def test_a_site_reports_successes_and_failures(
     monkeypatch.setenv("FEDBN_LOG", "json")
     experiment = load_experiment("name: trial\nclients: 1\ntrain: {steps: 1}\nengine: {workers: 0, device: cpu}\n")
     (prepared,) = prepare(experiment)
-    app = client_app(functools.partial(client_of, experiment), mods=[log_message, record_status])
+    app = client_app(Clients(experiment), mods=[log_message, record_status])
     with LocalGrid(app, 1, node_config={"state": str(tmp_path)}) as grid:
         arrays = RecordDict({"arrays": pack(initial_arrays(prepared.model))})
         assert send(grid, arrays, "train", server_round=1)[0].has_content()
@@ -100,7 +99,7 @@ def test_a_site_reports_successes_and_failures(
 def test_a_failure_in_an_exchange_counts_as_one_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of FedTAN's many messages in a step, only the last is of type train."""
     experiment = load_experiment("name: trial\nclients: 1\nengine: {workers: 0, device: cpu}\n")
-    app = client_app(functools.partial(client_of, experiment), mods=[record_status])
+    app = client_app(Clients(experiment), mods=[record_status])
     with LocalGrid(app, 1, node_config={"state": str(tmp_path)}) as grid:
         (reply,) = send(grid, RecordDict(), protocol.COHORT_QUERY, server_round=3)
         assert reply.has_error()

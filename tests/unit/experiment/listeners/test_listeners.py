@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,17 +18,17 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.errors import RunFailed, StorageError
-from fedbn_flwr.experiment.content import merge
-from fedbn_flwr.experiment.find import load_experiment, parse_overrides
-from fedbn_flwr.experiment.listeners.base import RunState
-from fedbn_flwr.experiment.listeners.checkpoint import Checkpoint
+from fedbn_flwr.experiment.file.content import merge
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
 from fedbn_flwr.experiment.listeners.history import History
+from fedbn_flwr.experiment.listeners.listener import RunState
 from fedbn_flwr.experiment.listeners.progress import Progress
-from fedbn_flwr.experiment.node import client_of
+from fedbn_flwr.experiment.listeners.saving import Checkpoint
+from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run import train_round
-from fedbn_flwr.experiment.side_by_side import reporter_to
+from fedbn_flwr.experiment.run.loop import train_round
+from fedbn_flwr.experiment.run.side_by_side import reporter_to
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.results.folder import RunFolder
@@ -57,7 +57,7 @@ class OwnDisks(MeteredGrid):
 def state(request: pytest.FixtureRequest) -> Iterator[RunState]:
     experiment = load_experiment(EXPERIMENT)
     (prepared,) = prepare(experiment)
-    with LocalGrid(client_app(functools.partial(client_of, experiment)), 2) as grid:
+    with LocalGrid(client_app(Clients(experiment)), 2) as grid:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(5, arrays)
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
@@ -205,9 +205,9 @@ def test_progress_names_each_run_and_its_last_round(state: RunState, capsys: pyt
         state.round, state.line = 5, {"round": 5, "accuracy": 0.5, "loss": 2.0}
         reporter.on_round(state)
         progress.end(1)
-    assert capsys.readouterr().out.splitlines() == [
+    assert re.sub(r"in .* m?s", "in 0 ms", capsys.readouterr().out).splitlines() == [
         "1 of 2 runs are finished already",
         "[2/2] second: 5 rounds, continuing after round 3",
-        "[2/2] second: round 5/5  accuracy 0.5000  loss 2.0000",
+        "[2/2] second: 5 rounds in 0 ms  accuracy 0.5000  loss 2.0000",
     ]
     assert not state.stop

@@ -12,7 +12,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.find import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.trackers import Session, TensorBoard, TrackedRun, check
 from fedbn_flwr.results.folder import RunFolder, deciding

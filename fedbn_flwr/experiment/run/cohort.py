@@ -19,7 +19,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
 from fedbn_flwr.messages.gate import number_of, one_line, partition_of
 
-from .settings import Settings
+from ..settings import Settings
 
 
 class TrainedNodes(GridAround):
@@ -86,8 +86,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
         own_data |= protocol.OWN_DATA in answer
         if isinstance(kept := answer.get(protocol.STATE_ROUND), int):
             folders[number_of(reply)] = kept
-    if (silent := len(nodes) - len(replies)) > 0:
-        problems.append(f"{silent} nodes did not answer within {run.engine.timeout:g} s")
+    problems += silent(run, len(nodes) - len(replies))
     if not problems:
         problems += _wrong_numbers(holders, run.clients)
     if not problems and run.evaluate.unseen and None in holders:
@@ -95,9 +94,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
             f"evaluate.unseen is {run.evaluate.unseen}, but the nodes have no partition-id that says which clients "
             "are the last; give each node a partition-id"
         )
-    if problems:
-        listed = "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems))
-        raise RunFailed(f"the run cannot begin:{listed}")
+    refuse_nodes(problems)
     ids = {number_of(reply): reply.metadata.src_node_id for reply in replies}
     return Nodes(ids, folders, own_data or None in holders)
 
@@ -113,3 +110,14 @@ def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> lis
         for partition in range(clients)
         if len(held := holders.get(partition, [])) != 1
     ]
+
+
+def silent(run: Settings, count: int) -> list[str]:
+    """The problem of so many nodes that did not answer."""
+    return [f"{count} nodes did not answer within {run.engine.timeout:g} s"] if count > 0 else []
+
+
+def refuse_nodes(problems: Iterable[str]) -> None:
+    """Raise RunFailed with the problems of nodes, if there are any."""
+    if listed := "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems)):
+        raise RunFailed(f"the run cannot begin:{listed}")

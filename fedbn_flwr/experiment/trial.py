@@ -34,18 +34,18 @@ from fedbn_flwr.results.folder.counts import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import CannotSave, Rule, state_of
 
-from .check import Faults
-from .cost import trained_in_a_round
+from .counting import count_partitions
 from .data import normalisation_of
-from .find import Setting, settings_of
-from .node import client_of
-from .nodes import TrainedNodes
-from .partition import count_partitions
+from .faults import Faults
+from .file.cost import trained_in_a_round
+from .file.layers import Setting, settings_of
+from .node import Clients
 from .parts import Parts
 from .prepare import prepare
-from .run import gpus_of, open_folders, workers_of
+from .run.cohort import TrainedNodes
+from .run.loop import gpus_of, open_folders, workers_of
+from .run.side_by_side import jobs_of
 from .settings import Experiment, Settings
-from .side_by_side import jobs_of
 
 _LINE, _LINE_OF_CLIENT, _OTHER_FILES = 700, 70, 10_000  # bytes: a round in the history, a client in it, the settings
 _LR = 1e-12  # of the trial: in rounds that follow another schedule, the model could diverge
@@ -265,7 +265,7 @@ class _Trial:
         run = self.prepared.run
         train = run.train.model_copy(update={"steps": self.steps, "epochs": None, "lr": _LR})
         short = Experiment(name=run.name, runs=(run.model_copy(update={"train": train}),), run_config={})
-        return client_of(short, context, {})  # without the name of the run: there is one
+        return Clients(short)(context, {})  # without the name of the run: there is one
 
     def begin(self, ledger: MeteredGrid) -> None:
         self.ledger = ledger

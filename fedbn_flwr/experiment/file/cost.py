@@ -8,7 +8,7 @@ from typing import Any
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 
-from .settings import Experiment, Settings
+from ..settings import Experiment, Settings
 
 
 @dataclass(frozen=True)

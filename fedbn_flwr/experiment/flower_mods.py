@@ -16,7 +16,7 @@ from fedbn_flwr.client.mods import weights_only
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.arrays import configs_in
 
-from .find import from_run_config
+from .file.layers import from_run_config
 from .node import run_of
 from .settings import Experiment, Settings, name_in
 

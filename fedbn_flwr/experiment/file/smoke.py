@@ -14,7 +14,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.random_images import has_form
 from fedbn_flwr.named import is_name
 
-from .settings import Data, Settings
+from ..settings import Data, Settings
 
 ROUNDS, STEPS, BATCH = 2, 2, 4
 CLIENTS = 10  # at most

@@ -32,12 +32,12 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.cluster import connected
 from fedbn_flwr.engines.ray import Actors, Place, RayGrid, machines
 
-from .data import loaded_data, receive
-from .model import choose_device
-from .mods import client_mods
-from .node import client_of, run_of
-from .parts import Parts
-from .settings import Data, Engine, Experiment
+from ..data import loaded_data, receive
+from ..flower_mods import client_mods
+from ..model import choose_device
+from ..node import Clients, run_of
+from ..parts import Parts
+from ..settings import Data, Engine, Experiment
 
 
 @contextmanager
@@ -101,6 +101,9 @@ class Sent:
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
     _received: set[tuple[Data, str]] = field(default_factory=set)  # in an actor: the data sets on its devices
 
+    def __post_init__(self) -> None:
+        self.clients = Clients(self.experiment)
+
     def modules(self) -> list[str]:
         """The modules that the experiment names, which are loaded; parts of this program itself are kept in `main`."""
         found = []
@@ -129,7 +132,7 @@ class Sent:
             if (data, device) not in self._received:
                 receive(data, device, _dataset(ray.get(place)).to(torch.device(device)))
                 self._received.add((data, device))
-        return client_of(self.experiment, context, config)
+        return self.clients(context, config)
 
 
 # --- data sets in the object store -------------------------------------------

@@ -12,8 +12,8 @@ from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import Rule
 
-from .parts import Parts
-from .settings import strategy_name
+from ..parts import Parts
+from ..settings import strategy_name
 
 
 def restore_clients(

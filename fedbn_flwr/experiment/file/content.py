@@ -12,7 +12,7 @@ from fedbn_flwr.yaml_text import LENGTH, parse_yaml
 
 def experiments_folder() -> Path:
     """The folder of the shipped experiments: inside a wheel's package, else `apps/` of a checkout or app bundle."""
-    here = Path(__file__).parent.parent
+    here = Path(__file__).parents[2]
     inside = here / "apps"
     return (inside if inside.is_dir() else here.parent / "apps") / "experiments"
 

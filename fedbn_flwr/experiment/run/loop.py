@@ -21,7 +21,6 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
-from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
@@ -39,29 +38,30 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
-from .cost import examples_of
-from .data import loaded_data
-from .find import from_run_config
-from .listeners.base import Listener, RunState
-from .listeners.best import Best
-from .listeners.checkpoint import Checkpoint
-from .listeners.clients import values_of
-from .listeners.dynamics import Dynamics
-from .listeners.evaluate import Evaluate
-from .listeners.final import Final
-from .listeners.history import History
-from .listeners.progress import Progress, Reporter
-from .listeners.track import Track
-from .model import choose_device
-from .mods import client_mods
-from .node import Clients, trains
-from .nodes import TrainedNodes, check_nodes
-from .partition import counts_of
-from .parts import Parts
-from .prepare import check_partition, prepare
+from ..counting import counts_of
+from ..data import loaded_data
+from ..file.layers import from_run_config
+from ..flower_mods import client_mods
+from ..listeners.best import Best
+from ..listeners.dynamics import Dynamics
+from ..listeners.evaluate import Evaluate
+from ..listeners.final import Final
+from ..listeners.history import History
+from ..listeners.listener import Listener, RunState
+from ..listeners.of_clients import values_of
+from ..listeners.progress import Progress, Reporter
+from ..listeners.saving import Checkpoint
+from ..listeners.track import Track
+from ..model import choose_device
+from ..node import Clients, trains
+from ..parts import Parts
+from ..prepare import check_partition, prepare
+from ..settings import Experiment, Settings
+from .agreement import agree, agreed_before
+from .cohort import TrainedNodes, check_nodes
 from .resume import keep_promises, restore_clients
-from .settings import Experiment, Settings
 from .side_by_side import failed_because, jobs_of, side_by_side
+from .watched import WatchedGrid
 
 
 def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
@@ -70,7 +70,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
-    ledger = MeteredGrid(GatedGrid(grid, run.clients, progress.report))
+    ledger = MeteredGrid(WatchedGrid(grid, progress.report))
     identity = {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()}
     if snapshot is None:
         state = RunState(prepared, ledger, identity, pack(initial_arrays(prepared.model)))
@@ -88,6 +88,11 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
             progress.message(held)
+        if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
+            moments = agree(ledger, prepared, nodes, identity) if snapshot is None else agreed_before(folder)
+            prepared.use_moments(moments)
+            state.identity = {**identity, protocol.MEANS: [*moments[0]], protocol.DEVIATIONS: [*moments[1]]}
+        folder.write("model.json", prepared.model_description, indent=2)
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared, [run.seed])
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
@@ -124,8 +129,8 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     choose: list[Listener] = []
     if run.evaluate.validation:
         choose.append(Best(folder, prepared.task, run.evaluate.patience, run.evaluate.min_delta))
-    if run.evaluate.unseen or run.evaluate.matrix:  # after the last round, which is chosen now
-        choose.append(Final(folder))
+    if run.evaluate.unseen:  # after the last round, which is chosen now
+        choose.append(Final())
     # The checkpoint comes after the progress, by which a user stops the run.
     record: list[Listener] = [History(folder, ledger), progress, Checkpoint(folder)]
     return [*measure, *choose, *record, *(Track(entry, folder) for entry in run.track)]
@@ -247,8 +252,7 @@ def run_experiment(
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    examples = [examples_of(run) for run in experiment.runs]
-    with Progress(titles, rounds, examples, several=jobs > 1, plain=plain, quiet=quiet) as progress:
+    with Progress(titles, rounds, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         planned = _without_workers(experiment) if jobs > 1 else experiment
@@ -347,7 +351,7 @@ def carry_out(
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
     with needs("run", "engine.name='ray'"):
-        from .cluster import ray_grids
+        from .on_ray import ray_grids
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 

@@ -18,8 +18,8 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 
+from ..sections import Section
 from .content import SHORT, WHOLE, written_out
-from .sections import Section
 
 PAPER, SMOKE = "paper", "smoke"
 LISTS = ("sweep", "tune")

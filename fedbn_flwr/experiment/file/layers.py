@@ -14,7 +14,8 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.yaml_text import DEPTH, parse_yaml
 
-from .check import KEYS_OF_A_FILE, Faults, check_settings
+from ..faults import KEYS_OF_A_FILE, Faults, check_settings
+from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue, resolve
 from .content import SHORT, WHOLE, checked_mapping, merge, read_content, without, written_out
 from .expansion import (
     LISTS,
@@ -33,8 +34,7 @@ from .expansion import (
     nested,
     values_in_words,
 )
-from .published import condition, figures_by_label, with_set_up
-from .settings import DERIVED, Experiment, Layer, Settings, of_catalogue, resolve
+from .figures import condition, figures_by_label, with_set_up
 from .smoke import smoke
 
 COMMAND_LINE = "command line"

@@ -20,7 +20,8 @@ class RunState:
 
     prepared: Parts
     grid: GridAround
-    identity: Mapping[str, str]  # the config keys that name the run to its clients
+    # The config keys that name the run to its clients, and those of the moments on which the sites agreed.
+    identity: Mapping[str, Any]
     arrays: ArrayRecord  # that training continues from
     round: int = 0  # the last finished one
     trained: dict[int, int] = field(default_factory=dict)  # client -> the last round in which it trained

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.yaml_text import Dumper as YamlDumper
 
-from .settings import DERIVED, Settings
+from ..settings import DERIVED, Settings
 
 # The keys that one changes most.
 KEYS = frozenset(
@@ -155,17 +155,3 @@ def _flow(value: Any) -> str:
         plain, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True
     )
     return text.removesuffix("...\n").strip()
-
-
-def setting_choices(prefix: str = "", model: type[BaseModel] = Settings) -> dict[str, tuple[str, ...]]:
-    """Every key of the settings, with its values if it is an enumeration."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if model is Settings and name in DERIVED:
-            continue
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found |= setting_choices(f"{prefix}{name}.", inner)
-        else:
-            found[prefix + name] = choices(inner)
-    return found

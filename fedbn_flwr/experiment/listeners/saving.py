@@ -10,17 +10,14 @@ from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.strategies import CannotSave, state_of
 
-from ..resume import promises_of
-from .base import Listener, RunState
+from ..run.resume import promises_of
+from .listener import Listener, RunState
 
 
 class Checkpoint(Listener):
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
-
-    def on_start(self, state: RunState) -> None:
-        self.folder.write("model.json", state.prepared.model_description, indent=2)
 
     def on_round(self, state: RunState) -> None:
         run = state.run

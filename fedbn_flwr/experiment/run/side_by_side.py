@@ -24,9 +24,9 @@ from fedbn_flwr.engines.worker import fork_problem, keep_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.results.text import shorten
 
-from .listeners.progress import News, Progress, Reporter
-from .model import choose_device
-from .settings import Settings
+from ..listeners.progress import News, Progress, Reporter
+from ..model import choose_device
+from ..settings import Settings
 
 _FORKS = 3  # attempts to start a process
 _START_TIMEOUT = 10  # seconds until it has taken the locks that it needs

@@ -1,0 +1,88 @@
+"""Sums of columns, from which sites compute mean and deviation of all their data without sending values.
+
+The sums are exact, so the moments of a union do not depend on how its rows are split: a federation whose sites agree on
+them trains the same model, bit for bit, as a simulation with all data in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbn_flwr.errors import DataError
+
+from . import Moments
+
+PARTS = 3  # float64 numbers of an exact sum: 159 bits
+ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of their sum, those of their squares' sum
+
+Sums = NDArray[np.float64]  # [ROWS, C]
+
+
+def sums_of(inputs: Tensor, mask: Tensor | None = None) -> Sums:
+    """Those of the columns of [N, C], or of the channels of [N, C, ...], in float32; bytes count from 0 to 1.
+
+    Missing values (NaN) do not count, nor do the positions of [N, C, T] at which `mask` [N, T] is false.
+    """
+    found = []
+    for column in inputs.cpu().unbind(1):
+        values = column.flatten() if mask is None else column[mask.cpu()]
+        if values.dtype == torch.uint8:
+            counts = torch.bincount(values, minlength=256).tolist()
+            total, square = (
+                Fraction(sum(value**power * number for value, number in enumerate(counts)), 255**power)
+                for power in (1, 2)
+            )
+        else:
+            values = values[~values.isnan()].float().double()
+            total, square = _sum(values.numpy()), _sum(values.square().numpy())  # squares of 24 bits are exact
+        found.append([float(len(values)), *_parts(total), *_parts(square)])
+    return np.array(found).T
+
+
+def _sum(values: NDArray[np.float64]) -> Fraction:
+    """The exact sum, by slices of the values' bits whose sums have no rounding errors (Rump, Ogita and Oishi 2008)."""
+    total = Fraction(0)
+    while most := float(np.abs(values).max(initial=0)):
+        # Above N times the largest value, so that all slices are multiples of one power of two.
+        large = math.ldexp(1, math.frexp(most)[1] + (len(values) + 2).bit_length())
+        upper = (values + large) - large
+        total += Fraction(float(upper.sum()))
+        values = values - upper
+    return total
+
+
+def _parts(value: Fraction) -> list[float]:
+    parts: list[float] = []
+    for _ in range(PARTS):
+        parts.append(float(value))
+        value -= Fraction(parts[-1])
+    return parts
+
+
+def moments_from(sites: Sequence[Sums]) -> Moments:
+    """Mean and standard deviation of each column over all sites; a column of equal values has the deviation 1."""
+    means: list[float] = []
+    deviations: list[float] = []
+    for column in np.stack(sites, axis=-1).swapaxes(0, 1):
+        count, total, square = totals(column)
+        if not count:
+            raise DataError(f"column {len(means)} of the inputs has no value in any row; leave it out of data.inputs")
+        means.append(float(total / count))
+        deviations.append(math.sqrt(square / count - (total / count) ** 2) or 1.0)
+    return tuple(means), tuple(deviations)
+
+
+def totals(column: NDArray[np.float64]) -> tuple[int, Fraction, Fraction]:
+    """The number of values of a column, [ROWS] or [ROWS, sites], their sum, and that of their squares."""
+    total, square = (
+        sum(map(Fraction, parts.ravel().tolist()), Fraction(0))
+        for parts in (column[1 : 1 + PARTS], column[1 + PARTS :])
+    )
+    return int(column[0].sum()), total, square

@@ -1,0 +1,1 @@
+"""Carries runs out: the loop, resuming, runs side by side, a Ray cluster."""
