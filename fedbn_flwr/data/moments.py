@@ -1,89 +1,91 @@
-"""Mean and standard deviation of each feature or channel: sums of one part of the data, and the moments of several."""
+"""Mean and deviation of each feature or channel: the sums of a part of the data, and the moments of several parts.
+
+The sums are exact, so the moments of a union do not depend on how its rows are split: a federation whose sites agree on
+them trains the same model, bit for bit, as a simulation with all data in one place.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from fractions import Fraction
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+
+from fedbn_flwr.errors import DataError
 
 from . import Moments
 from .examples import MASK, Values, main
 
-_CHUNK = 1_024  # examples, of which a float64 copy is made
-_CONSTANT = 1e-8  # a deviation of this part of the mean is rounding: float32 has 24 bits
+PARTS = 3  # float64 numbers of an exact sum: 159 bits
+ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of their sum, those of their squares' sum
+
+Sums = NDArray[np.float64]  # [ROWS, C]
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Of each feature or channel: how many values there are, their sum, and that of their squared distances to `shift`.
+def sums_of(inputs: Values) -> Sums:
+    """Those of the columns of [N, C], or of the channels of [N, C, ...], in float32; none of tokens.
 
-    Missing and padded values do not count. All are float64. Sums about one shift can be added.
+    Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
-
-    count: Tensor
-    total: Tensor
-    squares: Tensor
-    shift: Tensor
-
-
-def sums_of(inputs: Values, shift: Tensor | None = None) -> Sums:
-    """The sums over all examples, about each feature's own mean unless a shift is given; empty for tokens.
-
-    Pixels of uint8 images count from 0 to 1.
-    """
-    values = main(inputs)
     mask = inputs.get(MASK) if isinstance(inputs, dict) else None
-    if values.dtype is torch.uint8:
-        return _of_pixels(values, shift)
-    if not values.is_floating_point():
-        return Sums(*torch.empty(4, 0, dtype=torch.float64))
-    count, total, squares = torch.zeros(3, values.shape[1], dtype=torch.float64, device=values.device)
-    masks = [None] * len(values) if mask is None else mask.split(_CHUNK)
-    for some, real in zip(values.split(_CHUNK), masks, strict=False):
-        known = _known(some, real)
-        count += known.sum(1)
-        total += _by_feature(some).where(known, 0).sum(1)
-    about = total / count.clamp(min=1) if shift is None else shift.to(total)
-    for some, real in zip(values.split(_CHUNK), masks, strict=False):
-        squares += (_by_feature(some) - about[:, None]).where(_known(some, real), 0).square().sum(1)
-    return Sums(*(each.cpu() for each in (count, total, squares, about)))
+    whole, found = main(inputs).cpu(), []
+    if whole.dtype not in (torch.float32, torch.uint8):
+        return np.empty((ROWS, 0))
+    for column in whole.unbind(1):
+        values = column.flatten() if mask is None else column[mask.cpu()]
+        if values.dtype == torch.uint8:
+            counts = torch.bincount(values, minlength=256).tolist()
+            total, square = (
+                Fraction(sum(value**power * number for value, number in enumerate(counts)), 255**power)
+                for power in (1, 2)
+            )
+        else:
+            values = values[~values.isnan()].double()
+            total, square = _sum(values.numpy()), _sum(values.square().numpy())  # squares of 24 bits are exact
+        found.append([float(len(values)), *_parts(total), *_parts(square)])
+    return np.array(found).T
 
 
-def _by_feature(values: Tensor) -> Tensor:
-    """[features or channels, all else]"""
-    return values.double().transpose(0, 1).flatten(1)
+def _sum(values: NDArray[np.float64]) -> Fraction:
+    """The exact sum, by slices of the values' bits whose sums have no rounding errors (Rump, Ogita and Oishi 2008)."""
+    total = Fraction(0)
+    while most := float(np.abs(values).max(initial=0)):
+        # Above N times the largest value, so that all slices are multiples of one power of two.
+        large = math.ldexp(1, math.frexp(most)[1] + (len(values) + 2).bit_length())
+        upper = (values + large) - large
+        total += Fraction(float(upper.sum()))
+        values = values - upper
+    return total
 
 
-def _known(values: Tensor, mask: Tensor | None) -> Tensor:
-    there = ~values.isnan()
-    if mask is not None:
-        there &= mask.view(len(mask), *[1] * (values.ndim - 2), -1)
-    return there.transpose(0, 1).flatten(1)
+def _parts(value: Fraction) -> list[float]:
+    parts: list[float] = []
+    for _ in range(PARTS):
+        parts.append(float(value))
+        value -= Fraction(parts[-1])
+    return parts
 
 
-def _of_pixels(images: Tensor, shift: Tensor | None) -> Sums:
-    # Histograms are exact and need no float copy of the data.
-    counts = torch.zeros(images.shape[1], 256, dtype=torch.int64, device=images.device)
-    for some in images.split(_CHUNK):
-        for count, channel in zip(counts, some.unbind(1), strict=True):
-            count += torch.bincount(channel.reshape(-1), minlength=256)
-    values, found = torch.arange(256, dtype=torch.float64) / 255, counts.cpu().double()
-    count, total = found.sum(1), found @ values
-    about = total / count if shift is None else shift
-    return Sums(count, total, (found * (values - about[:, None]).square()).sum(1), about)
+def moments_from(sites: Sequence[Sums]) -> Moments:
+    """Mean and standard deviation of each column over all sites; a column of equal values has the deviation 1."""
+    means: list[float] = []
+    deviations: list[float] = []
+    for column in np.stack(sites, axis=-1).swapaxes(0, 1):
+        count, total, square = totals(column)
+        if not count:
+            raise DataError(f"column {len(means)} of the inputs has no value in any row; leave it out of data.inputs")
+        means.append(float(total / count))
+        deviations.append(math.sqrt(square / count - (total / count) ** 2) or 1.0)
+    return tuple(means), tuple(deviations)
 
 
-def moments_from(parts: Sequence[Sums]) -> Moments:
-    """Mean and standard deviation of the union of the parts. A feature that is constant is not scaled."""
-    count = torch.stack([part.count for part in parts]).sum(0)
-    mean = torch.stack([part.total for part in parts]).sum(0) / count.clamp(min=1)
-    squares = torch.zeros_like(mean)
-    for part in parts:
-        own = part.total / part.count.clamp(min=1)
-        # About the part's mean, then about that of all.
-        squares += part.squares - part.count * (own - part.shift).square() + part.count * (own - mean).square()
-    deviation = (squares.clamp(min=0) / count.clamp(min=1)).sqrt()
-    deviation = deviation.where(deviation > _CONSTANT * mean.abs(), 1.0)
-    return tuple(mean.tolist()), tuple(deviation.tolist())
+def totals(column: NDArray[np.float64]) -> tuple[int, Fraction, Fraction]:
+    """The number of values of a column, [ROWS] or [ROWS, sites], their sum, and that of their squares."""
+    total, square = (
+        sum(map(Fraction, parts.ravel().tolist()), Fraction(0))
+        for parts in (column[1 : 1 + PARTS], column[1 + PARTS :])
+    )
+    return int(column[0].sum()), total, square

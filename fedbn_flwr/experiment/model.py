@@ -43,7 +43,10 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
     """The run's model, with initial weights drawn from its seed."""
     outputs = run.model.classes or dataset.outputs
     if outputs != dataset.outputs:
-        raise SettingsError(f"model.classes is {outputs}, but {run.data.name!r} needs {dataset.outputs} outputs")
+        raise SettingsError(
+            f"model.classes is {outputs}, but {run.data.name!r} has {dataset.classes} classes, for which the model "
+            f"needs {dataset.outputs} outputs"
+        )
     with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
         return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
@@ -56,7 +59,7 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
         "norm": run.model.norm,
         "in_channels": dataset.channels,
         "image_size": run.model.image_size or (dataset.size if dataset.is_image else None),
-        "input_shape": dataset.shape,
+        "input_shape": None if run.model.image_size else dataset.shape,
         "num_tokens": dataset.tokens,
         "stem": run.model.stem,
         "groups": run.model.groups,  # each norm uses the options that it has
@@ -129,7 +132,7 @@ def _try_examples(
         if problem:
             raise SettingsError(
                 f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples, which "
-                f"train.loss={name_in(run.train.loss)!r} does not take: {problem}"
+                f"train.loss={name_in(run.train.loss or '')!r} does not take: {problem}"
             )
         return
     if of_pixels and not dataset.dense:

@@ -371,7 +371,7 @@ def test_an_augmentation_of_segmentation_data_changes_masks(own: Own) -> None:
     [
         (lambda images, generator: None, r"returned a NoneType; expected a uint8 tensor \[5, 3, height, width\]"),
         (lambda images, generator: images.float(), r"returned float32 \[5, 3, 6, 8\] on cpu .*expected a uint8"),
-        (lambda images, generator: images[:2], r"returned uint8 \[2, 3, 6, 8\] on cpu for images \[5, 3, 6, 8\]"),
+        (lambda images, generator: images[:2], r"returned uint8 \[2, 3, 6, 8\] on cpu for inputs \[5, 3, 6, 8\]"),
         (lambda image: image[:1], r"returned uint8 \[5, 1, 6, 8\]"),
         (lambda image: image / 0 @ 1, "failed: "),
     ],
