@@ -51,6 +51,9 @@ class Task:
     metrics: tuple[str, ...]  # that suit, those of `figures` among them
     options: tuple[str, ...] = ()  # of the loss: label_smoothing, class_weights
 
+    def __reduce__(self) -> tuple[Any, ...]:  # tasks are compared by `is`, also in other processes
+        return task_named, (self.name,)
+
     @property
     def main(self) -> str:
         """The name of the figure that rounds and runs are compared by."""

@@ -77,7 +77,8 @@ class BinaryCrossEntropy:
         if self.class_weights is None:
             return F.binary_cross_entropy_with_logits(logits, yes)
         no_weight, yes_weight = self.class_weights.to(logits)
-        return -(yes_weight * yes * F.logsigmoid(logits) + no_weight * (1 - yes) * F.logsigmoid(-logits)).mean()
+        losses: Tensor = yes_weight * yes * F.logsigmoid(logits) + no_weight * (1 - yes) * F.logsigmoid(-logits)
+        return -losses.mean()
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:

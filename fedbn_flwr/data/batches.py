@@ -33,7 +33,7 @@ class Normaliser:
         self.scale = (1 / (255 * self.deviation)).view(1, -1, 1, 1)
         self.shift = (-self.mean / self.deviation).view(1, -1, 1, 1)
 
-    def __call__(self, inputs: Values) -> Values:
+    def __call__(self, inputs: Any) -> Any:
         if isinstance(inputs, dict):
             key, mask = main_key(inputs), inputs.get(MASK)
             values = self(inputs[key])

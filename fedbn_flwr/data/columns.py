@@ -60,7 +60,8 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     }
     examples: Mapping[str, InMemory | Stream]
     if is_table and _kind(splits, used.inputs[0]) == "Image":
-        examples, names, task, features = *_images(source, splits, entry, used, known), ()
+        features: tuple[str, ...] = ()
+        examples, names, task = _images(source, splits, entry, used, known)
     else:
         examples, names, task, features = _in_memory(source, splits, used, known, is_table=is_table)
     if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
@@ -209,7 +210,7 @@ def _rows(source: Source, split: Any, key: str, column: str) -> Rows:
         return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
     values = split.select_columns([column]).with_format("arrow")[:].column(0)
     is_special = pa.types.is_decimal(values.type) or (pa.types.is_boolean(values.type) and values.null_count)
-    rows: np.ndarray = (values.cast(pa.float64()) if is_special else values).to_numpy()
+    rows = (values.cast(pa.float64()) if is_special else values).to_numpy()
     if names is None or values.null_count:
         return rows
     if (wrong := np.flatnonzero((rows < 0) | (rows >= len(names)))).size:
@@ -309,7 +310,7 @@ def _in_memory(
     return found, names, task, features
 
 
-def _given(split: Any, columns: Sequence[str]) -> Mapping[str, Any] | None:
+def _given(split: Any, columns: Sequence[str]) -> Any:
     """The arrays of a split whose only value is a mapping of arrays."""
     if isinstance(split, Mapping) and len(columns) == 1 and isinstance(split[columns[0]], Mapping):
         return split[columns[0]]
@@ -343,13 +344,14 @@ def _images(
 
     (image,), label = used.inputs, used.label
     masks = label[0] if _kind(splits, label[0]) == "Image" else None
-    targets: Mapping[str, Any]
+    targets: dict[str, Any]
     if masks is not None:
         names, task = _pixel_classes(source, entry), SEGMENTATION
         targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
     else:
         rows = {key: {part: _rows(source, split, "label", key) for part, split in splits.items()} for key in label}
-        targets, names, task = targets_of(source, rows, known, numbered=False)
+        found, names, task = targets_of(source, rows, known, numbered=False)
+        targets = dict(found)
         if task is SEGMENTATION:
             raise DataError(
                 f"data.label={label[0]!r} of {source.name!r} has the type {_kind(splits, label[0])}; expected a number "

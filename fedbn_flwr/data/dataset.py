@@ -155,8 +155,8 @@ class DataSet(Form):
     def strata(self, bins: int | None = None) -> Strata:
         """Classes, combinations of labels, or `bins` ranges of the (first) number with equally many examples."""
         train, test = self.train.labels.cpu(), self.test.labels.cpu()
+        targets: list[Any] = [self.train.targets, self.test.targets]
         if self.task is REGRESSION:
-            targets: list[Any] = [self.train.targets, self.test.targets]
             values = [some.cpu().double().reshape(len(some), -1)[:, 0].contiguous() for some in targets]
             edges = torch.from_numpy(
                 np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])
@@ -166,7 +166,7 @@ class DataSet(Form):
             between = [f"{low} to {high}" for low, high in itertools.pairwise(ends)]
             return Strata(train, test, (f"below {ends[0]}", *between, f"from {ends[-1]}"))
         if self.task is MULTILABEL:
-            rows = torch.cat([part.targets.cpu() > 0 for part in (self.train, self.test)])
+            rows = torch.cat([some.cpu() > 0 for some in targets])
             kinds, places = rows.unique(dim=0, return_inverse=True)
             names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
             return Strata(places[: len(train)], places[len(train) :], tuple(names))

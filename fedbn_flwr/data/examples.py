@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,10 +86,7 @@ class InMemory:
         """Inputs as they are stored, targets (classes as int64), and the tag, on the device."""
         for request in plan:
             rows = request.rows.to(self.device, non_blocking=True)  # otherwise the host waits for the previous step
-            inputs, targets = (
-                each(lambda part, at=rows: part[at], self.inputs),
-                each(lambda part, at=rows: part[at], self.targets),
-            )
+            inputs, targets = _at(rows, self.inputs), _at(rows, self.targets)
             if request.window is not None:
                 boxes = request.window.boxes(*self.shape[1:])
                 if request.window.cut is None:
@@ -105,11 +102,8 @@ class InMemory:
 
     def blank(self, number: int) -> Values:
         """Inputs of this form that are zero, to try a model; all positions are real."""
-        zeros = each(lambda part: torch.zeros_like(part[:1]).expand(number, *part.shape[1:]).clone(), self.inputs)
-        return each(
-            lambda part: ~part if part.dtype is torch.bool else part.float() if part.dtype is torch.uint8 else part,
-            zeros,
-        )
+        inputs: Values = each(lambda part: _zeros(part, number), self.inputs)
+        return inputs
 
     def coloured(self, channels: int) -> InMemory:
         """With the channel of greyscale images repeated."""
@@ -117,7 +111,17 @@ class InMemory:
 
     def select(self, rows: Tensor) -> InMemory:
         here = rows.to(self.device)
-        return InMemory(*(each(lambda part: part[here], part) for part in (self.inputs, self.targets)))
+        return InMemory(_at(here, self.inputs), _at(here, self.targets))
 
     def to(self, device: torch.device) -> InMemory:
         return InMemory(*(each(lambda part: part.to(device), part) for part in (self.inputs, self.targets)))
+
+
+def _at(rows: Tensor, value: Values) -> Any:
+    return each(lambda part: part[rows], value)
+
+
+def _zeros(part: Tensor, number: int) -> Tensor:
+    if part.dtype is torch.bool:
+        return part.new_ones(number, *part.shape[1:])
+    return part.new_zeros(number, *part.shape[1:], dtype=torch.float32 if part.dtype is torch.uint8 else part.dtype)

@@ -24,7 +24,7 @@ from . import Size
 from .examples import MASK, Values, main
 from .source import Source
 
-Rows = np.ndarray | list[np.ndarray]  # one array, or one for each example if their shapes differ
+Rows = Any  # one array, or a list with one for each example if their shapes differ
 Parts = dict[str, Rows]  # by split
 
 
@@ -148,7 +148,7 @@ def _array(source: Source, key: str, parts: Parts, *, is_table: bool) -> dict[st
 
 def _number(where: str, rows: np.ndarray) -> Tensor:
     """float32, int64, or as they are: truth values and bytes of more than two dimensions."""
-    kind = rows.dtype.kind
+    kind: str = rows.dtype.kind
     if kind == "O":
         try:
             rows = rows.astype(np.float32)  # None becomes NaN

@@ -96,7 +96,7 @@ def _floats(rows: np.ndarray) -> Tensor:
 def _check_rows(source: Source, part: str, column: str, rows: Any) -> None:
     if not isinstance(rows, np.ndarray) or not rows.size:
         raise DataError(f"{source.name!r}: {part} has labels of different shapes in {column!r}; expected one shape")
-    absent = np.isnan(rows) if rows.dtype.kind == "f" else np.equal(rows, None) if rows.dtype.kind == "O" else None
+    absent = np.isnan(rows) if rows.dtype.kind == "f" else rows == np.array(None) if rows.dtype.kind == "O" else None
     if absent is not None and absent.any():
         first = int(np.argwhere(absent)[0][0])
         raise DataError(

@@ -18,9 +18,9 @@ from fedbn_flwr.models.build import build_model
 from fedbn_flwr.tasks import SEVERAL
 
 from .data import Shape
+from .objective import targets_like
 from .sections import Engine
 from .settings import Settings, name_in
-from .objective import targets_like
 
 
 def choose_device(name: str) -> torch.device:
@@ -132,7 +132,7 @@ def _try_examples(
         if problem:
             raise SettingsError(
                 f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples, which "
-                f"train.loss={name_in(run.train.loss)!r} does not take: {problem}"
+                f"train.loss={name_in(run.train.loss or '')!r} does not take: {problem}"
             )
         return
     if of_pixels and not dataset.dense:

@@ -130,7 +130,8 @@ class ClientParts:
     @functools.cached_property
     def losses(self) -> tuple[Loss, Loss]:
         """Of training and of evaluation."""
-        return loss_of(self.run, self.dataset, self.split[0]), plain_loss(self.run, self.dataset.task)
+        dataset = self.dataset
+        return loss_of(self.run, dataset, self.split[0]), plain_loss(self.run, dataset.task)
 
     @functools.cached_property
     def metrics(self) -> Sequence[Metric]:
@@ -163,6 +164,7 @@ class ClientParts:
             bias_weight_decay=train.bias_weight_decay,
             keep_momentum=train.keep_momentum,
             clip=train.clip,
+            task=self.dataset.task,
             loss=self.losses[0],
             task=self.dataset.task,
             eval_loss=self.losses[1],

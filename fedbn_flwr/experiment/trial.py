@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from flwr.app import ConfigRecord, Context
 
+from fedbn_flwr.batch import each
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import initial_arrays
@@ -258,5 +259,5 @@ def _time_of_test_example(prepared: Parts, dataset: DataSet) -> float:
     model.eval()
     with torch.no_grad():
         for examples, _ in TestBatches(dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size, rows):
-            model(examples.to(prepared.device)).cpu()
+            each(lambda part: part.cpu(), model(each(lambda part: part.to(prepared.device), examples)))
     return (time.perf_counter() - began) / len(rows)

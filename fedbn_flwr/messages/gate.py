@@ -25,6 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.tasks import SHARES
 
 from ..messages import protocol
 from .aggregate import Arrays
@@ -37,7 +38,8 @@ _TEXT_LIMIT = 2000  # bytes of a reason
 # Also after the name of a test set.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
-_SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
+# The last words of metrics between 0 and 1, also after the name of a test set.
+_SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 
 class Gated(list[Message]):

@@ -10,15 +10,11 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
-from fedbn_flwr.tasks import SHARES
 
 from ..messages import protocol
 from .aggregate import Arrays, fault
 from .arrays import metrics_in, record_of
 from .gate import Reply, arrays_of, one_line, with_content
-
-# The last words of metrics between 0 and 1, also after the name of a test set.
-_SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 
 def reason_of(reply: Message) -> str:

@@ -38,7 +38,7 @@ class Evaluate(Listener):
         only_by_clients = self.rule.traits.personal or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
         self.task, self.metrics = prepared.task, prepared.metrics
-        self.loss = plain_loss(prepared.run, self.task)
+        self.loss = plain_loss(run, self.task)
         self.names = (*self.task.figures, *(name_of(key_of(metric)) for metric in self.metrics))
         self.has_test = prepared.dataset is not None and self.rule.traits.has_global_model
 

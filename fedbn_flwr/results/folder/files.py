@@ -38,7 +38,6 @@ _TYPES: dict[str, dict[str, Any]] = {
     },
     "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[dict[str, Any]]},
 }
-_FIGURES: dict[str, Any] = {"history.jsonl": float, "matrix.json": list[list[float | None]]}
 _OPTIONAL = ("environment.json",)  # files whose keys may be missing
 
 
@@ -107,10 +106,8 @@ def _parse(data: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
             raise ValueError(f"it is a {type(content).__name__}; expected a mapping")
         if file.name not in _OPTIONAL:
             check_keys(content, types)
-        figures = [key for key in content if file.name in _FIGURES and any(main in key for main in MAINS)]
-        if file.name == "matrix.json" and not figures:
-            raise ValueError(f"it lacks the figures; expected one of {', '.join(MAINS)}")
-        check_types(content, dict.fromkeys(figures, _FIGURES.get(file.name)) | types)
+        measures = (key for key in content if any(main in key for main in MAINS))
+        check_types(content, (dict.fromkeys(measures, float) if file.name == "history.jsonl" else {}) | types)
     except UnicodeDecodeError as error:
         raise damaged(file, f"byte {error.start} is not UTF-8", line) from None
     except RecursionError:

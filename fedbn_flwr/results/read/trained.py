@@ -92,7 +92,8 @@ class _Standard(nn.Module):
         self._moments = moments
 
     def forward(self, inputs: Values) -> Values:
-        return Normaliser(self._moments, main(inputs).device)(inputs)
+        ready: Values = Normaliser(self._moments, main(inputs).device)(inputs)
+        return ready
 
 
 class _Own(nn.Module):

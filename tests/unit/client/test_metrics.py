@@ -329,6 +329,8 @@ def test_several_targets_have_the_user_s_figures_only() -> None:
         "num-examples": 60,
         "age-error": pytest.approx(age_error(Two()(inputs), targets), rel=1e-13),
     }
+    client = BNClient(Two(), parts, parts, task="several", loss=loss, metrics=[age_error])  # type: ignore[arg-type]
+    assert client.evaluate_round({}, {}) == found
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Data, Experiment
 from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
 FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
@@ -38,9 +39,9 @@ def stand_in(data: Data, device: str) -> DataSet:
     count = min(1000 * classes, 20_000)
     images = torch.zeros(1, *shape, dtype=torch.uint8).expand(count, *shape)
     if entry is not None and entry.ids is not None:  # segmentation data
-        part = InMemory(images, images[:, 0])
+        part, task = InMemory(images, images[:, 0]), SEGMENTATION
     else:
-        part = InMemory(images, torch.arange(count) % classes)
+        part, task = InMemory(images, torch.arange(count) % classes), CLASSIFICATION
     natural = None
     if data.partition.kind == "natural":  # as many values as Cityscapes has cities to train on
         rows = torch.arange(count) % 18
@@ -49,7 +50,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     if names := data.domains or (entry.domains if entry else ()):
         rows = torch.arange(count) % len(names)
         domains = Groups(tuple(names), rows, rows)
-    return DataSet(data.name, part, part, tuple(map(str, range(classes))), domains, groups=natural)
+    return DataSet(data.name, part, part, tuple(map(str, range(classes))), domains, groups=natural, task=task)
 
 
 def test_there_are_shipped_experiments() -> None:

@@ -12,7 +12,7 @@ from fedbn_flwr import Result, cli
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.choice import choose
 from fedbn_flwr.results.report.curves import Measure
-from fedbn_flwr.results.report.pictures import clients_plot, matrix_plot, plot
+from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
@@ -35,11 +35,10 @@ def lines(error: float) -> list[dict[str, Any]]:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     clients = {str(i): {"rmse": 50.0 + i, "own_rmse": 40.0 + 10 * i, "own_loss": 1600.0} for i in range(3)}
-    matrix = {"clients": ["0", "1"], "rmse": [[40.0, 80.0], [70.0, None]]}
     for number, (label, values) in enumerate(ERRORS.items()):
         for seed, error in enumerate(values):
             config = {"cell": {"place": [number]}, "clients": 3, "rounds": 3, "data": {"name": "diabetes"}}
-            files = {"clients.jsonl": [{"round": 3, "clients": clients}], "matrix.json": matrix}
+            files = {"clients.jsonl": [{"round": 3, "clients": clients}]}
             folder = tmp_path / "runs" / f"{label}-{seed}"
             write_run(folder, label, seed, task="regression", lines=lines(error), config=config, files=files)
     return tmp_path / "runs"
@@ -88,20 +87,6 @@ def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp
     assert box is not None
     assert [panel.get_ylabel() for panel in box.axes if panel.get_visible()] == ["", ""]
     assert max(panel.get_ylim()[1] for panel in box.axes) < 100, "not times 100"
-    html = (tmp_path / "out" / "report.html").read_text()
-    assert "model of 0, examples of 1: 80<" in html
-
-
-def test_in_a_matrix_of_errors_the_lowest_is_the_lightest() -> None:
-    errors, shares = (
-        matrix_plot({"clients": ["0", "1"], key: [[0.1, 0.9], [0.5, None]]}).axes[0].images[0]
-        for key in ("rmse", "accuracy")
-    )
-    light = [[sum(each.cmap(each.norm(value))[:3]) for value in each.get_array()[0]] for each in (errors, shares)]
-    assert light[0][0] > light[0][1]
-    assert light[1][0] < light[1][1]
-    assert errors.get_clim() == (0.1, 0.9)
-    assert shares.get_clim() == (0, 100)
 
 
 def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path) -> None:
