@@ -33,7 +33,6 @@ from fedbn_flwr.messages.arrays import pack  # noqa: E402
 from fedbn_flwr.results.folder.ledger import MeteredGrid  # noqa: E402
 from fedbn_flwr.strategies import FedAvg, Rule, Secure  # noqa: E402
 from tests.support.network import Deployment  # noqa: E402
-from tests.support.smallbatches import FedTAN  # noqa: E402
 
 
 def note(file: str, **line: Any) -> None:
@@ -48,28 +47,27 @@ def note(file: str, **line: Any) -> None:
 
 def local() -> None:
     torch.set_num_threads(1)
-    cases: list[tuple[str, int, str]] = [("resnet20", n, "FedAvg") for n in (3, 5, 10, 20, 50)]
-    cases += [("resnet20", n, "FedTAN") for n in (3, 10)] + [("resnet18", n, "FedAvg") for n in (3, 10)]
-    for model, clients, rule in cases:
+    cases = [("resnet20", n) for n in (3, 5, 10, 20, 50)] + [("resnet18", n) for n in (3, 10)]
+    for model, clients in cases:
         for secure in (False, True):
             note(
                 "local.jsonl",
                 model=model,
                 clients=clients,
-                rule=rule,
+                rule="FedAvg",
                 secure=secure,
-                **measure(model, clients, rule, secure),
+                **measure(model, clients, secure),
             )
 
 
-def measure(name: str, clients: int, rule_name: str, secure: bool) -> dict[str, Any]:
+def measure(name: str, clients: int, secure: bool) -> dict[str, Any]:
     model = build_model(name, 10)
     batch = [(torch.randn(2, 3, 32, 32), torch.arange(2))]
 
     def make_client(context: Context) -> BNClient:
         return BNClient(copy.deepcopy(model), batch, lr=0.01, steps=1, context=context)
 
-    base = {"FedAvg": FedAvg, "FedTAN": FedTAN}[rule_name](fraction_evaluate=0.0)
+    base = FedAvg(fraction_evaluate=0.0)
     rule: Rule = Secure(base) if secure else base
     grid = MeteredGrid(LocalGrid(client_app(make_client), clients, threads=1))
     arrays = pack(initial_arrays(model))
@@ -94,7 +92,6 @@ def measure(name: str, clients: int, rule_name: str, secure: bool) -> dict[str, 
 RUNS = {
     "FedAvg": {"strategy": {"name": "FedAvg"}},
     "Secure": {"strategy": {"name": "Secure", "base": {"name": "FedAvg"}}},
-    "Secure FedTAN": {"strategy": {"name": "Secure", "base": {"name": "FedTAN", "direct": False}}, "rounds": 1},
 }
 
 

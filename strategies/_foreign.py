@@ -26,8 +26,8 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, is_finite
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import Reply, metrics_of, number_problem, with_content
-from fedbn_flwr.messages.screening import common_metrics, fault_problems, overflow, with_arrays
+from fedbn_flwr.messages.gate import Reply, common_metrics, metrics_of, number_problem, with_content
+from fedbn_flwr.messages.screening import fault_problems, overflow, with_arrays
 from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._records import CannotSave, restore, state_of

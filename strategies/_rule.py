@@ -28,8 +28,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.engines.base import capabilities, wait_for_nodes
-from fedbn_flwr.engines.gated import GatedGrid
+from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
@@ -40,12 +39,13 @@ from fedbn_flwr.messages.gate import (
     gate,
     metrics_of,
     number_problem,
+    odd_metrics,
     one_line,
     partition_of,
     read_reply,
     refused,
 )
-from fedbn_flwr.messages.screening import evaluation_key, odd_metrics, reason_of, record_problems
+from fedbn_flwr.messages.screening import evaluation_key, reason_of, record_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 Content = TypeVar("Content")
@@ -72,7 +72,6 @@ class Traits:
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
     returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
-    freezes: frozenset[Role] = frozenset()  # the roles that clients are asked to freeze, from some round on
     # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
     # no statistics are exchanged.
     min_batch: int = 0
@@ -254,7 +253,7 @@ class Rule(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        grid = self._prepare(grid, initial_arrays, num_rounds)
+        self.begin(num_rounds, initial_arrays)
         return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
@@ -263,11 +262,6 @@ class Rule(Strategy):
             f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
             'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
         )
-
-    def _prepare(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int) -> Grid:
-        """Prepare the rule for a run; returns the grid whose replies have passed the gate."""
-        self.begin(num_rounds, initial_arrays)
-        return GatedGrid(grid)
 
 
 class Leaf(Rule):
@@ -374,12 +368,7 @@ class Leaf(Rule):
         the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the `asked` clients remain;
         with `asked` 0 no client is required.
         """
-        known = self.memory.partitions
-        found = {node: number for node, number in answered.items() if number not in (None, known.get(node))}
-        # Exchanges do not pass the gate, which checks the partitions of all other replies.
-        wrong = capabilities(self._round.grid).partition_problems(found) if found and self._round else {}
-        known.update({node: number for node, number in found.items() if node not in wrong})
-        refused = [*refused, *wrong.items()]
+        refused = [*refused, *self.learn(answered, None if self._round is None else self._round.grid).items()]
         reasons = sorted(f"{self._who(node)}: {reason}" for node, reason in refused)
         usable = list(answered.keys() - {node for node, _ in refused})
         if (silent := asked - len(usable) - len(refused)) > 0:
@@ -394,6 +383,24 @@ class Leaf(Rule):
         for reason in reasons:
             log(WARNING, "%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)
+
+    def learn(self, reported: Mapping[int, int | None], grid: Grid | None) -> dict[int, str]:
+        """Note the partitions that nodes report; the reasons to refuse those that cannot have theirs, by node.
+
+        A node keeps the partition that it first reports, as long as it is connected. If two nodes report the same one
+        at first, neither is known to be right, and both keep it.
+        """
+        known, problems = self.memory.partitions, dict[int, str]()
+        new = {node: number for node, number in reported.items() if number not in (None, known.get(node))}
+        connected = {*grid.get_node_ids()} if new and known and grid is not None else set[int]()
+        holders = {number: node for node, number in known.items() if node in connected}
+        for node, number in new.items():
+            if node in known:
+                problems[node] = f"its partition-id is {number}, and it reported {known[node]} before"
+            elif number in holders:
+                problems[node] = f"its partition-id is {number}, which node {holders[number]} has"
+        known.update({node: number for node, number in new.items() if number is not None and node not in problems})
+        return problems
 
     def _position(self, node: int) -> tuple[int, int, int]:
         """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
@@ -436,17 +443,19 @@ def refuse_norm(arrays: ArrayRecord, reason: str) -> None:
 _TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers
 
 
-def check_honoured(grid: Grid, key: str, server_round: int) -> None:
+def check_honoured(rule: Rule, round: Round, key: str) -> None:
     """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not confirm it.
 
     The rounds before the first message with the key would be lost if a client ignored it.
     """
-    nodes = wait_for_nodes(grid, 1, _TIMEOUT, "start SuperNodes")
-    content = RecordDict({"config": ConfigRecord({protocol.ROUND: server_round})})
+    # The clients of an experiment (which has a name) are this library's, and FedTAN needs a BNClient anyway.
+    if protocol.RUN in round.config or rule.traits.min_batch:
+        return
+    nodes = wait_for_nodes(round.grid, 1, _TIMEOUT, "start SuperNodes")
+    content = RecordDict({"config": ConfigRecord({protocol.ROUND: round.number})})
     problems = []
-    for reply in grid.send_and_receive(
-        [Message(content, node, protocol.KEYS_QUERY) for node in nodes], timeout=_TIMEOUT
-    ):
+    messages = [Message(content, node, protocol.KEYS_QUERY) for node in nodes]
+    for reply in round.grid.send_and_receive(messages, timeout=_TIMEOUT):
         who = f"node {reply.metadata.src_node_id}"
         # A node that is offline, or answers nothing since it cannot make its client, is left to the rounds.
         if reply.has_error() and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:

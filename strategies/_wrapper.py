@@ -103,8 +103,9 @@ class Wrapper(Rule):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the federation by the `start` of the wrapped strategy, which may be one of the user's."""
+        self.begin(num_rounds, initial_arrays)
         return _calling(self.strategy, self).start(
-            grid=self._prepare(grid, initial_arrays, num_rounds),
+            grid=grid,
             initial_arrays=initial_arrays,
             num_rounds=num_rounds,
             timeout=timeout,
@@ -120,7 +121,7 @@ _ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate
 def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     """A strategy with the attributes and the `start` of `strategy`, where `self.configure_train` etc. are `rule`'s."""
     methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
-    methods["_prepare"] = staticmethod(lambda grid, *_: grid)  # `rule` is prepared
+    methods["begin"] = staticmethod(lambda *_: None)  # `rule` has begun
     calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
     calling.__dict__ = strategy.__dict__
     return calling

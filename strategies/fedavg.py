@@ -29,8 +29,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.bounds import Bounds, as_bounds
-from fedbn_flwr.messages.gate import Reply, gate, metrics_of, number_problem, partition_of
-from fedbn_flwr.messages.screening import common_metrics
+from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Leaf, Round, refuse_bounds, unknown_argument
@@ -173,8 +172,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
         replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout)) if queries else ()
-        answered = {r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()}
-        self.memory.partitions.update({node: number for node, number in answered.items() if number is not None})
+        self.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()}, round.grid)
 
     # --- receiving ---
 

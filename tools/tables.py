@@ -157,8 +157,8 @@ _TRAVELLING = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
 
 
 def models() -> Table:
-    rows: list[Row] = [(f"`{name}`", None, _first_line(model)) for name, model in MODELS.items()]
-    return ("network", "images", "description"), rows
+    rows: list[Row] = [(f"`{name}`", _first_line(model)) for name, model in MODELS.items()]
+    return ("network", "description"), rows
 
 
 def _first_line(thing: Any) -> str:

@@ -27,8 +27,8 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_re
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, unpack
-from fedbn_flwr.messages.gate import arrays_of, sent_model
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.gate import arrays_of
 
 from .client import BNClient
 from .node_state import NodeState, run_of
@@ -212,13 +212,6 @@ def _place(context: Context) -> tuple[Place, str]:
     if not isinstance(record, ConfigRecord):
         raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
-
-
-def model_of_round(content: RecordDict, config: Mapping[str, Any], context: Context) -> Arrays:
-    """The model that a round begins with: only message 0 of a layer-wise round contains it."""
-    if int(config.get(protocol.COHORT_STEP, 0)):
-        content = NodeState(context.state, run_of(config)).load_records(_name(0))
-    return unpack(sent_model(content)) if arrays_in(content) else {}
 
 
 def abandon_parked(config: Mapping[str, Any], context: Context) -> None:

@@ -51,7 +51,7 @@ def _project(app: Path) -> dict[str, Any]:
 
 
 def flwr(arguments: argparse.Namespace) -> int:
-    from fedbn_flwr.engines.simulation import federation_config, run_app
+    from .simulation import federation_config, run_app
 
     if arguments.connection:
         raise SettingsError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from logging import WARNING
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,10 +65,6 @@ class Capabilities:
 
     def report(self, what: str, done: int, total: int) -> None:
         """Show the progress within a round, if it is watched; may be called from any thread."""
-
-    def partition_problems(self, reported: Mapping[int, int]) -> Mapping[int, str]:
-        """The nodes that cannot have the partition that they report, each with the reason."""
-        return {}
 
 
 def capabilities(grid: Grid) -> Capabilities:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no oppos
 _TEXT_LIMIT = 2000  # bytes of a reason
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
+_SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
 
 
 class Gated(list[Message]):
@@ -184,6 +186,46 @@ def metrics_of(content: RecordDict) -> MetricRecord:
     if len(records) != 1:
         raise MessageError(f"the reply has {len(records)} MetricRecords, expected one")
     return records[0]
+
+
+def odd_metrics(found: Mapping[int, MetricRecord]) -> dict[int, str]:
+    """The reasons to refuse replies with a metric of another form than that of most clients, by node.
+
+    A form is one number, so many numbers, or one number out of range: some ClientApps report percentages, or equal
+    weights as numbers of examples, but then most clients do.
+    """
+    problems: dict[int, str] = {}
+    for key in dict.fromkeys(key for metrics in found.values() for key in metrics):
+        forms = {node: _form(key, metrics) for node, metrics in found.items() if key in metrics}
+        counts = Counter(forms.values())
+        most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
+        problems |= {
+            node: f"its metric {shown(key)} is {shown(found[node][key])}, that of other clients is {most[1]}"
+            for node, form in forms.items()
+            if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
+        }
+    return problems
+
+
+def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
+    value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
+    if isinstance(value, list):
+        return 2, f"a list of {len(value)} numbers"
+    if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
+        return 1, "above 1"
+    if key == protocol.BATCH_EXAMPLES and isinstance(examples, int | float) and value > examples:
+        return 1, f"above its {protocol.NUM_EXAMPLES!r}"
+    return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
+
+
+def common_metrics(records: Sequence[MetricRecord]) -> list[MetricRecord]:
+    """Of each record the metrics that are one number in all of them, since only these have a mean.
+
+    A client leaves out a metric that its examples do not define, such as the AUC if all have one class.
+    """
+    numbers = [{key for key, value in record.items() if not isinstance(value, list)} for record in records]
+    common = set.intersection(*numbers) if numbers else set()
+    return [MetricRecord({key: value for key, value in record.items() if key in common}) for record in records]
 
 
 def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ..messages import protocol
 from .aggregate import Arrays, fault
 from .arrays import metrics_in, record_of
-from .gate import Reply, arrays_of, one_line, shown, with_content
-
-_SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
+from .gate import Reply, arrays_of, one_line, with_content
 
 
 def reason_of(reply: Message) -> str:
@@ -105,43 +103,3 @@ def evaluation_key(replies: Iterable[Message], key: str) -> str:
 def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
     """The arrays without statistics and counters of batch norm."""
     return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])
-
-
-def odd_metrics(found: Mapping[int, MetricRecord]) -> dict[int, str]:
-    """The reasons to refuse replies with a metric of another form than that of most clients, by node.
-
-    A form is one number, so many numbers, or one number out of range: some ClientApps report percentages, or equal
-    weights as numbers of examples, but then most clients do.
-    """
-    problems: dict[int, str] = {}
-    for key in dict.fromkeys(key for metrics in found.values() for key in metrics):
-        forms = {node: _form(key, metrics) for node, metrics in found.items() if key in metrics}
-        counts = Counter(forms.values())
-        most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
-        problems |= {
-            node: f"its metric {shown(key)} is {shown(found[node][key])}, that of other clients is {most[1]}"
-            for node, form in forms.items()
-            if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
-        }
-    return problems
-
-
-def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
-    value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
-    if isinstance(value, list):
-        return 2, f"a list of {len(value)} numbers"
-    if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
-        return 1, "above 1"
-    if key == protocol.BATCH_EXAMPLES and isinstance(examples, int | float) and value > examples:
-        return 1, f"above its {protocol.NUM_EXAMPLES!r}"
-    return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
-
-
-def common_metrics(records: Sequence[MetricRecord]) -> list[MetricRecord]:
-    """Of each record the metrics that are one number in all of them, since only these have a mean.
-
-    A client leaves out a metric that its examples do not define, such as the AUC if all have one class.
-    """
-    numbers = [{key for key, value in record.items() if not isinstance(value, list)} for record in records]
-    common = set.intersection(*numbers) if numbers else set()
-    return [MetricRecord({key: value for key, value in record.items() if key in common}) for record in records]

@@ -67,7 +67,7 @@ def test_strategies_give_the_same_arrays_on_ray(strategies: list[str], tmp_path:
         "FedWon": "strategy: {name: FedWon}, model: {norm: won}",
         "FixBN": "strategy: {name: FixBN, freeze_round: 1}",
         "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 1, exchange: paper}",
-        "Secure": "strategy: {name: Secure, base: {name: FedTAN}}",
+        "Secure": "strategy: {name: Secure, base: {name: Scaffold}}",
         "Private": "strategy: {name: Private, noise_seed: 0}",
     }
     runs = "".join(f"  {name}: {{{special.get(name, f'strategy: {{name: {name}}}')}}}\n" for name in strategies)

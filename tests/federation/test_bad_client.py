@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 # One rule for each way in which a reply is read.
 SOME = (
-    "FedAvg", "Scaffold", "FedBN", "FedBS", "FixBN, frozen from the start", "FixBN, auto", "FedTAN", "HeteroBN",
+    "FedAvg", "Scaffold", "FedBN", "FedBS", "FixBN, frozen from the start", "FedTAN", "HeteroBN",
     "GlobalMomentum of FedTAN", "Flower's FedAdam", "Flower's Krum",
 )  # fmt: skip
 

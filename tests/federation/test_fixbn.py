@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,8 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
+from fedbn_flwr import BNClient, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.federations import Arrays, models_of
 from tests.support.foreign import Foreign
@@ -75,30 +72,6 @@ def test_a_reused_strategy_counts_from_zero(federation: Federations) -> None:
     fed, strategy = federation((4, 4)), FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=0.5)
     assert freezes(fed, strategy, 2) == ["", "statistics"]
     assert freezes(fed, strategy, 4) == ["", "", "statistics", "statistics"]
-
-
-@pytest.mark.parametrize(
-    ("freeze_round", "lost", "warned"),
-    [(2, {2}, True), (2, {1}, False), (2, {3}, False), (4, {4}, False), ("auto", {2, 3}, True)],
-)
-def test_a_client_that_is_absent_when_the_statistics_freeze_is_named(
-    freeze_round: Any, lost: set[int], warned: bool, federation: Federations, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Client 1 fails in the rounds `lost` of four."""
-    caplog.set_level(logging.WARNING, logger="flwr")
-    fed = federation((4, 4, 4))
-
-    def make(context: Context, config: ConfigRecord) -> BNClient:
-        if context.node_config["partition-id"] == 1 and config["server-round"] in lost:
-            raise ValueError("no examples today")
-        return fed.make_client(context)
-
-    strategy = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=freeze_round, window=2, threshold=1e9)
-    models_of(fed, strategy, 4, client_app(make))
-    found = [record.getMessage() for record in caplog.records if "FixBN: the statistics" in record.getMessage()]
-    number = strategy.notes()["freeze_round"]
-    said = f"FixBN: the statistics of round {number}, which are frozen from now on, are without clients 1"
-    assert found == ([said] if warned else [])
 
 
 def test_evaluation_is_not_asked_to_freeze(federation: Federations) -> None:
@@ -322,7 +295,7 @@ def other_answer(fed: Any) -> ClientApp:
     return client_app(lambda context: Foreign())
 
 
-@pytest.mark.parametrize("freeze_round", [2, 0.5, "auto"])
+@pytest.mark.parametrize("freeze_round", [2, 0.5])
 @pytest.mark.parametrize(
     ("app", "problem"),
     [
@@ -392,76 +365,3 @@ def test_inside_a_strategy_of_flower_it_needs_a_round_as_an_int(federation: Fede
         models_of(fed, private(FixBN(FedAvg(), freeze_round=0.5)), 2)
     models = models_of(fed, private(FixBN(FedAvg(), freeze_round=1)), 3)
     assert moved(models[2], models[3]) == WEIGHTS | AFFINE
-
-
-# --- automatic ---------------------------------------------------------------
-
-
-def scripted(drifts: dict[int, list[float]], window: int, threshold: float, rounds: int) -> tuple[list[str], Any]:
-    """A federation of one batch norm whose clients' running mean moves by `drifts[partition][round]` of its length."""
-    start = {"weight": np.ones(1), "bias": np.zeros(1), "running_mean": np.array([1.0]), "running_var": np.array([0.0])}
-    asked: list[str] = []
-    means = dict.fromkeys(drifts, 1.0)
-
-    def train(message: Message, context: Context) -> Message:
-        partition = int(context.node_config["partition-id"])
-        config = message.content.config_records["config"]
-        arrays = dict(unpack(message.content.array_records["arrays"]))
-        if partition == 0:
-            asked.append(str(config.get("fedbn.freeze", "")))
-        if not config.get("fedbn.freeze"):
-            means[partition] *= 1 + drifts[partition][int(config["server-round"]) - 1]
-            arrays["running_mean"] = np.array([means[partition]])
-        metrics = MetricRecord({"num-examples": 1, "partition-id": partition})
-        return Message(RecordDict({"arrays": pack(arrays), "metrics": metrics}), reply_to=message)
-
-    app = ClientApp()
-    app.train()(train)
-    app.query("keys")(honours)
-    strategy = FixBN(
-        FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1),
-        freeze_round="auto", window=window, threshold=threshold,
-    )  # fmt: skip
-    strategy.start(LocalGrid(app, len(drifts)), pack(start), num_rounds=rounds)
-    return asked, strategy
-
-
-def test_the_round_is_chosen_when_every_client_changes_steadily() -> None:
-    """Relative changes from round 2 on. Window 3: client 0 is steady over rounds 4 to 6, client 1 over 5 to 7."""
-    drifts = {0: [0, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], 1: [0, 0.9, 0.1, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2]}
-    asked, strategy = scripted(drifts, window=3, threshold=1e-9, rounds=9)
-    assert asked == [""] * 7 + ["statistics"] * 2
-    assert strategy.notes()["freeze_round"] == 7
-
-
-def test_the_variance_of_the_change_is_what_counts_not_the_change() -> None:
-    """Changes 0.1 and 0.3 in turn have variance 0.01, whichever three of them: 2/9 * 0.04 = 0.00889."""
-    drifts = {0: [0, *([0.1, 0.3] * 6)]}
-    never, strategy = scripted(drifts, window=3, threshold=0.0088, rounds=10)
-    assert set(never) == {""}
-    assert strategy.notes()["freeze_round"] == 10
-    asked, strategy = scripted(drifts, window=3, threshold=0.0089, rounds=10)
-    assert strategy.notes()["freeze_round"] == 4
-    assert asked == [""] * 4 + ["statistics"] * 6
-
-
-def test_no_round_is_chosen_before_the_window_is_full() -> None:
-    _, strategy = scripted({0: [0.0] * 9}, window=5, threshold=1e-9, rounds=9)
-    assert strategy.notes()["freeze_round"] == 6
-
-
-def test_choosing_automatically_sends_no_further_message(federation: Federations) -> None:
-    fed = federation((4, 4))
-    counts = []
-    for freeze_round in ("auto", 5):
-        metered = MeteredGrid(fed.grid())
-        rule = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=freeze_round, window=2, threshold=10.0)
-        rule.start(metered, fed.arrays(), num_rounds=6)
-        counts.append(metered.take())
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize(("options", "says"), [({"window": 1}, "window is 1"), ({"threshold": 0}, "threshold is 0")])
-def test_wrong_settings_of_the_automatic_choice_are_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        FixBN(FedAvg(), freeze_round="auto", **options)

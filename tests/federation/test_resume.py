@@ -86,7 +86,7 @@ def test_what_cannot_be_saved_is_refused_by_name() -> None:
 
 
 def test_a_nested_rule_keeps_its_own_state() -> None:
-    make = lambda: FixBN(GlobalMomentum(FixBN(FedBS(patience=3), freeze_round="auto")), freeze_round="auto")  # noqa: E731
+    make = lambda: FixBN(GlobalMomentum(FixBN(FedBS(patience=3))))  # noqa: E731
     before, after = make(), make()
     for each in (before, after):
         each.begin(9, pack({"n.running_mean": np.zeros(1), "n.running_var": np.ones(1)}))
@@ -144,7 +144,6 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
 
 def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> None:
     """Rules that switch during a run do so in these runs, after the first stop and before the end."""
-    assert summary_of(straight("FixBN auto")).notes["freeze_round"] == 3
     assert summary_of(straight("FedBS")).notes["switch_round"] == 4
     for case in ("FedAdam", "FedAvgM", "Scaffold", "GlobalMomentum"):
         read = CheckpointFile(straight(case) / "checkpoint").read()
@@ -153,7 +152,7 @@ def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> 
         assert any(np.any(array.numpy()) for array in arrays)
 
 
-SERVERS = ["FixBN auto", "FedAdam", "GlobalMomentum"]  # their state is the server's
+SERVERS = ["FedBS", "FedAdam", "GlobalMomentum"]  # their state is the server's
 
 
 @pytest.mark.parametrize("case", ["FedBN", "Scaffold", "keep_momentum", "adamw", "brn", *SERVERS])
@@ -249,7 +248,7 @@ def test_a_run_that_was_killed_after_its_last_round_finishes(straight: Callable[
 NEED_CLIENTS = ["FedBN", "SiloBN", "Standalone", "Scaffold", "keep_momentum", "brn", "FixBN of FedBN", "some clients"]
 
 
-@pytest.mark.parametrize("case", [*NEED_CLIENTS, "FedTAN", "FixBN auto"])
+@pytest.mark.parametrize("case", [*NEED_CLIENTS, "FedTAN", "FedBS"])
 def test_clients_continue_from_their_own_disks(case: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """In each session the nodes have new ids, and nothing in memory."""
     for stop, nodes in ((2, (1, 2, 3)), (3, (71, 5, 33)), (0, (8, 9, 4))):

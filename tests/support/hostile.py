@@ -61,7 +61,6 @@ RULES: dict[str, list[str]] = {
     "FedBS": ["strategy={name: FedBS, epsilon: 100, patience: 3}"],
     "FixBN": ["strategy={name: FixBN, freeze_round: 2}"],
     "FixBN, frozen from the start": ["strategy={name: FixBN, freeze_round: 0}"],
-    "FixBN, auto": ["strategy={name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}", "rounds=5"],
     "FixBN of FedBN": ["strategy={name: FixBN, freeze_round: 1, base: {name: FedBN}}"],
     "FixBN of FedMedian": ["strategy={name: FixBN, freeze_round: 1, base: {name: FedMedian}}"],
     "FedTAN of the paper, by batch": ["strategy={name: FedTAN, exchange: paper, weights: batch, min_batch: 4}"],

@@ -58,7 +58,6 @@ SPECIAL: dict[str, str] = {
 }
 # Other states that a resumed run needs.
 MORE: dict[str, str] = {
-    "FixBN auto": "strategy: {name: FixBN, freeze_round: auto, window: 2, threshold: 100.0}",
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
@@ -72,7 +71,7 @@ OPTIMISERS: dict[str, Callable[[], Rule]] = {
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
 if "Private" in STRATEGIES:
-    CASES["Private local, keep"] = "strategy: {name: Private, noise_seed: 1, statistics: keep, mode: local}"
+    CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, statistics: keep}"
 CASES |= dict.fromkeys(OPTIMISERS, "")
 CHOICES = {
     "early end": "strategy: {name: FedBN}\n"

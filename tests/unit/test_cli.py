@@ -254,7 +254,7 @@ def test_a_strategy_is_listed_with_its_arguments_and_cost(capsys: pytest.Capture
     assert cli.main(["list", "strategies", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {each["name"]: each["default"] for each in listed["FixBN"]["arguments"]} == {
-        "freeze_round": 0.5, "freeze": ["statistics"], "window": 10, "threshold": 1e-4
+        "freeze_round": 0.5, "freeze": ["statistics"]
     }  # fmt: skip
     assert listed["FixBN"]["wraps"]
     assert listed["FedBN"]["traits"]["kept"] == ["affine", "counter", "statistics"]

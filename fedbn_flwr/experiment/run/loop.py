@@ -21,7 +21,6 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
-from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
@@ -61,6 +60,7 @@ from .agreement import agree, agreed_before
 from .cohort import TrainedNodes, check_nodes
 from .resume import keep_promises, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
+from .watched import WatchedGrid
 
 
 def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
@@ -69,7 +69,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
-    ledger = MeteredGrid(GatedGrid(grid, run.clients, progress.report))
+    ledger = MeteredGrid(WatchedGrid(grid, progress.report))
     identity = {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()}
     if snapshot is None:
         state = RunState(prepared, ledger, identity, pack(initial_arrays(prepared.model)))

@@ -43,7 +43,6 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
 
-from . import client as keys
 from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
 # By `statistics`: the properties that the strategy inside must have (`check_composition` in `strategies/_wrapper.py`).
@@ -53,7 +52,7 @@ _MEAN = {
 }
 _NEEDS = {
     "noise": _MEAN | {"statistics": "{outer} noises them; wrap it: {outer}(MeanStatistics({inside}(...)), ...)"},
-    "keep": _MEAN | {"no statistics": "the server has none here; expected a round or a fraction of the rounds"},
+    "keep": _MEAN,
 }
 _Norm = Annotated[float, Gt(0), Lt(math.inf), "a norm above zero"]
 # Epsilon is above 5000 with less than 0.01.
@@ -94,10 +93,6 @@ class Private(Wrapper):
         With "noise": the largest norm of a client's change of statistics. Means are in units of the standard deviation.
     statistics_noise : float | None (default: None)
         With "noise": the noise multiplier of the statistics; None means that of `noise`.
-    mode : "central" | "client-clipping" | "local" (default: "central")
-        Who clips and who adds noise: the server both; the clients clip and the server adds noise; or the clients do
-        both ("local"), so that the server needs no trust. Noise of "local" is larger by the root of the number of
-        clients.
     delta : float (default: 1e-5)
         The delta for which epsilon is reported. It should be well below 1 / number of clients.
     noise_seed : int | None (default: None)
@@ -131,7 +126,6 @@ class Private(Wrapper):
         statistics: Literal["noise", "keep"] = "noise",
         statistics_clip: _Norm = 1.0,
         statistics_noise: _Multiple | None = None,
-        mode: Literal["central", "client-clipping", "local"] = "central",
         delta: Annotated[float, Gt(0), Lt(1), "a number between 0 and 1"] = 1e-5,
         noise_seed: Annotated[int | None, "an integer, or None for secret noise"] = None,
         constants: Sequence[str] = (),
@@ -139,14 +133,14 @@ class Private(Wrapper):
     ) -> None:
         self.needs = _NEEDS[statistics]
         super().__init__(strategy)
-        self._check_sent(mode)
+        self._check_sent()
         statistics_noise = noise if statistics_noise is None else statistics_noise
         self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
         self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}
         self.parts = tuple(self.clips) if statistics == "noise" else ("weights",)  # which have noise
-        self.statistics, self.mode, self.delta, self.noise_seed = statistics, mode, float(delta), noise_seed
+        self.statistics, self.delta, self.noise_seed = statistics, float(delta), noise_seed
         self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
-        self.metrics = metrics and mode != "local"
+        self.metrics = metrics
         self.unsent = frozenset({Role.COUNTER, Role.STATISTICS} if statistics == "keep" else {Role.COUNTER})
         self.traits = replace(self.traits, hides="releases only with noise")
         # A round that is repeated after a stop is a release of its own, unless its noise is the same.
@@ -156,18 +150,13 @@ class Private(Wrapper):
             self.traits = replace(self.traits, client_memory=memory, kept=self.traits.kept | self.unsent)
         self._asked: _Asked | None = None
 
-    def _check_sent(self, mode: str) -> None:
+    def _check_sent(self) -> None:
         """Refuse a strategy whose clients would release something without noise."""
         traits, name = self.traits, self.rule
         if traits.traffic is not None or traits.min_batch:
             raise SettingsError(f"{name} also sends what Private does not account for: {traits.traffic}")
         if not traits.has_global_model:
             raise SettingsError(f"{name} sends no model, so there is nothing to make private")
-        if traits.returned and mode != "central":
-            raise SettingsError(
-                f"mode is {mode!r}, but the clients of {name} would send arrays that they did not receive, whose "
-                "change they do not know; expected global_norm 'initial'"
-            )
 
     # --- the hooks ---
 
@@ -188,15 +177,6 @@ class Private(Wrapper):
                     f"{other!r} and {key!r} have the same values, so they may be one parameter with two names, and "
                     "Private would add other noise to each name; expected a model without shared parameters"
                 )
-
-    def instructions(self, round: Round) -> dict[str, Any]:
-        asks: dict[str, Any] = {}
-        for part in self.parts if self.mode != "central" else ():
-            clip, noise = keys.KEYS[part]
-            asks |= {clip: self.clips[part]} | ({noise: self.noises[part]} if self.mode == "local" else {})
-        if self.mode == "local" and self.noise_seed is not None:
-            asks[keys.NOISE_SEED] = self.noise_seed
-        return asks
 
     def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
         """A reply has the arrays that the clients were asked for; numbers of examples are not used."""
@@ -267,12 +247,10 @@ class Private(Wrapper):
 
     def _mean(self, server_round: int, asked: _Asked, before: Arrays, replies: Sequence[Reply]) -> Change:
         """The mean change, with noise."""
-        total, local = change_of(asked.parts, before, before), self.mode == "local"  # zeros
+        total = change_of(asked.parts, before, before)  # zeros
         for reply in replies:
             for part, change in change_of(asked.parts, before, reply.arrays).items():
-                total[part] = total[part] + (change if local else clipped(change, self.clips[part]))
-        if local:  # the noise is in the replies
-            return {part: value / len(replies) for part, value in total.items()}
+                total[part] = total[part] + clipped(change, self.clips[part])
         mean = {}
         for part, value in total.items():
             fixed = None if self.noise_seed is None else seeding.seed_for(self.noise_seed, part, server_round)
@@ -290,7 +268,7 @@ class Private(Wrapper):
                 memory.spent[partition] = memory.spent.get(partition, 0.0) + asked.cost
 
     def _report(self) -> dict[str, Any]:
-        memory, local = self.memory, self.mode == "local"
+        memory = self.memory
         # A client took part in the rounds with its partition, and perhaps in those whose clients are not all known:
         # rounds that were not finished are among them.
         most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.total - memory.known)
@@ -300,9 +278,7 @@ class Private(Wrapper):
         elif self.noise_seed is not None:
             unprotected = f"the noise can be repeated: noise_seed is {self.noise_seed}"
         replaced = epsilon_of(2 * mu, self.delta)  # a replaced change differs by up to twice the norm
-        # Against the server there is no other: it sees who takes part.
-        epsilon = replaced if local else epsilon_of(mu, self.delta)
-        against = "the server" if local else "all who see the model, but not the server"
+        epsilon, against = epsilon_of(mu, self.delta), "all who see the model, but not the server"
         unaccounted = ["metrics of the clients' training"] * self.metrics
         unaccounted += ["metrics of evaluations on clients"] * memory.evaluated
         words = f"epsilon {epsilon:.4g}" if math.isfinite(epsilon) else "no bound"
@@ -313,7 +289,7 @@ class Private(Wrapper):
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": self.delta,
-            "neighbours": f"one client's changes {'replaced by any others' if local else 'left out'}",
+            "neighbours": "one client's changes left out",
             "epsilon_replace_one": replaced if math.isfinite(replaced) else None,
             "against": against,
             "private": not unprotected,

@@ -5,7 +5,6 @@ PARTS = {
     "client_mods": {
         "fedbn.secure": "client:masks",
         "fedbn.secure-stage": "client:masks",
-        "fedbn.secure-part": "client:masks",
         "fedbn.secure-peers": "client:masks",
         "fedbn.secure-ranges": "client:masks",
         "fedbn.secure-weight": "client:masks",

@@ -9,9 +9,6 @@ Flower's parts for its legacy API are not used: they seed NumPy's Mersenne Twist
 by one, and clip values without a word. Here PRG is AES-256 in counter mode, and a client refuses to send a value that
 is out of range.
 
-A session has several parts: part 0 is the reply to the train message, part k is exchange k of FedTAN. Each part has
-secrets of its own, so that those of one part, once revealed, reveal nothing of another part.
-
 The server can check what clients reveal. A public key belongs to each secret, and each share travels through the server
 under a key of its own, derived from the channel's. A receiver reveals a share by that key: no other key opens what the
 sender sealed.
@@ -20,7 +17,6 @@ sender sealed.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,8 +45,8 @@ KEY_BYTES = 32
 SHARE_BYTES = 32
 SEALED_BYTES = SHARE_BYTES + 16  # a share, and the tag of AES-GCM
 
-OWN, PAIR = 0, 1  # a client's two secrets of a part: b_u, and that of s_u^SK
-CHANNEL = -1, PAIR  # the secret of its channels, which is never shared, has the place before those of part 0
+# A client's secrets: b_u, that of s_u^SK, and that of its channels, which is never shared.
+OWN, PAIR, CHANNEL = 0, 1, 2
 
 
 class NotOpened(RunFailed):
@@ -65,9 +61,9 @@ class FixedPoint:
     """Values as integers, so that 64 bits hold the weighted sum over `clients` if all values are in their range.
 
     A value x of a client with weight p becomes the integer nearest to p * x * 2^bits. Each kind of value has its range:
-    "update" is the change of a parameter or an entry of a gradient, "statistics" the change of a running mean or
-    variance, a statistic of a batch, or a metric, "integer" one of the model's. Metrics that are a "count" or the
-    "weight" are added as they are, and in `equal` records all clients have the weight 1.
+    "update" is the change of a parameter, "statistics" the change of a running mean or variance, or a metric, "integer"
+    one of the model's. Metrics that are a "count" or the "weight" are added as they are, and in `equal` records all
+    clients have the weight 1.
     """
 
     clients: int
@@ -77,15 +73,12 @@ class FixedPoint:
     weight_key: str = protocol.NUM_EXAMPLES  # the metric by which values are weighted
     equal: Collection[str] = ()
 
-    def kinds(self, values: Mapping[Place, NDArray[Any]], exchange: str = "") -> dict[Place, Kind]:
-        """The kinds of a model's values, or in an exchange of this kind."""
+    def kinds(self, values: Mapping[Place, NDArray[Any]]) -> dict[Place, Kind]:
         of = {record: roles({key: None for name, key in values if name == record}) for record, _ in values}
 
         def kind(record: str, key: str, value: NDArray[Any]) -> Kind:
             if record == TOTALS:
                 return "count" if key.endswith(_COUNTS) else "weight" if key == self.weight_key else "statistics"
-            if exchange:
-                return "update" if exchange == "gradients" else "statistics"
             if value.dtype.kind != "f":
                 return "integer"
             return "statistics" if of[record][key] is Role.STATISTICS else "update"
@@ -140,7 +133,7 @@ class FixedPoint:
             np.ldexp(total.view(np.int64).astype(np.float64), -self.bits(kind)),
             weight * self._range(kind),
         )
-        least = weight if place[1] == protocol.BATCH_EXAMPLES else 0.0  # a batch has an example
+        least = 0.0
         if kind not in _ADDED:
             largest = (largest + self.resolution(kind)) * (1 + 1e-12)  # float64 rounds the sum
             least = -largest
@@ -196,36 +189,34 @@ class Secrets:
 
     root: bytes = field(repr=False)
 
-    def public_keys(self, parts: int) -> bytes:
-        """The public key of the channel, and those of each part's secrets, where `key_of` finds them."""
-        places = [CHANNEL, *itertools.product(range(parts), (OWN, PAIR))]
-        return b"".join(public_key(self.secret(*place)) for place in places)
+    def public_keys(self) -> bytes:
+        """The public keys of the secrets, where `key_of` finds them."""
+        return b"".join(public_key(self.secret(which)) for which in (OWN, PAIR, CHANNEL))
 
-    def secret(self, part: int, which: int, power: int = 0) -> int:
+    def secret(self, which: int, power: int = 0) -> int:
         """A secret, or another coefficient of the polynomial with which it is shared."""
         # 64 bytes: reduced to 255 bits they are uniform but for 2^-257.
-        return int.from_bytes(_derive(self.root, f"{which} {part} {power}".encode(), 64), "little") % _PRIME
+        return int.from_bytes(_derive(self.root, f"{which} {power}".encode(), 64), "little") % _PRIME
 
-    def shares(self, part: int, which: int, threshold: int, count: int) -> list[bytes]:
+    def shares(self, which: int, threshold: int, count: int) -> list[bytes]:
         """The share of a secret for each client, in the order of positions."""
-        polynomial = [self.secret(part, which, power) for power in range(threshold)]
+        polynomial = [self.secret(which, power) for power in range(threshold)]
         return [share.to_bytes(SHARE_BYTES, "little") for share in split(polynomial, count)]
 
     def channel(self, public: bytes) -> bytes:
         """The secret of the channel to the client with this public key, from which `sealing_key` follows."""
-        return pair_key(private_key(self.secret(*CHANNEL)), public)
+        return pair_key(private_key(self.secret(CHANNEL)), public)
 
-    def mask_keys(self, part: int, mine: int, others: Mapping[int, bytes]) -> list[tuple[bytes, int]]:
+    def mask_keys(self, mine: int, others: Mapping[int, bytes]) -> list[tuple[bytes, int]]:
         """The keys of all masks of client `mine`, with their signs; `others` are public mask keys by position."""
-        key = private_key(self.secret(part, PAIR))
+        key = private_key(self.secret(PAIR))
         pairs = [(pair_key(key, public), 1 if other > mine else -1) for other, public in others.items()]
-        return [(stream_key(self.secret(part, OWN)), 1), *pairs]
+        return [(stream_key(self.secret(OWN)), 1), *pairs]
 
 
-def key_of(part: int, which: int) -> slice:
+def key_of(which: int) -> slice:
     """Where the public key of a secret is among a client's public keys."""
-    start = KEY_BYTES * (1 + 2 * part + which)
-    return slice(start, start + KEY_BYTES)
+    return slice(KEY_BYTES * which, KEY_BYTES * (which + 1))
 
 
 def private_key(secret: int) -> X25519PrivateKey:
@@ -238,7 +229,7 @@ def public_key(secret: int) -> bytes:
 
 
 def sealing_key(channel: bytes, about: bytes) -> bytes:
-    """The key of one share; `about` names session, part, secret, sender and receiver."""
+    """The key of one share; `about` names session, secret, sender and receiver."""
     return _derive(channel, b"channel " + about, KEY_BYTES)
 
 

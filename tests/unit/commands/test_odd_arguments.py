@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.engines import simulation
+from fedbn_flwr.commands import simulation
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.runs import write_run

@@ -15,11 +15,10 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.app import ClientFailed
-from fedbn_flwr.engines.gated import GatedGrid
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
-from fedbn_flwr.messages.gate import gate, one_line
-from fedbn_flwr.messages.screening import odd_metrics
+from fedbn_flwr.messages.gate import gate, odd_metrics, one_line
+from fedbn_flwr.strategies import FedAvg
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -216,38 +215,27 @@ def test_a_batch_is_no_larger_than_its_data_set_unless_most_are() -> None:
     assert of(9, 9, 10) == [False, False, False], "they report equal weights as numbers of examples"
 
 
-class Answers(LocalGrid):
-    """Replies with the given partitions by node, instead of asking clients."""
-
+class Three(LocalGrid):
     def __init__(self) -> None:
         super().__init__(ClientApp(), 3)
-        self.partitions: dict[int, int] = {}
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        return [
-            from_node(node, RecordDict({"client": ConfigRecord({"partition-id": partition})}))
-            for node, partition in self.partitions.items()
-        ]
 
 
-def refused(grid: GatedGrid, inner: Answers, partitions: dict[int, int]) -> list[int]:
-    inner.partitions = partitions
-    return [each.metadata.src_node_id for each in grid.send_and_receive([]) if each.has_error()]
+def refused(rule: FedAvg, partitions: dict[int, int | None]) -> list[int]:
+    return [*rule.learn(partitions, Three())]
 
 
 def test_a_node_keeps_its_partition() -> None:
-    grid = GatedGrid(inner := Answers(), clients=3)
-    assert refused(grid, inner, {1: 0, 2: 3}) == [2], "there is no such partition"
-    assert refused(grid, inner, {1: 0, 2: 1, 3: 2}) == []
-    assert refused(grid, inner, {1: 1, 2: 1}) == [1]
-    assert refused(grid, inner, {4: 2}) == [4], "node 3 is connected and has it"
-    assert refused(GatedGrid(inner), inner, {1: 0, 2: 0}) == [], "neither is known to be right"
+    rule = FedAvg()
+    assert refused(rule, {1: 0, 2: 1, 3: 2}) == []
+    assert refused(rule, {1: 1, 2: 1}) == [1]
+    assert refused(rule, {4: 2}) == [4], "node 3 is connected and has it"
+    assert refused(FedAvg(), {1: 0, 2: 0}) == [], "neither is known to be right"
 
 
 def test_a_node_that_returns_under_another_id_has_its_partition() -> None:
-    grid = GatedGrid(inner := Answers())
-    assert refused(grid, inner, {9: 2}) == []
-    assert refused(grid, inner, {3: 2}) == [], "node 9 is not connected"
+    rule = FedAvg()
+    assert refused(rule, {9: 2}) == []
+    assert refused(rule, {3: 2}) == [], "node 9 is not connected"
 
 
 def test_texts_of_clients_are_one_short_line() -> None:

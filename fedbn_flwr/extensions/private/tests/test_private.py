@@ -89,10 +89,9 @@ def one_round(strategy: Private, grid: Any, arrays: ArrayRecord) -> dict[str, np
 # --- clipping ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["central", "client-clipping"])
-def test_without_clipping_and_noise_it_is_the_uniform_mean(federation: Federations, mode: str) -> None:
+def test_without_clipping_and_noise_it_is_the_uniform_mean(federation: Federations) -> None:
     fed = federation((8, 8), dtype=torch.float64)
-    ours = last_model(fed, Private(FedAvg(), mode=mode, **WIDE), 2)
+    ours = last_model(fed, Private(FedAvg(), **WIDE), 2)
     twin = last_model(fed, FedAvg(), 2)
     for key, value in twin.items():
         if not key.endswith("running_var"):  # whose mean is geometric
@@ -193,23 +192,18 @@ def silent(fed: Any) -> Any:
     return Replying(fed, lambda client, arrays: {key: before[key] for key in arrays})
 
 
-@pytest.mark.parametrize(("mode", "per_client"), [("central", 1 / 4), ("local", 1 / 2)])
-def test_the_noise_in_the_model_has_the_declared_size(federation: Federations, mode: str, per_client: float) -> None:
-    """Of four clients: z C / 4 in the mean if the server adds the noise, z C / sqrt(4) if each client does."""
+def test_the_noise_in_the_model_has_the_declared_size(federation: Federations) -> None:
+    """Of four clients: z C / 4 in the mean."""
     fed = federation((4,) * 4, dtype=torch.float64, model=lambda: torch.nn.Sequential(
         torch.nn.Conv2d(2, 64, 3), torch.nn.BatchNorm2d(64), torch.nn.Flatten(), torch.nn.Linear(256, 3)
     ), lr=0.0)  # fmt: skip
     before = unpack(fed.arrays())
-    private = Private(
-        FedAvg(), clip=0.5, noise=2.0, statistics_clip=0.25, statistics_noise=1.0, noise_seed=2, mode=mode
-    )
-    grid = silent(fed) if mode == "central" else fed.grid()
-    change = change_of(parts_of(before, roles(before)), before, one_round(private, grid, fed.arrays()))
+    private = Private(FedAvg(), clip=0.5, noise=2.0, statistics_clip=0.25, statistics_noise=1.0, noise_seed=2)
+    change = change_of(parts_of(before, roles(before)), before, one_round(private, silent(fed), fed.arrays()))
     assert change["weights"].size > 1800
-    assert kstest(change["weights"] / (2.0 * 0.5 * per_client), "norm").pvalue > 1e-3
-    if mode == "central":  # clients that train at all change their statistics
-        assert change["statistics"].size == 128
-        assert kstest(change["statistics"] / (1.0 * 0.25 * per_client), "norm").pvalue > 1e-3
+    assert kstest(change["weights"] / (2.0 * 0.5 / 4), "norm").pvalue > 1e-3
+    assert change["statistics"].size == 128
+    assert kstest(change["statistics"] / (1.0 * 0.25 / 4), "norm").pvalue > 1e-3
 
 
 def test_only_secret_noise_is_called_private_and_it_differs(federation: Federations) -> None:
@@ -244,14 +238,11 @@ def with_counters(fed: Any) -> ArrayRecord:
 @pytest.mark.parametrize(
     "base", [FedAvg, FedBN, SiloBN, lambda: MeanStatistics(flower.FedAdam()), lambda: FixBN(FedAvg(), freeze_round=0)]
 )
-@pytest.mark.parametrize("mode", ["central", "local"])
-def test_only_what_is_accounted_for_travels(federation: Federations, statistics: str, base: Any, mode: str) -> None:
+def test_only_what_is_accounted_for_travels(federation: Federations, statistics: str, base: Any) -> None:
     fed = federation()
-    if base in (FedBN, SiloBN) and mode == "local":
-        base = {FedBN: lambda: FedBN(global_norm="initial"), SiloBN: lambda: SiloBN(global_norm="initial")}[base]
     grid = RecordingGrid(fed.app(), 2)
     start = with_counters(fed)
-    rule = Private(base(), statistics=statistics, mode=mode)
+    rule = Private(base(), statistics=statistics)
     models: list[dict[str, np.ndarray]] = []
     rule.start(grid, start, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(dict(unpack(arrays))))
     assert grid.errors() == []
@@ -268,9 +259,6 @@ def test_only_what_is_accounted_for_travels(federation: Federations, statistics:
     assert (Role.STATISTICS in changed) <= (statistics == "noise")
     for key, value in models[-1].items():
         assert value.dtype == models[0][key].dtype
-    if mode == "local":
-        trained = [reply.content["metrics"] for reply in grid.replies if reply.metadata.message_type == "train"]
-        assert [dict(metrics) for metrics in trained] == [{"num-examples": 1}] * 4
 
 
 def test_the_wrapped_strategy_sees_no_metrics(federation: Federations) -> None:
@@ -300,7 +288,6 @@ def test_evaluations_on_clients_are_named(federation: Federations) -> None:
         ({"base": {"name": "FixBN", "freeze_round": 0}}, [1 / 4] * 3),
         ({"base": {"name": "FixBN", "freeze_round": 1}}, [1 / 2, 1 / 4, 1 / 4]),
         ({"base": {"name": "FedBN", "global_norm": "initial"}}, [1 / 4] * 3),
-        ({"mode": "client-clipping"}, [1 / 2] * 3),
     ],
 )
 def test_every_release_is_accounted_for(federation: Federations, options: dict[str, Any], costs: list[float]) -> None:
@@ -311,13 +298,6 @@ def test_every_release_is_accounted_for(federation: Federations, options: dict[s
     assert spent(private)["epsilon"] == pytest.approx(epsilon_of(mu, 1e-6))
     assert spent(private)["epsilon_replace_one"] == pytest.approx(epsilon_of(2 * mu, 1e-6))
     assert (spent(private)["delta"], spent(private)["releases"]) == (1e-6, 3)
-
-
-def test_local_privacy_is_that_of_a_replaced_change(federation: Federations) -> None:
-    fed, private = federation(), Private(FedAvg(), noise=2.0, mode="local", statistics="keep")
-    private.start(fed.grid(), fed.arrays(), num_rounds=1)
-    assert spent(private)["epsilon"] == spent(private)["epsilon_replace_one"] == pytest.approx(epsilon_of(1.0, 1e-5))
-    assert spent(private)["against"] == "the server"
 
 
 def test_a_client_pays_for_the_rounds_in_which_it_was_asked(federation: Federations) -> None:
@@ -382,12 +362,10 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Secure(Private(FedAvg())), "Private adds noise to the mean, and Secure hides the single replies"),
         (lambda: FixBN(Private(FedAvg()), freeze_round=1), r"expected Private\(FixBN\(...\), ...\)"),
         (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot be around it"),
-        (lambda: Private(FixBN(FedAvg(), freeze_round="auto"), statistics="keep"), "FixBN compares the statistics"),
         (lambda: Private(flower.FedAdam()), r"Private\(MeanStatistics\(FedAdam"),
         (lambda: Private(build_strategy({"name": "Krum"})), "Krum compares the clients' models"),
         (lambda: Private(flower.FedMedian()), "FedMedian compares the clients' models"),
         (lambda: Private(FedAvg(bounds=Equal())), r"FedAvg compares the replies of single clients \(bounds\)"),
-        (lambda: Private(FedBN(), mode="local"), "expected global_norm 'initial'"),
         (
             lambda: Private(flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(), 1.0, 1.0, 2)),
             "clips the changes of the clients and adds noise",
@@ -402,7 +380,6 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Private(FedAvg(), delta=0), "delta is 0; expected a number between 0 and 1"),
         (lambda: Private(FedAvg(), delta=1.0), "delta is 1.0"),
         (lambda: Private(FedAvg(), statistics="drop"), "expected 'noise' or 'keep'"),
-        (lambda: Private(FedAvg(), mode="server"), "expected 'central', 'client-clipping' or 'local'"),
         (lambda: Private(FedAvg(), noise_seed=1.5), "noise_seed is 1.5; expected an integer"),
     ],
 )  # fmt: skip

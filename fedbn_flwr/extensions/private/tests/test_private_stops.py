@@ -42,7 +42,6 @@ strategy: {name: Private, noise: 2.0, statistics_noise: 4.0, base: {name: FedAvg
 engine: {workers: 0, device: cpu, checkpoint_every: 2}
 """
 POINTS = ("before the first message", "after a client replied", "before the checkpoint")
-MODES = ("central", "client-clipping", "local")
 Stop = tuple[int, str]  # a round, and a point in it
 
 
@@ -105,9 +104,9 @@ def session(out: Path, stop: Stop | None, **strategy: Any) -> None:
     assert process.exitcode == (0 if stop is None else 9)
 
 
-def epsilon(costs: float, factor: float) -> float:
+def epsilon(costs: float) -> float:
     """Of Gaussian mechanisms whose squared mu add to this, by Balle and Wang 2018, theorem 8."""
-    mu = factor * math.sqrt(costs)
+    mu = math.sqrt(costs)
 
     def excess(value: float) -> float:
         return float(norm.cdf(mu / 2 - value / mu) - math.exp(value) * norm.cdf(-mu / 2 - value / mu) - 1e-5)
@@ -122,34 +121,32 @@ def reported(out: Path) -> float:
     return found
 
 
-def check(out: Path, begun: int, mode: str) -> None:
+def check(out: Path, begun: int) -> None:
     """The report is that of the rounds begun, and no client sent more replies."""
-    factor = 2 if mode == "local" else 1
     left = out.with_suffix(".left")
     replies = left.read_text().split() if left.exists() else []
     most = max([replies.count(client) for client in set(replies)], default=0)
     assert most <= begun
-    assert reported(out) == pytest.approx(epsilon(begun * COST, factor), rel=1e-6)
+    assert reported(out) == pytest.approx(epsilon(begun * COST), rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("rounds", [(1,), (2,), (1, 1), (2, 2), (1, 2, 2, 3)], ids=str)
-def test_every_begun_round_counts(tmp_path: Path, rounds: tuple[int, ...], point: str, mode: str) -> None:
+def test_every_begun_round_counts(tmp_path: Path, rounds: tuple[int, ...], point: str) -> None:
     out, begun, done = tmp_path / "run", 0, 0
     for number in rounds:
-        session(out, (number, point), mode=mode)
+        session(out, (number, point))
         begun, done = begun + number - done, number - 1
-        check(out, begun, mode)  # also of a run that is not resumed
-    session(out, None, mode=mode)
-    check(out, begun + ROUNDS - done, mode)
+        check(out, begun)  # also of a run that is not resumed
+    session(out, None)
+    check(out, begun + ROUNDS - done)
     assert RunFolder(out).checkpoint.round() == ROUNDS
 
 
 def test_noise_that_is_repeated_counts_once(tmp_path: Path) -> None:
     for stop in ((2, POINTS[1]), (2, POINTS[2]), None):
         session(tmp_path / "run", stop, noise_seed=5)
-    assert reported(tmp_path / "run") == pytest.approx(epsilon(ROUNDS * COST, 1), rel=1e-6)
+    assert reported(tmp_path / "run") == pytest.approx(epsilon(ROUNDS * COST), rel=1e-6)
 
 
 def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
@@ -166,7 +163,7 @@ def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
             run_one(settings({}), Killed(run.path, None), run, Stopping(), done)
         except KeyboardInterrupt:
             assert ended
-    check(run.path, ROUNDS, "central")
+    check(run.path, ROUNDS)
 
 
 def test_a_lost_count_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """Replies of hostile clients under secure aggregation, stage by stage, and what must become of the round.
 
 An attack changes the records that an honest client has made. Its outcome is what the run must be like: LATER (the
-client is left out of this round and takes part in the next one), ABSENT (left out from this round on), COUNTED (this
-round's sum has its reply, which was honest, and it is left out of the rounds that follow), SKIPPED (the round is
-skipped, and the client is left out of the rounds that follow), UNKNOWN (the round is skipped, and no client is named)
+client is left out of this round and takes part in the next one), UNKNOWN (the round is skipped, and no client is named)
 or HONEST (nothing changes, and no client is named).
 """
 
@@ -13,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
@@ -29,10 +27,10 @@ from fedbn_flwr.extensions.secure.masking import (
     seal,
 )
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 
-LATER, ABSENT, COUNTED, SKIPPED, UNKNOWN, HONEST = "later", "absent", "counted", "skipped", "unknown", "honest"
-KEYS, SHARES, MASKED, EXCHANGE, UNMASK = "keys", "shares", "masked", "exchange", "unmask"
+LATER, UNKNOWN, HONEST = "later", "unknown", "honest"
+KEYS, SHARES, MASKED, UNMASK = "keys", "shares", "masked", "unmask"
 
 Spoil = Callable[[RecordDict, Context], None]
 
@@ -56,8 +54,7 @@ def config_of(message: Message) -> ConfigRecord:
 
 def stage_of(message: Message) -> str:
     kind = message.metadata.message_type
-    named = {"train": MASKED, protocol.COHORT_QUERY: EXCHANGE}
-    return named.get(kind) or str(config_of(message).get(secure.STAGE))
+    return MASKED if kind == "train" else str(config_of(message).get(secure.STAGE))
 
 
 class Hostile(ClientApp):
@@ -93,7 +90,7 @@ def hear_own_keys(message: Message, context: Context) -> None:
     """A client that sent false keys does not refuse a list that contains them."""
     arrays = dict(unpack(message.content["secure"]))  # type: ignore[arg-type]
     record = context.state[secure.SECRET]
-    own = Secrets(record["root"]).public_keys(record["parts"])  # type: ignore[index,arg-type]
+    own = Secrets(record["root"]).public_keys()  # type: ignore[index,arg-type]
     place = [int(node) for node in arrays["nodes"]].index(context.node_id)
     keys = arrays["keys"].copy()
     keys[place] = np.frombuffer(own, np.uint8)
@@ -159,20 +156,16 @@ def repeated(value: np.ndarray) -> np.ndarray:
 
 def constant_keys(value: np.ndarray) -> np.ndarray:
     """Usable keys, the same for all that send them."""
-    parts = (value.size // KEY_BYTES - 1) // 2
-    return np.frombuffer(Secrets(bytes(KEY_BYTES)).public_keys(parts), np.uint8).reshape(value.shape)
+    return np.frombuffer(Secrets(bytes(KEY_BYTES)).public_keys(), np.uint8).reshape(value.shape)
 
 
-def other_keys(which: Callable[[int], slice]) -> Spoil:
-    """Usable public keys of secrets that the client does not have."""
+def other_keys(place: slice) -> Spoil:
+    """A usable public key of a secret that the client does not have."""
 
     def spoil(content: RecordDict, context: Context) -> None:
         keys = unpack(content["secure"])["secure"].copy()  # type: ignore[arg-type]
-        parts = (keys.size // KEY_BYTES - 1) // 2
-        others = Secrets(context.node_id.to_bytes(KEY_BYTES, "little")).public_keys(parts)
-        for part in range(parts):
-            place = which(part)
-            keys[0, place] = np.frombuffer(others[place], np.uint8)
+        others = Secrets(context.node_id.to_bytes(KEY_BYTES, "little")).public_keys()
+        keys[0, place] = np.frombuffer(others[place], np.uint8)
         content["secure"] = pack({"secure": keys})
 
     return spoil
@@ -182,23 +175,10 @@ def other_shares(content: RecordDict, context: Context) -> None:
     """Well-sealed shares that belong to no secret."""
     session = secure.Session(context.state[secure.SECRET], context.node_id)
     sealed = unpack(content["secure"])["secure"].reshape(len(session.nodes), -1, SEALED_BYTES).copy()  # type: ignore[arg-type]
-    for place, number in np.ndindex(*sealed.shape[:2]):
-        node, (part, which) = session.nodes[place], divmod(number, 2)
-        key = session.sealing_key(session.channel(node), part, which, context.node_id, node)
-        sealed[place, number] = np.frombuffer(seal(key, (place * place + 5).to_bytes(32, "little")), np.uint8)
+    for place, which in np.ndindex(*sealed.shape[:2]):
+        key = session.sealing_key(which, context.node_id, session.nodes[place])
+        sealed[place, which] = np.frombuffer(seal(key, (place * place + 5).to_bytes(32, "little")), np.uint8)
     content["secure"] = pack({"secure": sealed.reshape(len(sealed), -1)})
-
-
-def metric(key: str, value: int) -> Spoil:
-    def spoil(content: RecordDict, context: Context) -> None:
-        name, record = next(iter(metrics_in(content).items()))
-        content[name] = MetricRecord({**record, key: value})
-
-    return spoil
-
-
-def other_kind(content: RecordDict, context: Context) -> None:
-    content["config"] = ConfigRecord({"what": "gradients"})
 
 
 def half(value: np.ndarray) -> np.ndarray:
@@ -209,27 +189,25 @@ def floats(value: np.ndarray) -> np.ndarray:
     return value.astype(np.float32)
 
 
-def attacks(rule: str, bad: int) -> list[Attack]:
-    """The attacks on a rule by this number of clients together."""
-    first = EXCHANGE if rule == "FedTAN" else MASKED  # the first masked message
-    false_masks = other_keys(lambda part: key_of(part, PAIR))
-    found = [
-        Attack("the same keys as others", KEYS, arrays_as(constant_keys), ABSENT if bad > 1 else SKIPPED),
-        Attack("one key in all places", KEYS, arrays_as(repeated), ABSENT),
-        Attack("keys of zeros", KEYS, arrays_as(zeros), ABSENT),
+def attacks() -> list[Attack]:
+    false_masks = other_keys(key_of(PAIR))
+    return [
+        Attack("the same keys as others", KEYS, arrays_as(constant_keys), UNKNOWN),
+        Attack("one key in all places", KEYS, arrays_as(repeated), UNKNOWN),
+        Attack("keys of zeros", KEYS, arrays_as(zeros), LATER),
         Attack("half of the keys", KEYS, arrays_as(half), LATER),
         Attack("another dtype of keys", KEYS, arrays_as(floats), LATER),
         Attack("no keys", KEYS, lambda content, context: content.clear(), LATER),
-        Attack("a channel key of another secret", KEYS, other_keys(lambda part: key_of(*CHANNEL)), SKIPPED),
-        Attack("own keys of other secrets", KEYS, other_keys(lambda part: key_of(part, OWN)), SKIPPED),
+        Attack("a channel key of another secret", KEYS, other_keys(key_of(CHANNEL)), UNKNOWN),
+        Attack("own keys of other secrets", KEYS, other_keys(key_of(OWN)), UNKNOWN),
         Attack("mask keys of other secrets", KEYS, false_masks, UNKNOWN),
-        Attack("mask keys of other secrets, then it drops out", KEYS, false_masks, SKIPPED, first),
-        Attack("random shares", SHARES, arrays_as(random), SKIPPED),
-        Attack("shares of zeros", SHARES, arrays_as(zeros), SKIPPED),
-        Attack("shares for other receivers", SHARES, arrays_as(rolled), SKIPPED),
-        Attack("shares of no secret", SHARES, other_shares, SKIPPED),
-        Attack("random shares, then it drops out", SHARES, arrays_as(random), SKIPPED, MASKED),
-        Attack("random shares, then no answer to unmask", SHARES, arrays_as(random), SKIPPED, UNMASK),
+        Attack("mask keys of other secrets, then it drops out", KEYS, false_masks, UNKNOWN, MASKED),
+        Attack("random shares", SHARES, arrays_as(random), UNKNOWN),
+        Attack("shares of zeros", SHARES, arrays_as(zeros), UNKNOWN),
+        Attack("shares for other receivers", SHARES, arrays_as(rolled), UNKNOWN),
+        Attack("shares of no secret", SHARES, other_shares, UNKNOWN),
+        Attack("random shares, then it drops out", SHARES, arrays_as(random), UNKNOWN, MASKED),
+        Attack("random shares, then no answer to unmask", SHARES, arrays_as(random), UNKNOWN, UNMASK),
         Attack("random shares for one receiver", SHARES, arrays_as(first_row(random)), HONEST),
         Attack("half of the shares", SHARES, arrays_as(half), LATER),
         Attack("an error instead of shares", SHARES, absent, LATER),
@@ -245,25 +223,11 @@ def attacks(rule: str, bad: int) -> list[Attack]:
         Attack("another dtype of arrays", MASKED, arrays_as(floats), LATER),
         Attack("no arrays", MASKED, arrays_as(lambda value: None, only("arrays")), LATER),  # type: ignore[arg-type,return-value]
         Attack("an error instead of a reply", MASKED, absent, LATER),
-        Attack("revealed keys of zeros", UNMASK, arrays_as(zeros), COUNTED),
-        Attack("revealed keys of ones", UNMASK, arrays_as(lambda value: np.full_like(value, 255)), COUNTED),
-        Attack("random revealed keys", UNMASK, arrays_as(random), COUNTED),
-        Attack("revealed keys of other clients", UNMASK, arrays_as(rolled), COUNTED),
+        Attack("revealed keys of zeros", UNMASK, arrays_as(zeros), HONEST),
+        Attack("revealed keys of ones", UNMASK, arrays_as(lambda value: np.full_like(value, 255)), HONEST),
+        Attack("random revealed keys", UNMASK, arrays_as(random), HONEST),
+        Attack("revealed keys of other clients", UNMASK, arrays_as(rolled), HONEST),
         Attack("one wrong revealed key", UNMASK, arrays_as(first_row(zeros)), HONEST),
         Attack("half of the revealed keys", UNMASK, arrays_as(half), HONEST),
         Attack("an error instead of revealed keys", UNMASK, absent, HONEST),
     ]  # fmt: skip
-    if rule == "FedTAN":
-        found += [
-            Attack("an exchange of zeros", EXCHANGE, arrays_as(zeros), UNKNOWN),
-            Attack("a random exchange", EXCHANGE, arrays_as(random), UNKNOWN),
-            Attack("2**60 more in an exchange", EXCHANGE, arrays_as(added(2**60), only("arrays")), UNKNOWN),
-            Attack("a mean that is too large", EXCHANGE, arrays_as(added(2**36), only("arrays", "mean")), UNKNOWN),
-            Attack("-2**40 examples", EXCHANGE, arrays_as(added(-(2**40)), only("totals", "batch-examples")), UNKNOWN),
-            Attack("no examples", EXCHANGE, arrays_as(added(-20), only("totals", "batch-examples")), UNKNOWN),
-            Attack("another kind of exchange", EXCHANGE, other_kind, LATER),
-            Attack("another number of exchanges", EXCHANGE, metric(protocol.EXCHANGES_LEFT, 9), LATER),
-            Attack("half of an exchange", EXCHANGE, arrays_as(half, only("arrays")), LATER),
-            Attack("an error instead of an exchange", EXCHANGE, absent, LATER),
-        ]  # fmt: skip
-    return found

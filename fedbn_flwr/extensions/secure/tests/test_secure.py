@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,6 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from torch import nn
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
-from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -33,17 +30,12 @@ from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.extensions.secure import client as secure
 from fedbn_flwr.extensions.secure.masking import FixedPoint
-from fedbn_flwr.extensions.secure.strategy import certainly_faulty
 from fedbn_flwr.extensions.secure.tests.attacks import (
-    ABSENT,
-    COUNTED,
-    EXCHANGE,
     HONEST,
     KEYS,
     LATER,
     MASKED,
     SHARES,
-    SKIPPED,
     UNKNOWN,
     Attack,
     Hostile,
@@ -115,11 +107,6 @@ RULES: dict[str, Callable[[], Strategy]] = {
     "FedAdam": lambda: MeanStatistics(FedAdam(eta=0.01, tau=0.1, **NO_EVALUATION)),
     "FixBN": lambda: FixBN(FedAvg(**NO_EVALUATION), freeze_round=1),
     "FixBN of FedProx, all": lambda: FixBN(FedProx(**NO_EVALUATION), freeze_round=1, freeze=["affine", "statistics"]),
-    "FedTAN": lambda: FedTAN(**NO_EVALUATION),
-    "FedTAN paper": lambda: FedTAN(exchange="paper", **NO_EVALUATION),
-    "FedTAN batch": lambda: FedTAN(weights="batch", **NO_EVALUATION),
-    "FedTANII": lambda: FedTANII(fedtan_rounds=1, **NO_EVALUATION),
-    "FedAvgGlobalStats": lambda: FedAvgGlobalStats(**NO_EVALUATION),
 }
 
 
@@ -133,15 +120,9 @@ def test_the_model_is_that_of_the_open_run(federation: Federations, rule: str) -
 
 def test_smaller_ranges_have_smaller_steps(federation: Federations) -> None:
     fed = double(federation)
-    there = last_model(fed, FedTAN(**NO_EVALUATION), 2)
-    exact = Secure(FedTAN(**NO_EVALUATION), update_range=8, statistics_range=1024, max_examples=16)
+    there = last_model(fed, FedAvg(**NO_EVALUATION), 2)
+    exact = Secure(FedAvg(**NO_EVALUATION), update_range=8, statistics_range=1024, max_examples=16)
     assert distance(there, last_model(fed, exact, 2)) < 1e-13
-
-
-def test_small_batches_of_unequal_size(federation: Federations) -> None:
-    fed = double(federation, (1, 2, 1), batches=1)
-    there = last_model(fed, FedTAN(weights="batch", **NO_EVALUATION), 1)
-    assert distance(there, last_model(fed, Secure(FedTAN(weights="batch", **NO_EVALUATION)), 1)) < 5e-7
 
 
 def test_frozen_statistics_keep_every_bit(federation: Federations) -> None:
@@ -210,9 +191,8 @@ class Keeping(GridAround):
         return replies
 
     def masked(self) -> list[Message]:
-        """The replies to train messages and exchanges."""
-        kinds = ("train", protocol.COHORT_QUERY)
-        return [reply for reply in self.replies if reply.metadata.message_type in kinds]
+        """The replies to train messages."""
+        return [reply for reply in self.replies if reply.metadata.message_type == "train"]
 
     def bytes(self) -> bytes:
         """All that arrived, as Flower sends it."""
@@ -236,12 +216,11 @@ def with_secrets(monkeypatch: pytest.MonkeyPatch, offset: int) -> list[bytes]:
     return drawn
 
 
-@pytest.mark.parametrize("rule", ["FedAvg", "Scaffold", "FedBN", "FedTAN"])
+@pytest.mark.parametrize("rule", ["FedAvg", "Scaffold", "FedBN"])
 def test_no_array_or_metric_of_a_client_arrives(federation: Federations, rule: str) -> None:
     fed = double(federation)
     opened, masked = Keeping(fed.grid()), Keeping(fed.grid())
-    # By messages, as all masked exchanges are.
-    last_model(fed, FedTAN(direct=False, **NO_EVALUATION) if rule == "FedTAN" else RULES[rule](), 1, opened)
+    last_model(fed, RULES[rule](), 1, opened)
     last_model(fed, Secure(RULES[rule]()), 1, masked)
     arrived = masked.bytes()
     sent = opened.masked()
@@ -258,7 +237,7 @@ def test_no_array_or_metric_of_a_client_arrives(federation: Federations, rule: s
             assert noise[where].dtype == np.uint64
             assert noise[where].shape == value.shape
         readable = {key for record in metrics_in(hidden.content).values() for key in record}
-        assert readable <= {protocol.EXCHANGES_LEFT, protocol.PARTITION}
+        assert readable <= {protocol.PARTITION}
         for metrics in metrics_in(plain.content).values():
             for key in metrics.keys() - readable:
                 assert ("totals", key) in noise
@@ -282,9 +261,9 @@ def test_masks_depend_on_the_secrets_only_and_one_of_them_hides_everything(
         values: list[Mapping[str, Any]] = []
         mask = secure.Session.mask
 
-        def noting(self: Any, records: Any, part: int, peers: list[int], to: Any = values, do: Any = mask) -> Any:
+        def noting(self: Any, records: Any, peers: list[int], to: Any = values, do: Any = mask) -> Any:
             to.append({place: value.copy() for place, value in records.items()})
-            return do(self, records, part, peers)
+            return do(self, records, peers)
 
         monkeypatch.setattr(secure.Session, "mask", noting)
         last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
@@ -312,23 +291,19 @@ def test_masks_depend_on_the_secrets_only_and_one_of_them_hides_everything(
 class Losing(GridAround):
     """Loses the replies of some nodes to some messages, which the nodes have handled."""
 
-    def __init__(self, inner: Grid, nodes: set[int], where: Callable[[Message, int], bool]) -> None:
+    def __init__(self, inner: Grid, nodes: set[int], where: Callable[[Message], bool]) -> None:
         super().__init__(inner)
-        self.nodes, self.where, self.sent = nodes, where, 0
-
-    def exchange(self, *asked: Any) -> None:
-        return None  # only messages can be lost
+        self.nodes, self.where = nodes, where
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)
-        self.sent += bool(messages) and messages[0].metadata.message_type == protocol.COHORT_QUERY
-        lost = {m.metadata.dst_node_id for m in messages if self.where(m, self.sent)} & self.nodes
+        lost = {message.metadata.dst_node_id for message in messages if self.where(message)} & self.nodes
         replies = self.inner.send_and_receive(messages, timeout=timeout)
         return [reply for reply in replies if reply.metadata.src_node_id not in lost]
 
 
-def at_stage(stage: str) -> Callable[[Message, int], bool]:
-    def is_lost(message: Message, exchange: int) -> bool:
+def at_stage(stage: str) -> Callable[[Message], bool]:
+    def is_lost(message: Message) -> bool:
         config = next(iter(configs_in(message.content).values()))
         kind = message.metadata.message_type
         return kind == "train" if stage == "train" else config.get(secure.STAGE) == stage
@@ -345,22 +320,6 @@ def test_clients_may_drop_out_at_every_stage(federation: Federations, stage: str
     # A client whose masked reply has arrived is in the sum, whether it answers later or not.
     twin = Losing(fed.grid(), set() if stage == "unmask" else lost, at_stage("train"))
     assert distance(masked, last_model(fed, RULES[rule](), 2, twin)) < 5e-8
-
-
-@pytest.mark.parametrize("exchange", [1, 3])
-@pytest.mark.parametrize("stage", ["exchange", "unmask"])
-def test_clients_may_drop_out_of_an_exchange(federation: Federations, stage: str, exchange: int) -> None:
-    fed = double(federation, (6, 8, 10, 4, 12))
-
-    def in_exchange(message: Message, number: int) -> bool:
-        config = next(iter(configs_in(message.content).values()))
-        if stage == "unmask":
-            return config.get(secure.STAGE) == "unmask" and number == exchange
-        return number >= exchange and message.metadata.message_type in (protocol.COHORT_QUERY, "train")
-
-    masked = last_model(fed, Secure(FedTAN(**NO_EVALUATION)), 1, Losing(fed.grid(), {2, 5}, in_exchange))
-    twin = Losing(fed.grid(), set() if stage == "unmask" else {2, 5}, in_exchange)
-    assert distance(masked, last_model(fed, FedTAN(**NO_EVALUATION), 1, twin)) < 5e-8
 
 
 @pytest.mark.parametrize(
@@ -403,7 +362,7 @@ def test_a_client_that_diverged_drops_out_by_name(
 
 # --- hostile clients ---------------------------------------------------------
 
-ABSENT_AT = {stage: Attack("absent", stage, absent, LATER) for stage in (KEYS, SHARES, MASKED, EXCHANGE)}
+ABSENT_AT = {stage: Attack("absent", stage, absent, LATER) for stage in (KEYS, SHARES, MASKED)}
 AWAY = ABSENT_AT[KEYS]
 _twins: dict[Any, Arrays] = {}
 
@@ -425,9 +384,6 @@ def twin(federation: Federations, rule: str, bad: tuple[int, ...], attack: Attac
         HONEST: (2, {}),
         UNKNOWN: (1, {}),
         LATER: (2, {1: ABSENT_AT.get(attack.stage, AWAY)}),
-        ABSENT: (2, {1: AWAY, 2: AWAY}),
-        COUNTED: (2, {2: AWAY}),
-        SKIPPED: (1, {1: AWAY}),
     }
     rounds, plan = plans[attack.outcome]
     key = (rule, rounds, *((bad, number, each.stage) for number, each in plan.items()))
@@ -444,64 +400,43 @@ def named_in(lines: Iterable[str]) -> set[int]:
     }
 
 
-# FedAvg with two hostile clients and FedTAN with one; nightly each with one and with two.
+# With two hostile clients, and nightly with one.
 TABLE = [
-    pytest.param(rule, bad, attack, id=f"{rule}, {len(bad)}, {attack.stage}: {attack.name}", marks=marks)
-    for rule, bad, marks in [
-        ("FedAvg", (2, 4), ()),
-        ("FedTAN", (2,), ()),
-        ("FedAvg", (2,), pytest.mark.nightly),
-        ("FedTAN", (2, 4), pytest.mark.nightly),
-    ]
-    for attack in attacks(rule, len(bad))
+    pytest.param(bad, attack, id=f"{len(bad)}, {attack.stage}: {attack.name}", marks=marks)
+    for bad, marks in [((2, 4), ()), ((2,), pytest.mark.nightly)]
+    for attack in attacks()
 ]
 
 
-@pytest.mark.parametrize(("rule", "bad", "attack"), TABLE)
+@pytest.mark.parametrize(("bad", "attack"), TABLE)
 def test_an_attack_ends_no_run_and_blames_no_honest_client(
-    federation: Federations, rule: str, bad: tuple[int, ...], attack: Attack
+    federation: Federations, bad: tuple[int, ...], attack: Attack
 ) -> None:
     """In the first of two rounds; the model is bit for bit that of `twin`."""
-    strategy, model, lines, sent = attacked(federation, rule, bad, {1: attack}, 2)
+    strategy, model, lines, sent = attacked(federation, "FedAvg", bad, {1: attack}, 2)
     assert sent >= len(bad)
-    assert same(model, twin(federation, rule, bad, attack))
-    is_skipped = attack.outcome in (SKIPPED, UNKNOWN)
+    assert same(model, twin(federation, "FedAvg", bad, attack))
+    is_skipped = attack.outcome == UNKNOWN
     assert any("round 1 is skipped, the model stays as it is" in line for line in lines) == is_skipped
     assert strategy.memory.skipped == [1] * is_skipped
-    named = named_in(lines)
-    assert named <= set(bad)
-    if attack.outcome in (ABSENT, COUNTED, SKIPPED):
-        assert named == set(bad) == {node - 1 for node in strategy.memory.faulty}
-        assert strategy.memory.unexplained == 0
-    else:
-        assert not strategy.memory.faulty
-    if attack.outcome == UNKNOWN:
-        assert not named
+    assert named_in(lines) <= set(bad)
+    if is_skipped:
         assert any("the masks hide which client is at fault" in line for line in lines)
 
 
 ZEROS = Attack("zeros", MASKED, arrays_as(zeros), UNKNOWN)
 
 
-@pytest.mark.parametrize("rule", ["FedAvg", "FedTAN"])
-def test_after_three_skipped_rounds_the_run_ends_and_names_no_client(federation: Federations, rule: str) -> None:
-    attack = replace(ZEROS, stage=EXCHANGE) if rule == "FedTAN" else ZEROS
+def test_after_three_skipped_rounds_the_run_ends_and_names_no_client(federation: Federations) -> None:
     says = "rounds 2, 3, 4 were skipped; the last one: .*the masks hide which client is at fault"
     with pytest.raises(RunFailed, match=says) as error:
-        attacked(federation, rule, (2,), dict.fromkeys((2, 3, 4), attack), 5)
+        attacked(federation, "FedAvg", (2,), dict.fromkeys((2, 3, 4), ZEROS), 5)
     assert not named_in([str(error.value)])
 
 
 def test_a_good_round_between_skipped_ones_lets_the_run_continue(federation: Federations) -> None:
     strategy, *_ = attacked(federation, "FedAvg", (2,), dict.fromkeys((1, 2, 4, 5), ZEROS), 5)
     assert strategy.memory.skipped == [1, 2, 4, 5]
-
-
-def test_rounds_with_a_client_that_is_named_do_not_end_the_run(federation: Federations) -> None:
-    shares = Attack("random shares", SHARES, arrays_as(random), SKIPPED)
-    strategy, *_ = attacked(federation, "FedAvg", (2,), {1: ZEROS, 2: ZEROS, 3: shares, 4: ZEROS}, 4)
-    assert strategy.memory.skipped == [1, 2, 3]  # in round 4 the client takes no part
-    assert list(strategy.memory.faulty) == [3]
 
 
 def test_a_frozen_array_that_a_reply_changes_skips_the_round(federation: Federations) -> None:
@@ -529,23 +464,7 @@ def test_a_running_variance_of_zero_is_no_negative_one(federation: Federations) 
     assert (after["1.running_var"] >= 0).all()
 
 
-@pytest.mark.parametrize("clients", [2, 3, 4, 5, 6])
-def test_disputes_name_no_client_that_follows_the_protocol(clients: int) -> None:
-    """All sets of fewer than half of the clients, and disputes with one of them drawn at random."""
-    draw = np.random.default_rng(clients)
-    found = 0
-    for count in range(1, -(-clients // 2)):
-        for bad in itertools.combinations(range(clients), count):
-            pairs = [frozenset({i, j}) for i in bad for j in range(clients)]
-            for chance in (0.3, 0.7, 1.0):
-                disputes = {pair for pair in pairs if draw.random() < chance}
-                named = certainly_faulty(disputes, clients)
-                assert set(named) <= set(bad)
-                found += len(named)
-    assert (found > 0) == (clients > 2)
-
-
-def test_history_and_summary_have_skipped_rounds_and_clients_left_out(tmp_path: Path) -> None:
+def test_history_and_summary_have_skipped_rounds(tmp_path: Path) -> None:
     experiment = load_experiment(
         "rounds: 2\nclients: 5\ndata: {name: digits, partition: {kind: iid}}\nmodel: {name: mlp}\n"
         "strategy: {name: Secure, base: {name: FedAvg}}\ntrain: {steps: 1}\nengine: {workers: 0, device: cpu}"
@@ -553,16 +472,15 @@ def test_history_and_summary_have_skipped_rounds_and_clients_left_out(tmp_path: 
     (prepared,) = prepare(experiment)
     folder = RunFolder(tmp_path / "run")
     folder.begin(prepared.run.model_dump(mode="json"))
-    app = Hostile(client_app(Clients(experiment)), (2,), {1: Attack("shares", SHARES, arrays_as(random), SKIPPED)})
+    app = Hostile(client_app(Clients(experiment)), (2,), {1: Attack("shares", SHARES, arrays_as(random), UNKNOWN)})
     with LocalGrid(app, 5) as grid:
         run_one(prepared, grid, folder, Reporter(), 0)
     first, second = folder.history()
-    assert (first["skipped"], first["clients"], second["clients"]) == (1, 0, 4)
+    assert (first["skipped"], first["clients"], second["clients"]) == (1, 0, 5)
     assert "skipped" not in second
     summary = folder.summary()
     assert summary is not None
     assert summary.notes["secure_skipped"] == [1]
-    assert summary.notes["secure_left_out"] == [3]
     again = make_rule(prepared.run)
     again.begin(2, prepared.rule._round.arrays)  # type: ignore[attr-defined]
     restore(again, state_of(prepared.rule))
@@ -599,24 +517,16 @@ def unmask_of(message: Message, change: Callable[[dict[str, np.ndarray]], None])
 
 
 def test_a_client_never_reveals_both_shares_of_another(federation: Federations) -> None:
-    """In an exchange of FedTAN, whose session continues: a second request with another set of survivors."""
+    """A second request with another set of survivors."""
 
     def without_last(arrays: dict[str, np.ndarray]) -> None:
         arrays["survivors"] = arrays["survivors"][:-1]
 
     fed = double(federation, (6, 8, 10, 4))
     grid = Asking(fed.grid(), lambda message: unmask_of(message, without_last))
-    last_model(fed, Secure(FedTAN(**NO_EVALUATION)), 1, grid)
-    assert len(grid.answers) == 4 * 5
-    assert all(reply.has_error() for reply in grid.answers)
-    reasons = {reply.error.reason.rpartition("MessageError: ")[2][:50] for reply in grid.answers}
-    assert reasons == {
-        "the server asks to unmask part 1, which this client did not mask or has unmasked"[:50],
-        "the server asks to unmask part 2, which this client did not mask or has unmasked"[:50],
-        "the server asks to unmask part 3, which this client did not mask or has unmasked"[:50],
-        "the server asks to unmask part 4, which this client did not mask or has unmasked"[:50],
-        "this client has no secrets of the session of secure aggregation"[:50],  # after the last part
-    }
+    last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
+    assert len(grid.answers) == 4
+    assert all("this client has no secrets of the session" in reply.error.reason for reply in grid.answers)
 
 
 @pytest.mark.parametrize(
@@ -636,19 +546,19 @@ def test_a_client_refuses_to_open_other_sums(federation: Federations, survivors:
     messages = list(rule.configure_train(1, fed.arrays(), ConfigRecord(), grid))
     assert not any(reply.has_error() for reply in grid.send_and_receive(messages))
     asked = configs_in(messages[0].content)["config"]
-    about = pack({"part": np.array(0), "survivors": np.array(survivors, np.uint64)})
+    about = pack({"survivors": np.array(survivors, np.uint64)})
     content = RecordDict({"config": ConfigRecord({**asked, secure.STAGE: "unmask"}), "secure": about})
     (reply,) = grid.send_and_receive([Message(content, 1, secure.QUERY)])
     assert says in reply.error.reason
 
 
-def test_a_part_is_masked_once(federation: Federations) -> None:
+def test_a_reply_is_masked_once(federation: Federations) -> None:
     """Two replies under the same masks would reveal their difference."""
     fed = double(federation, (6, 8, 10))
     again = Asking(fed.grid(), lambda message: [message] if message.metadata.message_type == "train" else [])
     last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, again)
     assert len(again.answers) == 3
-    assert all("asks for part 0 of a session again" in reply.error.reason for reply in again.answers)
+    assert all("asks for masks of a session again" in reply.error.reason for reply in again.answers)
 
 
 def test_an_app_that_cannot_mask_refuses(federation: Federations) -> None:
@@ -685,23 +595,11 @@ def test_secrets_are_neither_written_nor_logged(
     grid.close()
 
 
-def test_states_on_disk_and_in_other_processes_give_the_same_model(
-    federation: Federations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_on_disk_give_the_same_model(federation: Federations) -> None:
     fed = double(federation)
-    for rule in (Scaffold, FedTAN):
-        here = last_model(fed, Secure(rule(**NO_EVALUATION)), 2)
-        with fed.grid(state_memory=1e-9) as grid:
-            assert same(here, last_model(fed, Secure(rule(**NO_EVALUATION)), 2, grid))
-
-    class Forgetful(ParkedRounds):
-        """Parked rounds as if a new process received every message."""
-
-        def take(self, *args: Any) -> None:
-            self.clear()
-
-    monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", Forgetful())
-    assert same(here, last_model(fed, Secure(FedTAN(**NO_EVALUATION)), 2))
+    here = last_model(fed, Secure(Scaffold(**NO_EVALUATION)), 2)
+    with fed.grid(state_memory=1e-9) as grid:
+        assert same(here, last_model(fed, Secure(Scaffold(**NO_EVALUATION)), 2, grid))
 
 
 # --- what is refused before training -----------------------------------------
@@ -712,10 +610,6 @@ def test_states_on_disk_and_in_other_processes_give_the_same_model(
     [
         (lambda: FedBS(), "FedBS weights the clients by the loss of each"),
         (lambda: HeteroBN(statistics="query"), "HeteroBN queries the statistics of each client's data"),
-        (
-            lambda: FixBN(FedAvg(), freeze_round="auto"),
-            "FixBN compares the statistics of each client",
-        ),
         (lambda: FixBN(FedBS(), freeze_round=1), "loss of each"),
         (lambda: FedAvg(bounds=Equal()), "FedAvg compares the replies of single clients"),
         (lambda: FixBN(FedAvg(bounds=Equal())), "FedAvg compares the replies of single clients"),
@@ -754,19 +648,20 @@ def test_wrong_arguments_are_named(options: dict[str, Any], says: str) -> None:
         Secure(FedAvg(), **options)
 
 
-def test_streams_are_refused_before_training(federation: Federations) -> None:
-    class Streams:
-        """An exchange service, see fedbn_flwr.exchange.carriers."""
+@pytest.mark.parametrize("make", [FedTAN, FedAvgGlobalStats, FedTANII, lambda: FixBN(FedTAN())])
+def test_exchanges_of_statistics_are_refused(make: Callable[[], Strategy]) -> None:
+    with pytest.raises(SettingsError, match="exchanges statistics of batches, which Secure does not mask"):
+        Secure(make())
 
-        def from_environment(self) -> None: ...
 
-        def prepare(self) -> None: ...
-
-        def carrier(self, *_: Any) -> Any: ...
-
+def test_a_client_does_not_mask_a_round_with_exchanges(federation: Federations) -> None:
+    """A server could read the contributions, which are not masked."""
     fed = double(federation)
-    with pytest.raises(SettingsError, match=r"whose streams Secure does not mask; set strategy\.direct of FedTAN"):
-        last_model(fed, Secure(FedTAN(direct=Streams(), **NO_EVALUATION)), 1)
+    content = RecordDict(
+        {"arrays": fed.arrays(), "config": ConfigRecord({secure.SESSION: "0" * 32, protocol.COHORT: "fused"})}
+    )
+    (reply,) = fed.grid().send_and_receive([Message(content, 1, "train")])
+    assert "the exchanges of 'fedbn.cohort' are not masked" in reply.error.reason
 
 
 def test_an_experiment_that_reads_single_clients_is_refused() -> None:

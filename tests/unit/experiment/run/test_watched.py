@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord
 
-from fedbn_flwr.engines.gated import GatedGrid
+from fedbn_flwr.experiment.run.watched import WatchedGrid
 from fedbn_flwr.strategies import FedAvg
 from tests.support.models import two_norms
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN
@@ -17,9 +17,9 @@ Federations = Callable[..., Any]
 Reports = list[tuple[str, int, int]]
 
 
-def watched(grid: Any) -> tuple[GatedGrid, Reports]:
+def watched(grid: Any) -> tuple[WatchedGrid, Reports]:
     reports: Reports = []
-    return GatedGrid(grid, watcher=lambda *report: reports.append(report)), reports
+    return WatchedGrid(grid, lambda *report: reports.append(report)), reports
 
 
 @pytest.mark.parametrize("workers", [0, 2])
