@@ -38,6 +38,7 @@ from .data import (
     own_test,
     partition_of,
     rows_by_domain,
+    shape_without_data,
 )
 from .file.layers import from_run_config
 from .model import choose_device, make_model
@@ -115,6 +116,12 @@ class ClientParts:
     @functools.cached_property
     def part(self) -> tuple[Tensor, Tensor]:
         """The indices of the training examples, and of the test examples that are the client's own."""
+        task = self.dataset.task
+        if not self.run.evaluate.server and task is not (expected := shape_without_data(self.run).task):
+            raise SettingsError(
+                f"{self.run.data.name!r} has labels for {task.name} ({task.targets}), but the experiment has "
+                f"{expected.name}; correct the labels, or set data.task"
+            )
         if self.has_own_data:
             check_labels(self.run, self.dataset)
             return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
@@ -164,7 +171,6 @@ class ClientParts:
             bias_weight_decay=train.bias_weight_decay,
             keep_momentum=train.keep_momentum,
             clip=train.clip,
-            task=self.dataset.task,
             loss=self.losses[0],
             task=self.dataset.task,
             eval_loss=self.losses[1],

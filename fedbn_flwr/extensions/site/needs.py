@@ -19,7 +19,7 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import needs
 from fedbn_flwr.exchange.step import check_batch
-from fedbn_flwr.experiment.data import shape_without_data, source_of
+from fedbn_flwr.experiment.data import source_of
 from fedbn_flwr.experiment.model import choose_device, make_model, try_model
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.objective import own_loss
@@ -76,12 +76,6 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
         )
     if not expected:
         return
-    if not run.evaluate.server:
-        shape = shape_without_data(run)
-        given = {"classes": shape.classes, "shape": list(shape.shape), "labels for": shape.task.name}
-        here = {"classes": dataset.classes, "shape": list(dataset.shape), "labels for": dataset.task.name}
-        if wrong := [f"{key} {here[key]}, expected {value}" for key, value in given.items() if here[key] != value]:
-            raise Failed("the data have " + "; ".join(wrong), "correct data or experiment")
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:

@@ -387,6 +387,13 @@ def test_what_differs_from_the_experiment_is_named_without_values(
     assert not any(word in text for word in ("forty", "'x'", "dead", "150", "120.5", "patient 3"))
 
 
+def test_labels_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = patients(tmp_path / "site", lambda rows: rows.update(outcome=[0.5, 1.25] * 20))
+    code, found = check(capsys, *node, PATIENTS.replace("class_names: [ill, well]", "classes: 1"))
+    assert code == 1
+    assert "has labels for regression (numbers), but the experiment has classification" in found["data"]["found"]
+
+
 def test_all_differences_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def change(rows: dict[str, list[Any]]) -> None:
         rows["result"], rows["bp"] = rows.pop("outcome"), rows.pop("pressure")
