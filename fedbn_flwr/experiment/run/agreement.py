@@ -32,12 +32,12 @@ from .cohort import Nodes, refuse_nodes, silent
 def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:
     """The moments of the training examples of all clients; RunFailed names those whose sums are missing or wrong."""
     run, rule = parts.run, parts.rule
-    name, hides = strategy_name(run.strategy), rule.traits.hides
+    name, hides = strategy_name(run.strategy), rule.lacks.get("inside")
     asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
     instead = "use official, unit, or module:callable with known values"
     refuse(
         {
-            f"{asks} but {name} {hides} what single clients send; {instead}": hides is not None,
+            f"{asks} but {name} {hides}; {instead}": hides is not None,
             f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
             f"{instead}": rule.leaf.bounds is not None,
         }
