@@ -255,10 +255,10 @@ def test_a_site_refuses_to_send_the_sums_of_few_examples(folders: Path, tmp_path
 @pytest.mark.parametrize(
     ("strategy", "says"),
     [
-        ({"name": "Secure", "base": {"name": "FedAvg"}}, r"but Secure\(FedAvg\) hides from the server what single"),
+        ({"name": "Secure", "base": {"name": "FedAvg"}}, r"but Secure\(FedAvg\) hides the replies of single clients"),
         (
             {"name": "Private", "base": {"name": "FedAvg"}},
-            r"but Private\(FedAvg\) releases only with noise",
+            r"but Private\(FedAvg\) adds noise to the mean",
         ),
         ({"name": "FedAvg", "bounds": {"max_share": 0.5}}, r"but strategy\.bounds limits the influence of one client"),
     ],

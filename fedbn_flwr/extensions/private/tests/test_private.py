@@ -446,7 +446,7 @@ def test_an_experiment_s_summary_has_epsilon(
 
 def test_an_experiment_does_not_write_statistics_of_single_clients(tmp_path: Path) -> None:
     text = EXPERIMENT.replace("STATISTICS", "noise") + "evaluate: {dynamics: true}\n"
-    with pytest.raises(SettingsError, match=r"evaluate.dynamics is true .* Private adds noise"):
+    with pytest.raises(SettingsError, match=r"evaluate.dynamics is true .* Private.* adds noise"):
         prepare(read_experiment(parse_yaml(text)))
 
 
