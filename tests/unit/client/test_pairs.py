@@ -84,3 +84,13 @@ class Encoding(Mapping[str, Tensor]):
 
 def test_any_mapping_is_read_by_its_keys() -> None:
     assert split_batch(Encoding(), None) == (IMAGES, LABELS)
+
+
+def test_inputs_and_targets_may_be_dicts_of_tensors() -> None:
+    inputs, targets = {"tokens": LABELS, "mask": LABELS > 1}, {"class": LABELS, "age": LABELS.float()}
+    assert split_batch([inputs, targets], None) == (inputs, targets)
+    assert split_batch({"inputs": inputs, "label": LABELS}, None) == (inputs, LABELS)
+    with pytest.raises(TypeError, match=r"expected a pair of tensors \(inputs, targets\), or of dicts of them"):
+        split_batch(({"tokens": [1, 2]}, LABELS), None)
+    with pytest.raises(TypeError, match="expected a pair"):
+        split_batch(({}, LABELS), None)
