@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.batch import first
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import ModelTensors
@@ -74,7 +75,7 @@ class BareLoop:
     """Plain PyTorch: SGD with momentum on images that are gathered and normalised batch by batch."""
 
     def __init__(self, data: InMemory, batch: int = BATCH, model: nn.Module | None = None) -> None:
-        self.images, self.labels = data.inputs, data.labels
+        self.images, self.labels = first(data.inputs), data.labels
         self.batch = batch
         device = self.images.device
         self.model = resnet20(device) if model is None else model

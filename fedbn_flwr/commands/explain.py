@@ -95,7 +95,7 @@ def _model(run: ExplainedRun) -> str:
 def _costs(run: ExplainedRun, costs: Costs) -> str:
     from fedbn_flwr.results.report.tables import as_text
 
-    rows = [("run " + run.label, "down", "up", "what")]
+    rows: list[tuple[str, ...]] = [("run " + run.label, "down", "up", "what")]
     ends = [*(first - 1 for first, _ in costs.traffic[1:]), costs.rounds]
     for (first, traffic), last in zip(costs.traffic, ends, strict=True):
         when = "a round" if len(ends) == 1 else f"round {first}" if first == last else f"a round from {first} to {last}"

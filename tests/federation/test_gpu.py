@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fedbn_flwr.data.images import Images
 from flwr.app import ConfigRecord, Context
 from torch.nn import functional as F
 
@@ -38,10 +37,10 @@ def _float32_is_float32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def images(device: torch.device) -> Images:
+def images(device: torch.device) -> InMemory:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (60, 3, 16, 16), dtype=torch.uint8, generator=generator)
-    return Images(pixels, torch.randint(0, 10, (60,), generator=generator)).to(device)
+    return InMemory(pixels, torch.randint(0, 10, (60,), generator=generator)).to(device)
 
 
 def federate(strategy: FedAvg, device: torch.device, rounds: int = 3, **how: Any) -> dict[str, torch.Tensor]:

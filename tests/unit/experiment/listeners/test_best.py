@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord
 
 from fedbn_flwr.experiment.listeners.best import Best
+from fedbn_flwr.experiment.listeners.listener import Round
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, SEVERAL, Task
 
@@ -23,13 +25,11 @@ def ended(
     for number, value in enumerate(values, start=1):
         line: dict[str, Any] = {"round": number, f"validation_{task.main}": value}
         rule = SimpleNamespace(traits=SimpleNamespace(has_global_model=False))
-        state: Any = SimpleNamespace(
-            line=line, round=number, ended=None, prepared=SimpleNamespace(rule=rule), run=SimpleNamespace(rounds=99)
-        )
-        best.on_round(state)
-        found += [line["best_round"]] if "best_round" in line else []
-        if state.ended:
-            return (number, state.ended), found
+        running: Any = SimpleNamespace(prepared=SimpleNamespace(rule=rule))
+        at = best.on_round(running, Round(number, ArrayRecord(), ArrayRecord(), line=line))
+        found += [at.line["best_round"]] if "best_round" in at.line else []
+        if at.ended:
+            return (number, at.ended), found
     return None, found
 
 
