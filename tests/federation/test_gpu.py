@@ -17,6 +17,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.client.training import SGD, Batch, train
 from fedbn_flwr.data.batches import ClientBatches
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
