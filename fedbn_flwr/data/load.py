@@ -68,7 +68,7 @@ def _returned(source: Source) -> Mapping[str, Any]:
             keys = f" with {', '.join(map(repr, found))}" if isinstance(found, Mapping) else ""
             raise DataError(
                 f"{KEY}={name!r} returned a {type(found).__name__}{keys}; expected a mapping with 'train' and 'test', "
-                "such as a datasets.DatasetDict, or with 'train' alone if data.test is a share"
+                "such as a datasets.DatasetDict, or with 'train' only if data.test is a share"
             )
         if all(hasattr(found[part], "features") for part in parts):  # splits of `datasets`
             return found

@@ -77,8 +77,10 @@ def moments_from(sites: Sequence[Sums]) -> Moments:
         count, total, square = totals(column)
         if not count:
             raise DataError(f"column {len(means)} of the inputs has no value in any row; leave it out of data.inputs")
-        means.append(float(total / count))
-        deviations.append(math.sqrt(square / count - (total / count) ** 2) or 1.0)
+        mean, variance = total / count, square / count - (total / count) ** 2
+        means.append(float(mean))
+        # That of equal values is not zero where their sum, such as one of 1/255, takes more bits than are sent.
+        deviations.append(math.sqrt(variance) if variance > mean**2 / 2**96 else 1.0)
     return tuple(means), tuple(deviations)
 
 

@@ -96,7 +96,7 @@ class ClientParts:
         least = min_batch_of(node)
         changes: dict[str, Any] = {}
         if "data-path" in node:
-            changes = dict.fromkeys(("root", "examples", "test_examples"))
+            changes = dict.fromkeys(("root", "examples", "test_examples", "group"))
             changes |= {"name": str(node["data-path"]), "random": False, "domains": ()}
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from fedbn_flwr.data.batches import TestBatches
@@ -21,6 +22,7 @@ from fedbn_flwr.data.partition.indices import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of, shape_without_data
+from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
 from fedbn_flwr.models.build import build_model
 
@@ -339,6 +341,14 @@ def test_a_group_is_a_client_and_is_tested_on_its_own_rows(tables: Path) -> None
         partition_of(data.model_copy(update={"group": None}), 4, 0, "cpu")
     with pytest.raises(DataError, match=r"data\.group='hospital' is not a column of"):
         partition_of(data.model_copy(update={"group": "hospital"}), 4, 0, "cpu")
+
+
+def test_a_site_s_table_needs_no_column_of_groups(tmp_path: Path) -> None:
+    cancer().drop(columns="site").to_csv(tmp_path / "own.csv", index=False)
+    run = Settings(data={"label": "diagnosis", "group": "site", "test": 0.2, "partition": {"kind": "natural"}})
+    node: dict[str, Any] = {"data-path": str(tmp_path / "own.csv"), "partition-id": 0, "num-partitions": run.clients}
+    site = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=node, state=RecordDict(), run_config={}))
+    assert len(site.dataset.train) == 455
 
 
 # --- models ------------------------------------------------------------------
